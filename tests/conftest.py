@@ -116,9 +116,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Let `-n auto` divide the one-rank run among the cores; more ranks are at work on all cores already.
 
-    Two processes more than cores: tests that start programs mostly wait, for starts, deadlines and ends.
+    Three processes for each core: tests that start programs mostly wait, for starts, deadlines and ends.
     """
-    return min(len(os.sched_getaffinity(0)) + 2, 4) if WORLD.size == 1 else 0
+    return min(3 * len(os.sched_getaffinity(0)), 6) if WORLD.size == 1 else 0
 
 
 def pytest_report_header() -> str:

@@ -77,13 +77,12 @@ class Fuzz:
         if not alone.returncode:
             print(f"It passes by itself: what it meets was left by the programs before it.\n\n{script(program)}")
             return
-        program = self.simplified(program)
-        outcome, _ = self.job([program], PATIENCE)
+        program, outcome = self.simplified(program, alone)
         self.say("the smallest program found")
         print(f"\n{script(program)}\n{outcome.stdout}{outcome.stderr}{outcome.reports}", flush=True)
 
-    def simplified(self, program):
-        """Return the smallest failing program that is found in time."""
+    def simplified(self, program, failure):
+        """Return the smallest failing program that is found in time, and how its job ended."""
         print("looking for the smallest such program", flush=True)
         until = time.monotonic() + self.search
         while time.monotonic() < until:
@@ -91,8 +90,8 @@ class Fuzz:
             outcome, place = self.job(candidates, PATIENCE / 3)
             if not outcome.returncode:
                 break
-            program = candidates[place]
-        return program
+            program, failure = candidates[place], outcome
+        return program, failure
 
 
 def main():

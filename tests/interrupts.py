@@ -867,7 +867,7 @@ NAMED = {
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
     backward: "run_backward run_backward_together sweep sweep_together",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
-    trace_run: "TraceRun.run_backwards raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
+    trace_run: "TraceRun.run_on_tape raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "_Playback.communicate _Playback._next _Playback._untraced",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced "
@@ -880,7 +880,7 @@ NAMED = {
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",
     channels: "report_to_recorders Channel.begin Channel.leave Channel.keep",
-    messages: "post_send Receipt.__init__ finish_send finish_receive receive send _await",
+    messages: "post_send Receipt.__init__ finish_send finish_receive receive send",
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",

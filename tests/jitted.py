@@ -42,10 +42,11 @@ def objective(fun: Callable) -> Callable:
     return total
 
 
-def check_jit(fun: Callable, *args: Any, rounding: float = 1e-12, derivatives: bool = True) -> None:
+def check_jit(fun: Callable, *args: Any, rounding: float = 1e-12, derivatives: bool = True, outside: bool = False) -> None:
     """Check that a function compiles, and that replays of its programs and their derivatives agree with it.
 
-    The programs are traced with these arguments and replayed with others: a value that was kept shows.
+    The programs are traced with these arguments and replayed with others: a value that was kept shows. `outside`: also
+    where a jitted sum of all is differentiated, whose programs are those of the function and of the sum together.
     """
     calls: Sequence[tuple] = [args, tuple([further(x) for x in args]), args]
     jitted = mpiad.jit(fun, strict=True)
@@ -54,10 +55,10 @@ def check_jit(fun: Callable, *args: Any, rounding: float = 1e-12, derivatives: b
     if not derivatives:
         return
     total = objective(fun)
-    outside = mpiad.value_and_grad(mpiad.jit(total, strict=True))
-    inside = mpiad.jit(mpiad.value_and_grad(total), strict=True)
-    within = mpiad.value_and_grad(objective(jitted))
+    forms = [mpiad.jit(mpiad.value_and_grad(total), strict=True), mpiad.value_and_grad(objective(jitted))]
+    if outside:
+        forms.append(mpiad.value_and_grad(mpiad.jit(total, strict=True)))
     for given in calls:
         expected = mpiad.value_and_grad(total)(*given)
-        for form in (outside, inside, within):
+        for form in forms:
             assert_same(form(*given), expected, 10 * rounding)

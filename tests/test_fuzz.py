@@ -97,7 +97,7 @@ def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun
 @pytest.mark.launches
 @pytest.mark.limit(120)
 def test_fuzz_ends_with_zero_where_all_pass():
-    command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "6", "--ranks", "1", "2", "--seed", "3"]
+    command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "4", "--ranks", "1", "2", "--seed", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110 * slowdown())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks: 3 of 3 programs pass" in done.stdout
+    assert "2 ranks: 2 of 2 programs pass" in done.stdout

@@ -66,7 +66,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
-    # The loops around programs are vectorized already; SLP vectorization would take more compile time than it saves.
+    # SLP vectorization, of straight-line code, would take more compile time than it saves: loops are vectorized already.
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -178,6 +178,7 @@ def _array(argument: Argument, value: object, place: int) -> list[Any]:
 
 
 _SUFFIX, _UNFINISHED = ".kernel", "unfinished-"
+# The number of entries, and the age of unfinished files in seconds, beyond which files are removed.
 _MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
 
 

@@ -21,7 +21,7 @@ from mpiad.compiling.program import OPERATIONS, Builder
 # function is holomorphic. For finite numbers the results agree with NumPy's to rounding. Products with a constant zero,
 # such as the real part of 1j, are omitted, so infinities may give other results than in NumPy, where such products are NaN.
 
-# NumPy computes powers with integer exponents of at most this size by multiplication.
+# NumPy computes powers with integer exponents smaller than this by multiplication.
 _LARGEST_EXPONENT = 100
 # For larger arguments tanh is 1 up to rounding, and squares might overflow.
 _FLAT = 22.0
@@ -65,11 +65,13 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
         result = whole_power(x, int(abs(exponent)), _multiply)
         result = _one(x) if result is None else result
         return result if exponent >= 0 else _divide(_one(x), result)
-    # 0 to the power of a number that isn't an integer is 0, but its logarithm is infinite.
+    # The logarithm of 0 is infinite. As in NumPy, powers of 0 are 0 if Re y > 0, 1 if y = 0, and otherwise NaN.
     is_zero = _equal(x, 0.0 * _one(x))
     safe = is_zero.chosen(1.0, x.real).plus_i(x.imag)
     result = _exp(_multiply(y, _log(safe)))
-    return is_zero.chosen(0.0, result.real).plus_i(is_zero.chosen(0.0, result.imag))
+    zero, undefined = y.real > 0.0, _equal(y, 0.0 * _one(x)).chosen(0.0, math.nan)
+    at_zero = zero.chosen(0.0, undefined + 1.0), zero.chosen(0.0, undefined)
+    return is_zero.chosen(at_zero[0], result.real).plus_i(is_zero.chosen(at_zero[1], result.imag))
 
 
 def whole_power(x: Symbol, n: int, times: Callable[[Symbol, Symbol], Symbol]) -> Symbol | None:
@@ -171,16 +173,16 @@ _RULES: dict[str, Callable[..., Symbol]] = {
     "tanh": _tanh,
 }
 
-_OBJECTS = (
+_NEEDS_TRUTH = (
     "it compares, rounds or branches on an array that np.array or autograd's np.stack made of traced values, or takes its "
     "sign, maximum or minimum: do this with the components, or join them by np.concatenate"
 )
-_VALUES = "it needs the number of a traced value, which is unknown (float, int, math.sin instead of np.sin, an index)"
+_NEEDS_NUMBER = "it needs the number of a traced value, which is unknown (float, int, math.sin instead of np.sin, an index)"
 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
     def method(self: Symbol, other: object) -> Any:
-        # If the other operand is an array, NumPy calls its operator, and this calls the symbol's operator for each entry.
+        # If the other operand is an array, Python then calls the array's operator, which calls this method for each entry.
         if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
         if swapped:
@@ -280,10 +282,10 @@ class Symbol:
         return self.call("logical_not")
 
     def __bool__(self) -> NoReturn:
-        self.builder.refuse(_OBJECTS)
+        self.builder.refuse(_NEEDS_TRUTH)
 
     def __float__(self) -> NoReturn:
-        self.builder.refuse(_VALUES)
+        self.builder.refuse(_NEEDS_NUMBER)
 
     __int__ = __index__ = __complex__ = __float__
     __add__, __radd__ = _operator("add"), _operator("add", swapped=True)

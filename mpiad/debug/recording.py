@@ -33,7 +33,9 @@ _START, _END = "start of the recording", "end of the recording"
 class Place(NamedTuple):
     """The code between two communications, or inside a library function that communicates several times."""
 
-    phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or "outside" of derivatives
+    # {"forward", "backward", "outside"}: the pass of a derivative, or "outside" of derivatives. Inside a library function,
+    # the phase is "backward" for an adjoint, and otherwise "forward", even outside of derivatives.
+    phase: str
     # `after`, `until`: the lines of the communications before and after the code; for an adjoint or tangent the line of
     # the forward call. In a loop around one communication, the two are equal. Inside a library function, both contain
     # the function's name.
@@ -324,14 +326,14 @@ class Recording:
             self.recorder.stop()
 
     @contextmanager
-    def compared(self) -> Iterator[tuple[Comm, Clock]]:
+    def exchange(self) -> Iterator[tuple[Comm, Clock]]:
         """Enter a context with a communicator to exchange events, and a clock that is common to all ranks; collective."""
         with _own_communicator() as comm:
             yield comm, Clock(self._first, read_clock(comm))
 
     def write(self, path: Path) -> None:
         """Write the trace of all ranks; collective."""
-        with self.compared() as (comm, clock):
+        with self.exchange() as (comm, clock):
             gather_into(path, comm, self.recorder, clock)
 
     def write_part(self, path: Path) -> Path:

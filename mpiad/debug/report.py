@@ -236,7 +236,8 @@ class Row(NamedTuple):
     seconds : array, shape (P,)
         The time of the communication in the calls, without computation between several communications in one call.
     waited : array, shape (P,)
-        The part of `seconds` in which the rank waited for other ranks to begin their calls.
+        The part of `seconds` in which the rank waited: for other ranks to begin their calls, or for the end of a
+        nonblocking send or reduction.
 
     Examples
     --------
@@ -275,8 +276,8 @@ class Report(NamedTuple):
     dropped : int
         The number of communications and phases beyond the maximum, which weren't recorded.
     computing : list of Computation
-        The computations between two lines, in descending order of the total time, with the attributes `place` (`phase`,
-        `after`, `until`) and `seconds`, an array with an entry per rank.
+        The computations between two successive communications, in descending order of the total time. Attributes: `place`
+        (`phase`, and the lines of the communications, `after` and `until`), and `seconds`, an array with an entry per rank.
 
     Examples
     --------
@@ -349,7 +350,7 @@ def _gathered(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
     # Only innermost communications are timed, since the time of an adjoint includes the operations in it.
     events = [event for event in recorded if event.innermost]
-    with recording.compared() as (comm, clock):
+    with recording.exchange() as (comm, clock):
         local_rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
         for event in recorded:
             if event.outermost and event.direction != "phase":

@@ -138,12 +138,12 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
     return result if dtype is None else result.astype(np.dtype(dtype))
 
 
-def _from_nested(values: Tree, arrays: ArrayModule) -> Array:
+def _from_nested(values: Tree, device: ArrayModule) -> Array:
     if isinstance(values, (list, tuple, SequenceBox)):
-        return stack([_from_nested(values[i], arrays) for i in range(len(values))])
+        return stack([_from_nested(values[i], device) for i in range(len(values))])
     if arrays_of(getval(values)) is None and np.ndim(getval(values)) == 0:
         # The product with a traced number is also traced.
-        return values * arrays.full((), 1, np.result_type(getval(values)))
+        return values * device.full((), 1, np.result_type(getval(values)))
     return values[...]
 
 

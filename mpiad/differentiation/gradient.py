@@ -155,7 +155,7 @@ def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Array]]:
 def cotangents_of_variables(
     traced: Traced, seeds: list[tuple[int, Array]], variables: Variables, keep: bool = False
 ) -> list[Any]:
-    """Run the record backwards; return the variables' cotangents, with the shapes and dtypes of the variables."""
+    """Run the record backwards; return cotangents with the variables' shapes and dtypes; `keep`: don't free the record."""
     cotangents = run_backward(traced.recording, seeds, len(variables.places), keep)
     return [_writable(g, variables.leaves[place]) for g, place in zip(cotangents, variables.places)]
 

@@ -540,9 +540,10 @@ class Domain(Decomposition):
         -------
         Location
             ``owner`` of shape (...): the rank that owns ``cell``. ``cell`` of shape (..., dimensions): the index, in the
-            whole grid, of the last cell at or before the point along each dimension (at the grid's last cell: of the cell
-            before it). ``fraction`` of the shape of `points`: the distance from that cell, from 0 to 1 (the next cell);
-            differentiable. For points on a device the results are computed on the host and copied to the device.
+            whole grid, of the last cell at or before the point along each dimension. Along nonperiodic dimensions, a point
+            at the last cell has the index of the cell before it. ``fraction`` of the shape of `points`: the distance from
+            ``cell``, in units of the spacing, from 0 to 1; differentiable. For points on a device the results are computed
+            on the host and copied to the device.
 
         Raises
         ------

@@ -47,7 +47,7 @@ class PointTable(NamedTuple):
 
     # The cells around each of the p points that this rank owns, shape (2**dimensions, p), in the flattened padded block.
     corners: Constants
-    order: Constants  # the index of each point in the list of this rank's points, followed by all other points
+    order: Constants  # for each point, its index in a list that contains first the points of this rank, then all others
     owned: Constants  # for each point, 1.0 if this rank owns it and 0.0 otherwise, in the dtype of the weights
     weights: Any  # weights of the cells in `corners`: Constants, or a traced array
     shape: Shape  # shape of the array of points, without its last axis

@@ -20,14 +20,16 @@ from mpiad.ensemble.step_sweep import Columns
 # The departure of a condition from its root after an affect: its next sign, and the time until it vanishes again.
 #
 # After the affect the condition may still be zero, up to rounding: a bouncing ball, for example, is still on the ground.
-# The next sign is determined from values of the condition a little later, after one step of Euler's and one of Heun's
-# method. The three values define a parabola, whose second root is the time at which the condition vanishes again.
+# The next sign is determined from two values of the condition a little later, at the same time: after a step of Euler's
+# method, and after a step of Heun's method from the same state. Euler's value minus the value now gives the slope of a
+# parabola, Heun's value minus Euler's the curvature. Its second root is the time at which the condition vanishes again.
 
 # A condition is considered to be at its root if its absolute value is at most AT_ROOT times its absolute value before the
 # affect, or at most OF_WAY times its estimated change along the trajectory since the event last acted.
 AT_ROOT, OF_WAY = 1e3, 1e-12
-# Bounds on the step of both methods: AHEAD and AHEAD_OF_SHORT times the time since the event last acted, and LEAST_AHEAD
-# times the length of tspan.
+# The step of both methods: AHEAD times the time since the event last acted, but at least LEAST_AHEAD times the length of
+# tspan, and at most AHEAD_OF_SHORT times the time since the event last acted. If this time is at most the fraction
+# UNRESOLVED of tspan, the step is LEAST_AHEAD times the length of tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
 # A condition is expected to vanish again and again if it returns within the fraction AT_ONCE of tspan, and either the event
 # last acted within the fraction SHORT_PIECE of tspan before, or the slope of the condition is zero.
@@ -35,9 +37,9 @@ AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
 # In steps shorter than this fraction of tspan, rounding errors may determine the sign of a condition near its root.
 UNRESOLVED = 1e-9
 LEAST = 1e-300  # absolute value assigned to a condition of which only the sign is computed
-# At least MOST_SHORT successive intervals between events, each of at most the fraction SHORT of tspan, are considered to be
+# At least MANY_SHORT successive intervals between events, each of at most the fraction SHORT of tspan, are considered to be
 # the beginning of an infinite sequence.
-SHORT, MOST_SHORT = 1e-6, 10
+SHORT, MANY_SHORT = 1e-6, 10
 
 
 def distance_ahead(elapsed: Array, span: Array) -> Array:
@@ -147,7 +149,7 @@ class Jumps:
         return [(e, np.flatnonzero(self.event == e) if len(events) > 1 else slice(None)) for e in events]
 
     @cached_property
-    def still(self) -> Array:
+    def stepless(self) -> Array:
         """Per jump, whether no step ends at it, since it occurs at the start or directly after another jump."""
         return (self.turn > 0) | (self.number == 0)
 

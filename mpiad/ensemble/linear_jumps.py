@@ -44,7 +44,7 @@ class LinearJumps:
         self._by_time: list[tuple[int, int, Array]] = []  # derivatives by the times: part, row, values
         self._rates: Array = None
         if timed:  # u' before the jumps at given times at which no step ends
-            self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
+            self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.stepless & (jumps.slot != FOUND))
             if rows.size:
                 self._rates[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
         pulls = [self._transposed(e, rows, (), timed) for e, rows in jumps.kinds]
@@ -94,7 +94,7 @@ class LinearJumps:
         """Add cotangents of step sizes to those of the given times at which these steps end; return the added numbers."""
         jumps = self._jumps
         # A given time at which a step ends determines the size of this step.
-        added = np.where(~jumps.still[rows] & (jumps.slot[rows] != FOUND), by_size, 0.0)
+        added = np.where(~jumps.stepless[rows] & (jumps.slot[rows] != FOUND), by_size, 0.0)
         self.due[jumps.slot[rows], jumps.ids[rows]] += added
         return added
 

@@ -247,7 +247,7 @@ class _Replay:
         if self._timed:
             moved = self._moved(rows)
             # Only these columns are advanced: in other columns f may be infinite, and derivatives would become NaN.
-            stepless = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
+            stepless = np.flatnonzero(jumps.stepless[rows])  # type: ignore[union-attr]
             if stepless.size:
                 u = self._put(u, stepless, self._drifted(u[:, stepless], ids[stepless], t[stepless], moved[stepless]))
             self._shift, t = self._put(self._shift, ids, moved), t + moved

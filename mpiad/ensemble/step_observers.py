@@ -13,7 +13,7 @@ from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.event_columns import EventColumns
 from mpiad.ensemble.events import CrossedSteps, EventWatch, StepEvents, in_order
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
-from mpiad.ensemble.jumps import LEAST, MOST_SHORT, SHORT, UNRESOLVED, departure, distance_ahead
+from mpiad.ensemble.jumps import LEAST, MANY_SHORT, SHORT, UNRESOLVED, departure, distance_ahead
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
@@ -202,7 +202,7 @@ class ActingEvents:
         own = columns[moving]
         short = np.abs(now[moving] - self._last_root[own]) <= SHORT * span[moving]
         self._short_count[own], self._last_root[own] = np.where(short, self._short_count[own] + 1, 0), now[moving]
-        at_event.codes[moving[self._short_count[own] >= MOST_SHORT]] = ReturnCode.Zeno.code
+        at_event.codes[moving[self._short_count[own] >= MANY_SHORT]] = ReturnCode.Zeno.code
         at_event.codes[ending & (at_event.codes == MOVING)] = ReturnCode.Terminated.code
 
     def _look_ahead(

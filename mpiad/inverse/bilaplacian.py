@@ -76,13 +76,13 @@ class Bilaplacian(GaussianPrior):
         # Since the diagonal of Θ contains the squared ratios, the operator is isotropic for spacings divided by the ratios.
         steps = np.broadcast_to(np.asarray(spacing, dtype=float), ndim) / ratios
         diffusion = float(correlation_length) ** 2 / (8.0 * (2.0 - ndim / 2.0))  # 1 / κ²
-        self._levels = Multigrid(domain, diffusion, 1.0, spacing=tuple(steps), boundary="neumann", centred=True)
+        self._multigrid = Multigrid(domain, diffusion, 1.0, spacing=tuple(steps), boundary="neumann", centred=True)
         self._scale = deviation / np.sqrt(inverse_diagonal(domain, diffusion / steps**2, 1.0, 2))
         self.variance = deviation**2
 
     def apply(self, v: LocalArray) -> LocalArray:
         """Return the product of the inverse covariance with blocks (..., *local_shape); collective, differentiable."""
-        return self._levels.matvec(self._levels.matvec(v / self._scale)) / self._scale
+        return self._multigrid.matvec(self._multigrid.matvec(v / self._scale)) / self._scale
 
     def solve(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with untraced blocks (..., *local_shape), by two solves; collective."""
@@ -92,11 +92,11 @@ class Bilaplacian(GaussianPrior):
     def precondition(self, r: LocalArray) -> LocalArray:
         """Apply a symmetric positive definite approximation of the covariance to r, by two V-cycles; collective."""
         r = checked_block(self.domain, r, "inverse.Bilaplacian.precondition")
-        return self._scale * self._levels(self._levels(self._scale * r))
+        return self._scale * self._multigrid(self._multigrid(self._scale * r))
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ for untraced noise ξ of shape local_shape, where S Sᵀ is the covariance, by one solve; collective."""
         return self._scale * self._inverse(xi)
 
     def _inverse(self, b: LocalArray) -> LocalArray:
-        return self._levels.solve(b, rtol=self._rtol)
+        return self._multigrid.solve(b, rtol=self._rtol)

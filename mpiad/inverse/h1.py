@@ -63,27 +63,27 @@ class H1(GaussianPrior):
         steps = np.broadcast_to(np.asarray(spacing, dtype=float), ndim)
         self.domain, self._rtol, self._volume, self.noise = domain, float(rtol), math.prod(steps), (ndim + 1,)
         self._rates, self._value = float(gradient) / steps**2, float(value)
-        self._levels = Multigrid(domain, gradient, value, spacing=tuple(steps), boundary="neumann", centred=True)
+        self._multigrid = Multigrid(domain, gradient, value, spacing=tuple(steps), boundary="neumann", centred=True)
         self.variance = inverse_diagonal(domain, self._rates, self._value, 1) / self._volume
 
     def apply(self, v: LocalArray) -> LocalArray:
         """Return the product of the inverse covariance with blocks (..., *local_shape); collective, differentiable."""
-        return self._volume * self._levels.matvec(v)
+        return self._volume * self._multigrid.matvec(v)
 
     def solve(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with untraced blocks (..., *local_shape), by one solve; collective."""
         g = checked_block(self.domain, g, "inverse.H1.solve", several=True)
-        return self._levels.solve(g, rtol=self._rtol) / self._volume
+        return self._multigrid.solve(g, rtol=self._rtol) / self._volume
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Apply a symmetric positive definite approximation of the covariance to r, by one V-cycle; collective."""
-        return self._levels(checked_block(self.domain, r, "inverse.H1.precondition")) / self._volume
+        return self._multigrid(checked_block(self.domain, r, "inverse.H1.precondition")) / self._volume
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ for noise ξ of shape (d + 1, *local_shape), where S Sᵀ is the covariance, by one solve; collective."""
         # The operator is GᵀG + c, where G computes differences across faces. The operator is also the covariance of the
         # right-hand side Gᵀξ₁ + √c ξ₂, for white noise ξ₁ on the faces and ξ₂ in the cells.
-        padded = self._levels.domain.exchange(xi[:-1], "zero", corners=False)
+        padded = self._multigrid.domain.exchange(xi[:-1], "zero", corners=False)
         total = math.sqrt(self._value) * xi[-1]
         for axis, rate in enumerate(self._rates):
             previous = [slice(1, -1)] * len(self._rates)
@@ -92,4 +92,4 @@ class H1(GaussianPrior):
             if self.domain.neighbours[axis][1] is None:  # no face beyond the last cell
                 upper[(slice(None),) * axis + (slice(-1, None),)] = 0.0
             total = total + math.sqrt(rate) * (padded[(axis, *previous)] - upper)
-        return self._levels.solve(total, rtol=self._rtol) / math.sqrt(self._volume)
+        return self._multigrid.solve(total, rtol=self._rtol) / math.sqrt(self._volume)

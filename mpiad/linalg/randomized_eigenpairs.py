@@ -2,8 +2,8 @@
 
 First, B⁻¹A is applied to k + p random directions, and the results are orthonormalized in the inner product of B. Second, A
 is projected onto the span of the results. The error is small if the eigenvalues decay rapidly, as for Hessians A of data
-misfits and precisions B of priors: if the ratio of successive eigenvalues is 0.8, the first 40 have relative errors of 1e-3
-for p = 20.
+misfits and precisions B of priors: if the ratio of successive eigenvalues is 0.8, the first 40 have relative errors below
+1e-3 for p = 20.
 
 References
 ----------
@@ -213,7 +213,7 @@ def _orthonormal(group: Channel, vectors: LocalArray, weighted: LocalArray) -> n
     asymmetry, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
     if not asymmetry <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
-        problem = f"vᵀ B v has the values {values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {asymmetry:.3e}"
+        problem = f"a matrix Vᵀ B V has eigenvalues {values[0]:.3e} to {values[-1]:.3e} and asymmetry {asymmetry:.3e}"
         text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {problem}."
         raise agreed(group, ValueError(text))
     independent = values > _DEPENDENT * values[-1]

@@ -1,4 +1,4 @@
-"""The number of samples of a batch; sums of these numbers and the losses over all ranks, before those of gradients."""
+"""The number of samples of a batch, and sums of these numbers and of losses over all ranks, before gradients are summed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) 
     """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between ranks, except in untrained leaves."""
     if not watch_settings.debug():
         return
-    # The orders of samples are also compared, unless a container belongs to another communicator.
+    # The orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
     if not on_any_rank(used.data, last_container.size != used.size):
         compared = {**compared, "data": last_container.order}
     named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]

@@ -131,7 +131,7 @@ def called_on_tape(cache: ProgramCache, given: Arguments, args: tuple, kwargs: d
             if all_arguments is None:
                 raise
             with suspended(body=False), cache.changed(key, change, counts):
-                second_run = TraceRun(all_arguments).run_backwards(cache.fun, boxed, all_arguments.values())
+                second_run = TraceRun(all_arguments).run_on_tape(cache.fun, boxed, all_arguments.values())
                 return backwards(second_run, entry.inside, gs, specs)
         return [conform(g, *spec) for g, spec in zip(cotangents, specs, strict=True)]
 
@@ -176,7 +176,7 @@ def _traced_on_tape(
     tape, trace = tracing.tape, TraceRun(given)
     try:
         with suspended(body=False), Noting(trace.recorder):
-            run = trace.run_backwards(cache.fun, boxed)
+            run = trace.run_on_tape(cache.fun, boxed)
     except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
         return cache.run_again(trace, key, error, args, kwargs)
     tape.channels |= run.recording.channels  # type: ignore[union-attr]
@@ -202,7 +202,7 @@ def _traced_on_tape(
                 raise_own(trace.recorder, error)
                 cache.give_up(key, error)
                 with trace.playing_back():
-                    second_run = trace.run_backwards(cache.fun, boxed, given.values())
+                    second_run = trace.run_on_tape(cache.fun, boxed, given.values())
                     return backwards(second_run, inside, gs, specs)
         cache.compile(key, trace.recorder, [run.values, cotangents], run.build, watch)
         return [own(g) for g in cotangents]
@@ -530,7 +530,7 @@ class _Call:
             with suspended(body=False), OrderedTape(of_cotangents=by.parts == 3) as tape:
                 leaves = [_variable(tape, x) if k in by.outer else x for k, x in enumerate(self._values)]
                 with first:
-                    run = trace.run_backwards(self._cache.fun, by.inner, leaves)
+                    run = trace.run_on_tape(self._cache.fun, by.inner, leaves)
                 values, end = [value_and_node(x, tape) for x in run.values], len(tape.record)
                 gs = [_variable(tape, next(given)) if is_in else None for is_in in self._inside]
                 start = len(tape.record)
@@ -544,7 +544,7 @@ class _Call:
     def _interpreted(self) -> TracedRun:
         if self._run is None:
             with suspended(body=False), self._playing_back(self._played):
-                self._run = TraceRun(self._given).run_backwards(self._cache.fun, self._by.inner, self._values)
+                self._run = TraceRun(self._given).run_on_tape(self._cache.fun, self._by.inner, self._values)
         return self._run
 
     def _playing_back(self, played: _Played) -> PlayingBack:

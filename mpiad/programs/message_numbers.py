@@ -23,7 +23,7 @@ class MessageNumbers:
 
     def __init__(self) -> None:
         self._made: dict[Envelope, Envelope] = {}
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}  # numbers of halo exchanges, by id of the halo and traced number
 
     def begin(self) -> None:
         """Begin a run, whose messages have new numbers."""
@@ -31,7 +31,7 @@ class MessageNumbers:
         self._numbers.clear()
 
     def addressed(self, params: Any) -> Any:
-        """Return an operation's parameters with the envelopes of this run."""
+        """Return an operation's parameters with this run's envelopes, or this run's number of a halo exchange."""
         if isinstance(params, Envelope):
             return self._of(params)
         if hasattr(params, "numbered"):
@@ -80,7 +80,7 @@ def channels_of(params: Any) -> set[Used]:
     return {(part, False) for part in parts if isinstance(part, Channel)} | messages
 
 
-class Answer(NamedTuple):
+class WildcardMessage(NamedTuple):
     """A message that was received from any rank or with any tag: its contents, sender and tag."""
 
     value: Any
@@ -106,7 +106,7 @@ def logged(made: Any, params: Any = None) -> Any:
     envelopes = envelopes_of(params)
     for envelope in envelopes:
         if min(envelope.asked) < 0:
-            return Answer(kept, envelope.peer, envelope.tag)
+            return WildcardMessage(kept, envelope.peer, envelope.tag)
     # A playback counts messages when it creates the envelopes of communications again. It doesn't create the envelopes
     # inside operators and solves, so the counts after them are logged.
     return kept if envelopes or channels_of(params) else Uncounted(kept, message_counts())

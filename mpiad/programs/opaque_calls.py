@@ -1,6 +1,6 @@
 """Opaque calls: functions of this library that compiled programs call untraced, such as solves and checkpointed loops.
 
-In a program, an opaque call is one step, which runs the function with all its communications. In a derivative it is two
+In a program, an opaque call is one step, which runs the function with all its communications. In reverse mode it is two
 steps: the first runs the function on a separate tape, and returns this tape's record together with the results; the second,
 in the reverse pass, runs backwards along the record. So the derivative has the rules of the interpreted function.
 """

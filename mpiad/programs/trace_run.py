@@ -14,7 +14,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.primitives.request import Request
-from mpiad.programs.message_numbers import Answer, Uncounted, envelopes_of, message_counts
+from mpiad.programs.message_numbers import Uncounted, WildcardMessage, envelopes_of, message_counts
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import Abandoned, Traced, let_arrays_be_traced, on_host, plain
@@ -122,7 +122,7 @@ class _Playback:
     def communicate(self, operation: Any, x: Array, params: Any) -> Any:
         params = on_host(params)
         made = self._next(operation.forward, plain(x), params)
-        if isinstance(made, Answer):
+        if isinstance(made, WildcardMessage):
             envelopes_of(params)[0].answered_from(made.peer, made.tag)
             return made.value
         return made.again() if isinstance(made, Request) else made
@@ -162,7 +162,7 @@ class _Playback:
     def looked_up(self, call: str) -> None: ...
 
     def entered_body(self) -> None:
-        # This ends the playback, since the log contains only operations before the body.
+        # An operator's body ends the playback, since the log contains only operations before the body.
         tracing.recorder = None
 
     def communicated_by_itself(self) -> None: ...
@@ -178,7 +178,7 @@ class TraceRun:
         self.given, self.recorder = given, recorder()
         self.counts = message_counts()
 
-    def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> TracedRun:
+    def run_on_tape(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> TracedRun:
         """Call the function on a tape; `boxed`: the indices of the variables among the leaves.
 
         By default the leaves are the result of the method `leaves`, with traced arrays.
@@ -211,7 +211,10 @@ def raise_own(recorder: Recorder, error: BaseException) -> None:
 
 
 class Noting:
-    """A context in which operations on traced arrays are recorded, in a part of the program."""
+    """A context in which operations on traced arrays are recorded.
+
+    `part`: the part of the compiled program to which they are appended: 0 for the call, 1 for its reverse pass.
+    """
 
     def __init__(self, recorder: Recorder, part: int = 0):
         self._recorder, self._part = recorder, part

@@ -6,12 +6,14 @@ The file has three parts: messages and workers, the group of ranks, and the root
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import length_hint
 from typing import Any, NamedTuple
 
+import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Comm, Function, Rank
@@ -23,7 +25,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import Failure
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
-from mpiad.transport.core.polling import Backoff, Line, Message, PackedObject, wait_for_message
+from mpiad.transport.core.polling import Backoff, Line, Message, packed, wait_for_message
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import ranks_within, recover, recoverable
 
@@ -112,26 +114,26 @@ def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank)
             has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
             line.post(root, RESULT, _packed(ended, rank))
     # The root waits for this message, so that no message is active when the communicator is freed.
-    line.post(root, STOPPED, PackedObject.of(None))
+    line.post(root, STOPPED, packed(None))
     patience = Backoff()
     while not line.is_quiet():
         patience.pause()
     return outcome
 
 
-def _packed(ended: Ended, rank: Rank) -> PackedObject:
+def _packed(ended: Ended, rank: Rank) -> np.ndarray:
     """Pack the results; results that can't be packed are replaced by failures."""
     try:
-        return PackedObject.of(ended)
+        return packed(ended)
     except Exception:  # noqa: BLE001 - pickle may raise anything
         # Each result is packed separately: if a result can't be pickled, only the item of this result fails.
         results = list(ended.results)
         for k, (index, result) in enumerate(results):
             try:
-                PackedObject.of(result, shared=True)
+                packed(result)
             except Exception as error:  # noqa: BLE001 - as above
                 results[k] = index, Failed(Failure.of(error), rank, index)
-        return PackedObject.of(ended._replace(results=results))
+        return packed(ended._replace(results=results))
 
 
 _log = logging.getLogger("mpiad")
@@ -213,8 +215,8 @@ class Scheduler:
         self._rank = group.user_ranks[group.comm.rank]
         workers = [rank for rank in range(group.comm.size) if rank != group.comm.rank]
         # Batches that were sent, stored until their results arrive, because the rank that evaluates them may die.
-        self._batches: dict[Rank, deque[PackedObject]] = {rank: deque() for rank in workers}
-        self._resend: deque[PackedObject] = deque()
+        self._batches: dict[Rank, deque[np.ndarray]] = {rank: deque() for rank in workers}
+        self._resend: deque[np.ndarray] = deque()
         self._item_count, self._exhausted = 0, False
         self._seconds: float | None = None  # exponentially weighted mean of the time per batch
         self._check_timer = Backoff()
@@ -230,7 +232,7 @@ class Scheduler:
                 return
             if not self._batches:
                 # The root evaluates items. Batches in `_resend` are packed, since they were sent to a rank that died.
-                batch = self._resend.popleft().opened() if self._resend else self._next_batch()
+                batch = pickle.loads(self._resend.popleft().data) if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
             elif self.failed is None:  # after an exception in the iteration over items, there may be no result to wait for
@@ -238,8 +240,7 @@ class Scheduler:
 
     def stop(self, outcome: Outcome) -> None:
         """Send the outcome to the other ranks, and wait until they have received it."""
-        # The results don't change until all have been sent, so large arrays needn't be copied (`shared`).
-        parcel, patience = PackedObject.of(outcome, shared=True), Backoff()
+        parcel, patience = packed(outcome), Backoff()
         for rank in list(self._batches):
             self._post(rank, STOP, parcel)
         while self._batches:
@@ -258,21 +259,21 @@ class Scheduler:
             for rank in list(self._batches):
                 # A dead rank may have been removed from `_batches` since the list was made.
                 if len(self._batches.get(rank, ())) == number:
-                    packed = self._next()
-                    if packed is None:
+                    parcel = self._next()
+                    if parcel is None:
                         return
                     # Stored before it is sent: if the rank is dead, the send fails, and another rank gets the batch.
-                    self._batches[rank].append(packed)
-                    self._post(rank, TASK, packed)
+                    self._batches[rank].append(parcel)
+                    self._post(rank, TASK, parcel)
 
-    def _next(self) -> PackedObject | None:
+    def _next(self) -> np.ndarray | None:
         if self._resend:
             return self._resend.popleft()
         batch = self._next_batch()
         if not batch:
             return None
         try:
-            return PackedObject.of(batch)
+            return packed(batch)
         except Exception as error:  # noqa: BLE001 - pickle may raise anything
             self.failed = self.failed or Failed(Failure.of(error), self._rank, batch[0][0])
             return None
@@ -338,7 +339,7 @@ class Scheduler:
             self._check_for_losses()
         return message
 
-    def _post(self, rank: Rank, kind: int, parcel: PackedObject) -> None:
+    def _post(self, rank: Rank, kind: int, parcel: np.ndarray) -> None:
         try:
             self._line.post(rank, kind, parcel)
         except Exception as error:  # noqa: BLE001 - raised again unless a process has died

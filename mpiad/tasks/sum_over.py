@@ -146,8 +146,8 @@ def sum_over(
         The items. Their number must be the same on all ranks.
     fun : callable
         ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and communicate on the group's
-        communicator `comm`, for example in a `Domain`; communication among all ranks in `fun` raises a
-        CommunicatorError. `fun` may use traced values of the enclosing function.
+        communicator `comm`, for example in a `Domain`; if there are several groups, communication among all ranks in
+        `fun` raises a CommunicatorError. `fun` may use traced values of the enclosing function.
     groups : RankGroups or int
         The groups, or the number of groups. For a number, the groups are constructed at the first call and cached.
     schedule : str

@@ -102,7 +102,7 @@ def check_adjoint(
 
 
 def _products(group: Channel, left: tuple, right: tuple, nonlinearity: float) -> tuple[list[complex], float, float]:
-    """Return the correctly rounded inner products, the larger sum of absolute products, and the largest nonlinearity."""
+    """Return the exactly summed inner products, the larger sum of absolute products, and the largest nonlinearity."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
     if not np.iscomplexobj(right[0]):
         # Since the cotangent of a real x is real, only the real parts of the inner products are equal.

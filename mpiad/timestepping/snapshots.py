@@ -76,7 +76,7 @@ class Coded(NamedTuple):
         for axis in reversed(axes):
             part = np.moveaxis(numbers[_corner(self.order, range(axis))], axis, 0)
             for k in range(self.order, 0, -1):
-                _add_up(part[k - 1 :])
+                _accumulate(part[k - 1 :])
 
 
 def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
@@ -162,7 +162,7 @@ def _real(array: np.ndarray) -> np.ndarray:
     return entries[..., None].view(np.finfo(array.dtype).dtype) if array.dtype.kind == "c" else entries
 
 
-def _add_up(layers: np.ndarray) -> None:
+def _accumulate(layers: np.ndarray) -> None:
     if layers.size < _WIDE * len(layers):
         np.cumsum(layers, 0, out=layers)
     else:  # adding layer by layer is faster than NumPy's sums across rows

@@ -87,9 +87,10 @@ class UserStepping:
     """The user's step and observation: ``advance(state, number, *input, *params)``, ``observe(state, number, *params)``."""
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
+        # `length`: the number of steps that the schedule of checkpoints records at a time if it is more than one, otherwise
+        # the number of all steps of the loop. One or several programs run these steps.
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether several steps may be compiled into one program. (`length`: the number of steps to divide into programs: a
-        # block of steps that are recorded together, or all steps of the loop if there are no such blocks.)
+        # Whether several steps may be compiled into one program.
         self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)

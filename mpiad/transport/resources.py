@@ -2,7 +2,7 @@
 
 NumPy and SciPy each have a BLAS with a pool of threads that poll for work. If calls of the two libraries alternate, the
 threads of one occupy the cores that the other needs, so a product of vectors may take a hundred times as long. Therefore
-vectors are processed by NumPy only, on the calling thread unless they are long.
+vectors are processed by NumPy only, and on the calling thread unless they are long or there is one thread anyway.
 
 Each new array above glibc's mmap threshold causes one page fault per 4 KiB, which together take ten times as long as the
 arithmetic on the array; reverse passes make dozens of such arrays. So the thresholds are raised once, unless
@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,8 @@ from mpiad.environment_variables import switch
 
 _log = logging.getLogger("mpiad")
 _NOTICE = "told-of-threads"
-# OpenBLAS wakes further threads for products of vectors that are longer than 10,000.
-_ON_ONE_THREAD, _LONG = 8192, 10**6
+# OpenBLAS wakes further threads for products of vectors that are longer than 10,000; not if it has only one thread.
+_on_one_thread, _LONG = 8192, 10**6
 _USERS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -56,15 +57,15 @@ def loop_threads() -> int:
 
 def vdot(x: Array, y: Array) -> Scalar:
     """Return `np.vdot` of two plain arrays, on the calling thread if they have fewer than a million entries."""
-    if type(x) is not np.ndarray or not _ON_ONE_THREAD < x.size < _LONG:
+    if type(x) is not np.ndarray or not _on_one_thread < x.size < _LONG:
         return np.vdot(x, y)
     x, y = x.reshape(-1), y.reshape(-1)
-    return sum(np.vdot(x[k : k + _ON_ONE_THREAD], y[k : k + _ON_ONE_THREAD]) for k in range(0, x.size, _ON_ONE_THREAD))
+    return sum(np.vdot(x[k : k + _on_one_thread], y[k : k + _on_one_thread]) for k in range(0, x.size, _on_one_thread))
 
 
 def _by_blas(rows: np.ndarray, length: int | None) -> bool:
     """Return whether BLAS computes a product with these rows: short ones, or rows long enough for several threads."""
-    return rows.size <= _ON_ONE_THREAD or (length or rows.shape[1]) >= _LONG
+    return rows.size <= _on_one_thread or (length or rows.shape[1]) >= _LONG
 
 
 def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndarray:
@@ -86,7 +87,7 @@ def combination(numbers: np.ndarray, rows: np.ndarray, length: int | None = None
 
 def gram(rows: np.ndarray) -> np.ndarray:
     """Return the inner products of real rows with each other, on the calling thread."""
-    width = max(1, _ON_ONE_THREAD // len(rows))
+    width = max(1, _on_one_thread // len(rows))
     stretches = [rows[:, k : k + width] for k in range(0, rows.shape[1], width)]
     return sum((stretch @ stretch.T for stretch in stretches), np.zeros((len(rows), len(rows))))
 
@@ -96,9 +97,11 @@ def limit_threads(ranks_on_node: int) -> None:
 
     The lowest rank that limits its pools logs this, once for each user.
     """
-    global _share
+    global _share, _on_one_thread
     _share = max(1, len(cores()) // ranks_on_node)
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        _on_one_thread = sys.maxsize
     mine, first = np.array(comm.size if share is None else comm.rank, np.int32), np.empty((), np.int32)
     comm.Allreduce(mine, first, MPI.MIN)
     if first == comm.rank and first_time(_NOTICE):

@@ -116,12 +116,12 @@ class Objective(NamedTuple):
         return np.mean(log_q - log_p)
 
 
-def on_device(params: Tree) -> Array | None:
+def parameter_on_device(params: Tree) -> Array | None:
     """Return a variational parameter that is on a device, None if all are on the host."""
     return leaf_on_device([leaf for leaf in flatten(params)[0] if is_variable(leaf)])
 
 
 def to_device_of(x: Array, params: Tree) -> Array:
     """Copy a host array to the device of `params` (variational parameters or draws), if they are on one."""
-    like = on_device(params)
+    like = parameter_on_device(params)
     return x if like is None else to_device(x, like=like)

@@ -24,7 +24,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
-from mpiad.vi.elbo_gradient import Objective, has_closed_form, on_device, to_device_of
+from mpiad.vi.elbo_gradient import Objective, has_closed_form, parameter_on_device, to_device_of
 from mpiad.vi.model_evaluation import Evaluations, Model, evaluations_of
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
@@ -148,7 +148,7 @@ class Training:
         params, best = map(to_host, self.reported_and_best)
         epochs, message = len(self.history["objective"]), self.verdict or f"all {n_epochs} epochs were made"
         fields = {"history": self.history, "epochs": epochs, "best_epoch": self._best_epoch, "message": message}
-        return {"params": params, "best_params": best, **fields}, on_device(self._params) is not None
+        return {"params": params, "best_params": best, **fields}, parameter_on_device(self._params) is not None
 
 
 _ETA = 8

@@ -165,7 +165,7 @@ def _slope(x: Array, marginal: Any) -> Array:
     low, high = marginal.support()
     # The step is limited near an end of the support, since the log density may be steep there.
     step = numpy.minimum(_STEP * scale, _MAX_END_FRACTION * numpy.minimum(x - low, high - x))
-    after, before = x + step, x - step  # the divisor is the step after rounding
+    after, before = x + step, x - step  # the divisor is twice the step, after rounding
     with numpy.errstate(invalid="ignore", divide="ignore"):
         return numpy.where(step > 0, (marginal.logpdf(after) - marginal.logpdf(before)) / (after - before), numpy.nan)
 

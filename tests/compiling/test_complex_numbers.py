@@ -88,6 +88,9 @@ def test_large_and_small_numbers():
         np.testing.assert_allclose(values(divide, [z, w])[0], np.complex128(z) / np.complex128(w), rtol=1e-14)
     for z in (3e300 + 4e300j, 3e-300 - 4e-300j, 0j):
         np.testing.assert_allclose(values(modulus, [z, 1 + 0j])[0], abs(z), rtol=1e-14)
+    power = program_of(lambda u, p, t: [u[0] ** u[1], u[0]], 2)
+    for w in (2 + 1j, 0.5 + 0j, 0j, 1j, -1 + 0j, -0.5 + 2j):
+        np.testing.assert_array_equal(values(power, [0j, w])[0], np.complex128(0) ** np.complex128(w), f"{w}")
     # The derivative of the absolute value at 0 is 0, and powers that aren't whole are 0 there.
     np.testing.assert_array_equal(convention(modulus, [0j, 1 + 0j], np.array([1, 0j])), 0)
     np.testing.assert_array_equal(values(program_of(lambda u, p, t: [u[0] ** 1.5], 1), [0j]), 0)

@@ -20,12 +20,7 @@ for drift in (0.0, 1e-15):
         except ValueError as error:
             told = str(error).replace(chr(10), "")
         mpiad.mpi_print(rank, drift, take.__name__, told)
-"""
-
-# A reduction whose bits differ between ranks, as some MPIs' do over unlike machines.
-UNEQUAL = """
-import numpy as np, mpiad
-mpiad.mpi_init()
+mpiad.mpi_print("a reduction whose bits differ between ranks, as some MPIs' do over unlike machines")
 from mpiad.differentiation import objective
 shared = objective.SHARE.forward
 objective.SHARE.forward = lambda x, p: shared(x, p) * (1 + 2.0**-52 * (mpiad.mpi_rank() == 1))
@@ -36,25 +31,25 @@ except mpiad.errors.ReplicationError as error:
 """
 
 
-def test_copies_that_differ_raise_on_all_ranks(mpirun):
-    done = mpirun(3, PROGRAM, env={"MPIAD_DEBUG": "1"})
+def outcomes(mpirun, debug):
+    """Return the lines about copies, and those about an objective."""
+    done = mpirun(3, PROGRAM, env={"MPIAD_DEBUG": debug})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 18
-    assert all(line.endswith("fine") for line in lines[:9])
-    for line in lines[9:]:
+    assert len(lines) == 24
+    return lines[:18], lines[21:]
+
+
+def test_what_differs_raises_on_all_ranks(mpirun):
+    copies, objectives = outcomes(mpirun, "1")
+    assert all(line.endswith("fine") for line in copies[:9])
+    for line in copies[9:]:
         assert "rank(s) [2] of 3 differ from rank 0." in line
         assert "rank 2: x['w'] (shape (3,), dtype float64) first at [1] is 1.000000000000001 instead of" in line
+    assert objectives == ["[1] J True"] * 3
 
 
 def test_without_it_nothing_is_compared(mpirun):
-    done = mpirun(3, PROGRAM, env={"MPIAD_DEBUG": None})
-    assert done.returncode == 0, done.stderr
-    assert all(line.endswith("fine") for line in done.stdout.splitlines())
-
-
-def test_an_objective_that_differs_raises_on_all_ranks(mpirun):
-    done = mpirun(3, UNEQUAL, env={"MPIAD_DEBUG": "1"})
-    assert (done.stdout, done.returncode) == ("[1] J True\n" * 3, 0), done.stderr
-    done = mpirun(3, UNEQUAL, env={"MPIAD_DEBUG": None})
-    assert done.stdout == "1.0\n1.0000000000000002\n1.0\n", done.stderr
+    copies, objectives = outcomes(mpirun, None)
+    assert all(line.endswith("fine") for line in copies)
+    assert objectives == ["1.0", "1.0000000000000002", "1.0"]

@@ -86,12 +86,12 @@ def test_no_message_of_an_earlier_fault_is_received_after_a_later_one(length, ra
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("length", [10, 1_000_000])
-def test_a_program_that_never_resets_ends(length, mpirun):
-    program = f"""
+def test_a_program_that_never_resets_ends(mpirun):
+    program = """
 import numpy as np, mpiad
 def interrupted(x):
-    mpiad.mpi_send(np.ones({length}) * x, 1 - mpiad.mpi_rank())
+    for length in (10, 1_000_000):
+        mpiad.mpi_send(np.ones(length) * x, 1 - mpiad.mpi_rank())
     mpiad.mpi_irecv(x, 1 - mpiad.mpi_rank(), tag=5)
     raise ValueError
 try:
@@ -261,8 +261,9 @@ print("number", mpi_allreduce(1.0), flush=True)
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("timeout", ["", "5"])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced, timeout", [
+    (False, "5"), (True, ""), *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((False, ""), (True, "5"))),
+])  # fmt: skip
 def test_a_product_of_eigsh_raises_on_one_rank(traced, timeout, mpirun):
     """The other rank doesn't wait in eigsh's next sum, which that of the program would meet."""
     program = f"""

@@ -65,8 +65,8 @@ def test_forward_mode_and_second_derivatives():
     np.testing.assert_allclose(mpiad.hvp(loss)(U0, P, v), mpiad.hvp(exact_loss)(U0, P, v), rtol=1e-8)
 
 
-@pytest.mark.parametrize("argnum", [0, 1, 2])
-def test_tangents_where_times_move(argnum, monkeypatch):
+@pytest.mark.parametrize("argnums", [(0,), (1, 2)], ids=str)
+def test_tangents_where_times_move(argnums, monkeypatch):
     from mpiad.ensemble import differentiable
 
     def total(u0, p, ends, way, events):
@@ -80,11 +80,12 @@ def test_tangents_where_times_move(argnum, monkeypatch):
 
     args = U0, P, np.array([0.01, 0.03])
     for events in (GROUND, ()):
-        expected = mpiad.grad(lambda *given: total(*given, "adjoint", events), argnum)(*args)  # noqa: B023
+        expected = mpiad.grad(lambda *given: total(*given, "adjoint", events), argnums)(*args)  # noqa: B023
         with monkeypatch.context() as patched:
             patched.setattr(differentiable, "pull_run", None)  # no adjoint in secret
-            found = mpiad.grad(lambda *given: total(*given, "tangent", events), argnum)(*args)  # noqa: B023
-        np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12 * np.abs(expected).max())
+            found = mpiad.grad(lambda *given: total(*given, "tangent", events), argnums)(*args)  # noqa: B023
+        for a, b in zip(found, expected):
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12 * np.abs(b).max())
 
 
 def test_one_that_ends_early_changes_no_digit_of_the_others(solved_by):

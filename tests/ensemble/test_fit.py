@@ -81,7 +81,11 @@ BOX = (1.4, np.inf, np.inf, 0.95)
 
 # By columns with bounds alone, since it takes a while.
 @pytest.mark.one_rank
-@pytest.mark.parametrize("compiled, upper", [(True, None), (True, BOX), (False, BOX)], indirect=["compiled"])
+@pytest.mark.parametrize(
+    "compiled, upper",
+    [pytest.param(True, None, marks=pytest.mark.thorough), (True, BOX), (False, BOX)],
+    indirect=["compiled"],
+)
 def test_as_scipys_least_squares(compiled, upper):
     bounds = (0.0, np.inf if upper is None else np.array(upper))
     start = np.minimum(TRUTH * np.array([1.4, 0.7, 1.3, 0.8]), bounds[1])
@@ -191,7 +195,7 @@ def test_depends_neither_on_company_nor_on_ranks(compiled, size):
         other = fitted(compile=compiled, **way)
         for name in FIELDS:
             np.testing.assert_array_equal(getattr(other, name), getattr(whole, name), err_msg=name)
-    for i in range(len(RATES) if size == 1 else 0):
+    for i in (0, 2, 5) if size == 1 else ():  # one that succeeds, and the two hopeless ones
         alone = fitted(slice(i, i + 1), compile=compiled)
         for name in FIELDS:
             np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[i], err_msg=name)

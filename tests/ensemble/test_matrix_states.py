@@ -8,7 +8,7 @@ import pytest
 from scipy.linalg import expm, expm_frechet
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
+from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Vern7, solve
 
 pytestmark = [
     pytest.mark.serial,
@@ -49,7 +49,7 @@ def exact_gradient(u0, p, half=0.6, end=1.5):
 @pytest.mark.parametrize(("f", "gradient"), [(linear, "tangent"), (linear_by_rows, "adjoint")])
 def test_one_equation_of_many_columns(f, gradient):
     def total(u0, p):
-        return loss(solve(ODEProblem(f, u0, (0.0, 1.5), p), saveat=[0.0, 0.6, 1.5], gradient=gradient, **TIGHT))
+        return loss(solve(ODEProblem(f, u0, (0.0, 1.5), p), Vern7(), saveat=[0.0, 0.6, 1.5], gradient=gradient, **TIGHT))
 
     value, (by_u0, by_p) = mpiad.value_and_grad(total, (0, 1))(U0, A)
     expected, of_u0, of_p = exact_gradient(U0, A)
@@ -65,7 +65,7 @@ def test_an_ensemble_of_matrices():
 
     def total(u0, p):
         ensemble = EnsembleProblem(ODEProblem(linear_by_rows, U0, (0.0, 1.5), A), u0=u0, p=p)
-        return loss(solve(ensemble, saveat=[0.0, 0.6, 1.5], checkpoints=4, **TIGHT))
+        return loss(solve(ensemble, Vern7(), saveat=[0.0, 0.6, 1.5], checkpoints=4, **TIGHT))
 
     value, (by_u0, by_p) = mpiad.value_and_grad(total, (0, 1))(u0, p)
     each = [exact_gradient(*one) for one in zip(u0, p)]

@@ -75,7 +75,7 @@ def test_steps_and_ends_are_those_by_hand(name, system):
 @every_method
 @pytest.mark.parametrize("system", ["Robertson", "Van der Pol", "HIRES"])
 def test_ends_beside_radau(name, system):
-    expected, rtol = radau(system), 1e-5 if name == "Rosenbrock23" else 1e-8
+    expected, rtol = radau(system), 1e-4 if name == "Rosenbrock23" else 1e-7
     sol = solve(problem_of(SYSTEMS[system]), METHODS[name][0], rtol=rtol, atol=1e-5 * rtol)
     assert sol.retcode == "Success"
     np.testing.assert_allclose(sol.u_end, expected, rtol=1e-2 if name == "Rosenbrock23" else 1e-5, atol=1e-12)

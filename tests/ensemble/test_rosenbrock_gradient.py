@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import autograd.numpy as anp
 import numpy as np
@@ -62,9 +62,20 @@ def by_complex_steps(fun, *args):
     return found
 
 
+@cache
 def sizes_of(alg):
     sol = solve(ENSEMBLE, alg, save_everystep=True, **TOLERANCES)
     return [np.diff(row[~np.isnan(row)]) for row in sol.t]
+
+
+@cache
+def gradients_by_hand(name):
+    """Return each trajectory's gradient by its state and parameters."""
+    alg, step = METHODS[name]
+    return [
+        by_complex_steps(partial(loss_by_hand, step, sizes, WEIGHTS[i]), U0[i], P[i])
+        for i, sizes in enumerate(sizes_of(alg))
+    ]
 
 
 def solved_loss(ensemble, alg, weights, **options):
@@ -76,14 +87,11 @@ def solved_loss(ensemble, alg, weights, **options):
 @every_method
 @pytest.mark.parametrize("way", ["adjoint", "checkpoints", "tangent", "untraced", "kernel", "kernel and checkpoints"])
 def test_gradients_by_states_and_parameters(name, way):
-    alg, step = METHODS[name]
-    given = {"tangent": {"gradient": "tangent"}, "untraced": {}}
+    alg, given = METHODS[name][0], {"tangent": {"gradient": "tangent"}, "untraced": {}}
     options = given.get(way, {"compile": "kernel" in way, "checkpoints": 3 if "checkpoints" in way else None})
     ensemble = remake(ENSEMBLE, problem=remake(ENSEMBLE.problem, f=untraced)) if way == "untraced" else ENSEMBLE
     found = mpiad.grad(lambda u0, p: solved_loss(remake(ensemble, u0=u0, p=p), alg, WEIGHTS, **options), (0, 1))(U0, P)
-    for i, sizes in enumerate(sizes_of(alg)):
-        by_hand = partial(loss_by_hand, step, sizes, WEIGHTS[i])
-        expected = by_complex_steps(by_hand, U0[i], P[i])
+    for i, expected in enumerate(gradients_by_hand(name)):
         for whole, gradient in zip(found, expected):
             np.testing.assert_allclose(whole[i], gradient, rtol=1e-9, atol=1e-11)
 
@@ -131,6 +139,30 @@ def test_gradients_by_the_ends_of_tspan_where_kernels_exchange_rows():
     np.testing.assert_allclose(mpiad.grad(total, (0, 1))(*SPAN), expected, rtol=1e-8)
 
 
+STIFF = SYSTEMS["Van der Pol"]
+STIFF_ENSEMBLE = EnsembleProblem(ODEProblem(STIFF.f, STIFF.u0, (0.0, STIFF.end)), p=STIFF.p[None])
+STIFF_TOLERANCES = {"rtol": 1e-4, "atol": 1e-8}
+
+
+@cache
+def slope_with_more_digits(name, compiled):
+    """Return the derivative of the last state's first component, by a tangent at the states that were computed."""
+    alg = METHODS[name][0]
+    sol = solve(STIFF_ENSEMBLE, alg, save_everystep=True, compile=compiled, **STIFF_TOLERANCES)
+    table, long, states = alg.tableau, np.clongdouble, sol.u[0]
+    p, along = long(STIFF.p[0]) + 1e-30j * long(1), np.zeros(2, long)
+    for u, h in zip(states, np.diff(np.asarray(sol.t, np.longdouble).ravel())):
+        u = u.astype(long) + 1j * along.imag
+        (a, b), (c, d) = np.eye(2) / np.longdouble(table.gamma) - h * np.array(STIFF.jacobian(u, [p], 0.0), long)
+        k = [np.zeros(2, long)]
+        for row, coupling in zip(table.a, table.coupling):
+            y = u + h * sum(np.longdouble(w) * x for w, x in zip(row, k))
+            right = np.array(STIFF.f(y, [p], 0.0), long) + sum(np.longdouble(w) * x for w, x in zip(coupling, k))
+            k.append(np.array([d * right[0] - b * right[1], a * right[1] - c * right[0]]) / (a * d - b * c))
+        along = u + h * sum(np.longdouble(w) * x for w, x in zip(table.a[-1], k))
+    return float(along.imag[0] / 1e-30)
+
+
 @pytest.mark.serial
 @pytest.mark.skipif(np.finfo(np.longdouble).eps == np.finfo(float).eps, reason="long doubles have no more digits")
 @pytest.mark.parametrize("way", ["adjoint", "tangent", "kernel"])
@@ -138,25 +170,10 @@ def test_gradients_by_the_ends_of_tspan_where_kernels_exchange_rows():
 def test_an_ill_conditioned_gradient_is_that_of_the_computed_states(name, way):
     # Of Van der Pol's equation at 1e3 the rounding of the states alone moves the gradient by 2e-8, so that two programs
     # agree no better; at the states that were computed, a tangent with more digits is the same to 1e-9.
-    options = {"compile": True} if way == "kernel" else {"gradient": way}
-    stiff, alg, tolerances = SYSTEMS["Van der Pol"], METHODS[name][0], {"rtol": 1e-4, "atol": 1e-8}
-    ensemble = EnsembleProblem(ODEProblem(stiff.f, stiff.u0, (0.0, stiff.end)), p=stiff.p[None])
-    sol = solve(ensemble, alg, save_everystep=True, compile=way == "kernel", **tolerances)
-    slope = mpiad.grad(lambda p: solve(remake(ensemble, p=p), alg, **tolerances, **options).u_end[0, 0])(stiff.p[None])[
-        0, 0
-    ]
-    table, long, states = alg.tableau, np.clongdouble, sol.u[0]
-    p, along = long(stiff.p[0]) + 1e-30j * long(1), np.zeros(2, long)
-    for u, h in zip(states, np.diff(np.asarray(sol.t, np.longdouble).ravel())):
-        u = u.astype(long) + 1j * along.imag
-        (a, b), (c, d) = np.eye(2) / np.longdouble(table.gamma) - h * np.array(stiff.jacobian(u, [p], 0.0), long)
-        k = [np.zeros(2, long)]
-        for row, coupling in zip(table.a, table.coupling):
-            y = u + h * sum(np.longdouble(w) * x for w, x in zip(row, k))
-            right = np.array(stiff.f(y, [p], 0.0), long) + sum(np.longdouble(w) * x for w, x in zip(coupling, k))
-            k.append(np.array([d * right[0] - b * right[1], a * right[1] - c * right[0]]) / (a * d - b * c))
-        along = u + h * sum(np.longdouble(w) * x for w, x in zip(table.a[-1], k))
-    assert slope == pytest.approx(float(along.imag[0] / 1e-30), rel=5e-9)
+    options = {**STIFF_TOLERANCES, **({"compile": True} if way == "kernel" else {"gradient": way})}
+    loss = lambda p: solve(remake(STIFF_ENSEMBLE, p=p), METHODS[name][0], **options).u_end[0, 0]  # noqa: E731
+    slope = mpiad.grad(loss)(STIFF.p[None])[0, 0]
+    assert slope == pytest.approx(slope_with_more_digits(name, way == "kernel"), rel=5e-9)
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-9}
-SAVED = [0.0, 0.13, 0.13, 0.5, 0.51, 0.77, 1.0]
+SAVED = [0.0, 0.13, 0.13, 0.3, 0.31, 0.42, 0.5]
 
 
 def draws(*shape, seed=0):
@@ -89,14 +89,14 @@ def test_products_with_the_hessian(chosen):
 
 def test_second_derivatives_by_hand():
     u0, rho = np.array([1.0, 0.5, 0.2]), np.array([15.0])
-    times = solve(ODEProblem(lorenz, u0, (0.0, 1.0), rho), save_everystep=True, **TIGHT).t
+    times = solve(ODEProblem(lorenz, u0, (0.0, 0.5), rho), save_everystep=True, **TIGHT).t
 
     def by_hand(rho):
         saved, end = unrolled(lorenz, u0, rho, times, SAVED)
         return sum(anp.sum(u**2) for u in saved) + anp.sum(end)
 
     def loss(rho):
-        sol = solve(ODEProblem(lorenz, u0, (0.0, 1.0), rho), saveat=SAVED, **TIGHT)
+        sol = solve(ODEProblem(lorenz, u0, (0.0, 0.5), rho), saveat=SAVED, **TIGHT)
         return anp.sum(sol.u**2) + anp.sum(sol.u_end)
 
     expected = autograd.grad(lambda rho: autograd.grad(by_hand)(rho)[0])(rho)

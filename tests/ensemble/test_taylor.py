@@ -116,15 +116,15 @@ def test_a_wrong_gradient_is_caught():
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    "gather, objective, events", [(True, "root", ()), (False, "sum", (FALLS, LEVEL))], ids=["", "events"]
+    "gather, objective, events, order", [(True, "root", (), 1), (False, "sum", (FALLS, LEVEL), 2)], ids=["", "events"]
 )
-def test_over_the_ranks(gather, objective, events):
+def test_over_the_ranks(gather, objective, events, order):
     mpi = EnsembleMPI(gather=gather)
 
     def over(u0, p, span):
         return loss(u0, p, span, "RK45", mpi, events=events)
 
-    testing.check_grads(over, U0, P, SPAN, argnum=(0, 1, 2), shared=True, objective=objective, step=2e-3)
+    testing.check_grads(over, U0, P, SPAN, argnum=(0, 1, 2), shared=True, objective=objective, step=2e-3, order=order)
 
 
 @pytest.mark.serial

@@ -69,13 +69,6 @@ def test_velocity_in_three_dimensions_is_that_of_any_groups(mpirun: Run) -> None
     np.testing.assert_allclose(four, one, rtol=1e-6)
 
 
-def test_velocity_in_three_dimensions_is_found(mpirun: Run, tmp_path: Path) -> None:
-    arguments = (*BLOCK, "--groups", 2, "--picture", tmp_path / "cuts.png")
-    newton, _, quasi, _ = sounded(mpirun(2, "examples/seismic_3d.py", *arguments, timeout=80))
-    assert newton < 0.6 and quasi < 0.6
-    assert (tmp_path / "cuts.png").stat().st_size > 10_000
-
-
 @pytest.mark.thorough
 def test_velocity_is_improved(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--shape", 40, 48, "--shots", 3, "--steps", 150, "--iterations", 8, "--least", 0.3)

@@ -18,7 +18,7 @@ from _pytest.mark import ParameterSet
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(240)]
 
-TOGETHER = 10  # examples of one job: two ranks take a second to import what they need, and to make a first picture
+TOGETHER = 20  # examples of one job: two ranks take a second to import what they need, and to make a first picture
 
 
 class Small(NamedTuple):
@@ -45,7 +45,11 @@ RUNS = [
         r"error of the amplitudes (\S+)", lambda error: error < 0.05,
     ),
     Small(
-        3, "examples/ensemble_training.py", "--iterations 5",
+        2, "examples/digits_training.py", "",
+        r"loss \S+ -> (\S+)\ntest accuracy (\S+)", lambda loss, accuracy: loss < 0.02 and 0.97 <= accuracy <= 1,
+    ),
+    Small(
+        2, "examples/ensemble_training.py", "--iterations 5",
         r"Adam .*loss = (\S+)  closed form (\S+)", is_close(1e-7),
     ),
     Small(
@@ -57,7 +61,7 @@ RUNS = [
         r"relative error of the start: (\S+)", lambda error: error < 0.4,
     ),
     Small(
-        2, "examples/influenza_1978.py", "--repetitions 4",
+        2, "examples/influenza_1978.py", "--repetitions 2",
         r"R0 +(\S+) +SciPy +(\S+)", is_close(1e-5),
     ),
     Small(
@@ -77,6 +81,11 @@ RUNS = [
         r"delta +(\S+) +SciPy +(\S+)", is_close(0.01), thorough=True,
     ),
     Small(
+        2, "examples/seismic_3d.py", "--shape 16 20 22 --layer 3 --shots 2 2 --encoded 2 --receivers 5 --steps 32"
+        " --recorded 4 --iterations 1 2 --products 2 --pairs 1 --least 0.6 --groups 2 --picture picture.png",
+        r"lowered to (\S+),.*\nL-BFGS.*\n.*lowered to (\S+),", lambda newton, quasi: newton < 0.6 and quasi < 0.6,
+    ),
+    Small(
         2, "examples/seismic_inversion.py", "--shape 20 22 --shots 2 --batch 1 --steps 50 --iterations 1 --least 9"
         " --picture picture.png",
         r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2,
@@ -90,7 +99,7 @@ RUNS = [
         r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first, thorough=True,
     ),
     Small(
-        4, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
+        2, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
         r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
     ),
 ]  # fmt: skip

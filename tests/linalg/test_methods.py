@@ -140,7 +140,7 @@ def test_third_derivative(rank_rng):
     np.testing.assert_allclose(third(case.nu), weights @ values / h**3, 1e-4)
 
 
-def test_hermitian_system(rank_rng):
+def test_hermitian_system(rank_rng, size):
     domain, rng = Domain(SHAPE), rank_rng(100)
     b = (rng.standard_normal(SHAPE) + 1j * rng.standard_normal(SHAPE))[domain.owned]
     phase, c = np.exp(0.7j), 0.3 + rng.random(SHAPE)
@@ -155,7 +155,8 @@ def test_hermitian_system(rank_rng):
     of_cg, of_gmres = (mpiad.grad(loss, (0, 1))(c[domain.owned], b, method) for method in ("cg", "gmres"))
     for one, other in zip(of_cg, of_gmres):
         np.testing.assert_allclose(one, other, **CLOSE)
-    check_grads(loss, c[domain.owned], b, "cg", argnum=(0, 1), order=1)
+    if size == 1:  # on ranks the two methods' gradients are compared
+        check_grads(loss, c[domain.owned], b, "cg", argnum=(0, 1), order=1)
     with pytest.raises(ConvergenceError, match="needs a Hermitian operator, but z·Az = .*j is not real"):
         solve(lambda u: matvec(u, c[domain.owned]) + 2j * u, b)
 

@@ -53,7 +53,7 @@ def test_evaluations_beside_scipy(way: str, rank: int, size: int) -> None:
     if way == "equal" and size & (size - 1):
         return  # a third of a number isn't exact: shares are as good as any others
     part = shares(way, rank, size)
-    for name in SHORT[:: 1 if way == "one rank" else 2]:
+    for name in SHORT[:: {"one rank": 1, "equal": 2, "distributed": 4}[way]]:
         fun, start, _ = PROBLEMS[name]
         result = minimize(weighed(fun, part), start if rank == 0 else None, jac=True, objective="sum", options=OPTIONS)
         expected = scipys(name)

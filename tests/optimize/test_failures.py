@@ -307,7 +307,7 @@ def fun(x):
     if count[0] == 2 and bare:
         MPI.COMM_WORLD.Barrier()
     elif count[0] == 2:
-        time.sleep(12.0)
+        time.sleep(6.0)
     return float(np.sum((x - 3.0) ** 2)), 2.0 * (x - 3.0)
 
 try:
@@ -328,7 +328,7 @@ def test_one_long_call_is_no_wait(mpirun: Callable[..., CompletedProcess]) -> No
 def test_bare_communication_ends_the_job_after_the_timeout(
     mpirun: Callable[..., CompletedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MPIAD_TIMEOUT", "4")
+    monkeypatch.setenv("MPIAD_TIMEOUT", "2")
     done = mpirun(2, LONG, "bare", timeout=60)
     assert done.returncode != 0 and "raised" not in done.stdout
     assert "ZeroDivisionError: on one rank only" in done.stderr
@@ -343,11 +343,11 @@ rank, count, slow = mpiad.mpi_rank(), [0], sys.argv[1]
 
 def fun(x):
     count[0] += 1
-    time.sleep(8.0 * (slow == "evaluation" and rank == 1 and count[0] == 2))
+    time.sleep(4.0 * (slow == "evaluation" and rank == 1 and count[0] == 2))
     return float(np.sum((x - 3.0) ** 2)), 2.0 * (x - 3.0)
 
 try:
-    mpiad.minimize(fun, np.zeros(3), jac=True, callback=lambda x: time.sleep(8.0 * (slow == "callback")))
+    mpiad.minimize(fun, np.zeros(3), jac=True, callback=lambda x: time.sleep(4.0 * (slow == "callback")))
 except mpiad.errors.DeadlockError as error:
     sys.stdout.write(f"waited {rank}\\n")
 """

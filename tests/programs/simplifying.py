@@ -7,14 +7,15 @@ PLAINER = {"isend": "send", "irecv": "recv", "any": "rank", "none": "all", "cons
 
 
 def simpler(program):
-    """Return programs that are smaller by one change, the smallest first; before them one that is as simple as can be."""
-    found = [program._replace(steps=steps) for steps in shorter(program.steps)]
+    """Return programs that are smaller by one change, the smallest first; before them those of one step, all else plain."""
     plain = {
         "losses": ("all",) * program.size, "complex_registers": (False,) * 3, "complex_input": False, "single": False,
         "shared": False, "waitall": False, "second": "hvp", "objective": "sum", "seed": 0,
         "compiled": "none",
     }  # fmt: skip
-    # Mostly the steps alone matter: one job finds that, in place of one for each change.
+    # Mostly one step matters, or else the steps alone: one job finds that, in place of one for each change.
+    found = [program._replace(**plain, steps=(plainest(step),)) for step in program.steps]
+    found += [program._replace(steps=steps) for steps in shorter(program.steps)]
     found.append(program._replace(**plain, steps=tuple(map(plainest, program.steps))))
     found.append(program._replace(**plain))
     found += [program._replace(**{name: value}) for name, value in plain.items()]

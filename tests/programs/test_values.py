@@ -97,12 +97,13 @@ CASES = [
     (rolled, (X, A)), (shapes, (A, C)), (reductions, (C,)), (contractions, (A, B, X, Y)), (calls_of_numpy, (X, A)),
     (spectrum, (X,)), (integers, (X, A)), (sums_in_another_shape, (A,)),
 ]  # fmt: skip
+OUTSIDE = [elementwise, broadcast, rolled, calls_of_numpy, sums_in_another_shape]  # of each kind of step one
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(("fun", "args"), CASES, ids=lambda case: getattr(case, "__name__", ""))
-def test_same_values_and_gradients(fun, args):
-    check_jit(fun, *args)
+def test_same_values_and_gradients(fun, args, request):
+    check_jit(fun, *args, outside=fun in OUTSIDE or request.config.getoption("thorough"))
 
 
 @pytest.mark.serial

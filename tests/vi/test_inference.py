@@ -108,7 +108,7 @@ def test_score_functions_serve_models_without_a_gradient():
 
 @pytest.mark.serial
 def test_flows_reach_it_too():
-    model, epochs = Conjugate(2), 400
+    model, epochs = Conjugate(2), 250
     flow = Flow(2, [AffineCoupling(hidden=8), LULinear(), AffineCoupling(True, 8)], sd=0.3)
     inference = VI(model.loss, flow, model.prior, falling(0.03, epochs), 1.0, 8, divergence="path")
     result = inference.run(model.y, epochs)

@@ -1,4 +1,4 @@
-"""Functions that split arrays, subtract neighbors, or rearrange elements."""
+"""Derivatives of functions that split arrays, subtract neighbors, or rearrange elements."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mpiad.differentiation.rules.protocol import (
 )
 
 
-def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+def _split_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Concatenate the cotangents of the parts."""
     x, *others = args
     axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
     if fixed is not None:
-        axis = min(fixed, len(anp.shape(x)) - 1)  # hsplit divides a vector along its only axis
+        axis = min(fixed, len(anp.shape(x)) - 1)  # hsplit splits a vector along its only axis
     return lambda g: (concatenate([g[i] for i in range(len(g))], axis),)
 
 
@@ -137,11 +137,11 @@ def _rearrangement_jvp(
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
 VJPS = {
-    anp.split: partial(_division_vjp, None),
-    anp.array_split: partial(_division_vjp, None),
-    anp.vsplit: partial(_division_vjp, 0),
-    anp.hsplit: partial(_division_vjp, 1),
-    anp.dsplit: partial(_division_vjp, 2),
+    anp.split: partial(_split_vjp, None),
+    anp.array_split: partial(_split_vjp, None),
+    anp.vsplit: partial(_split_vjp, 0),
+    anp.hsplit: partial(_split_vjp, 1),
+    anp.dsplit: partial(_split_vjp, 2),
     anp.diff: diff_vjp,
     anp.gradient: gradient_vjp,
     **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},

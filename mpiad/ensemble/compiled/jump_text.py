@@ -14,7 +14,7 @@ from mpiad.ensemble.jumps import (
     AT_ONCE,
     AT_ROOT,
     LEAST_AHEAD,
-    MOST_SHORT,
+    MANY_SHORT,
     OF_WAY,
     SHORT,
     SHORT_PIECE,
@@ -37,7 +37,7 @@ when acts:
         @at_conditions
         $short_count = $short_count + 1.0 if abs(tn - $last_root) <= {short} * span else 0.0
         $last_root = tn
-        if code < 0 and $short_count >= {most_short}.0:
+        if code < 0 and $short_count >= {many_short}.0:
             code = {Zeno}
         if code < 0 and stopped:
             code = {Terminated}
@@ -154,7 +154,7 @@ if abs(now_) <= max({at_root} * abs(condition_before), {of_way} * abs(linear * e
 """
 
 _CONSTANTS = {"ahead": AHEAD, "ahead_of_short": AHEAD_OF_SHORT, "at_once": AT_ONCE, "at_root": AT_ROOT, "of_way": OF_WAY}
-_CONSTANTS |= {"least_ahead": LEAST_AHEAD, "most_short": MOST_SHORT, "short": SHORT, "short_piece": SHORT_PIECE}
+_CONSTANTS |= {"least_ahead": LEAST_AHEAD, "many_short": MANY_SHORT, "short": SHORT, "short_piece": SHORT_PIECE}
 
 
 def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:

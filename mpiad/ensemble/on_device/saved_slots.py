@@ -1,7 +1,8 @@
 """The saved values of a solve on a device: at given times (`SaveTimes`), or at the end of every step (`EveryStep`).
 
-Each saved value of a trajectory has an index, its slot. In each round, the trajectory with the most saved times determines
-the number of values that are computed for every trajectory; unneeded values are written to an additional slot.
+Each saved value of a trajectory has an index, its slot. In each round (one step of all trajectories), the trajectory with
+the most saved times determines the number of values that are computed for every trajectory; unneeded values are written to
+an additional slot.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ class SaveTimes:
         at_end = (times == end) & ~self.initial
         self.examines_steps = not (self.initial.all() if has_events else (self.initial | at_end).all())
         self.final = at_end if not self.examines_steps else np.zeros_like(at_end)
-        self._rows: Array = None
+        self._signed_times: Array = None
         if self.examines_steps:
             common = times.ndim == 1 and (signs == signs[:1]).all()
             rows = times * signs[0] if common else np.broadcast_to(times, at_end.shape) * signs[:, None]
             xp: Any = arrays_of(batch.u0)
-            self._rows = xp.to_device(np.ascontiguousarray(rows, float))
+            self._signed_times = xp.to_device(np.ascontiguousarray(rows, float))
 
     def passed(self, ids: Array, t: Array) -> Array:
         """Return the number of saved times up to and including t, shape (n,), of the trajectories `ids`."""
-        if self._rows.ndim == 1:
-            return np.searchsorted(self._rows, t, side="right")
-        return np.sum(self._rows[ids] <= t[:, None], axis=1)
+        if self._signed_times.ndim == 1:
+            return np.searchsorted(self._signed_times, t, side="right")
+        return np.sum(self._signed_times[ids] <= t[:, None], axis=1)
 
     def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
         """Return `count` slots and times per column for a step, with slots from `place` on; `most`: the largest count."""
@@ -64,14 +65,14 @@ class SaveTimes:
         used = k < count
         slot = np.where(used, place + k, self.count)
         index = np.minimum(slot, self.count - 1)  # the additional slot has no time; any valid index will do
-        times = self._rows[index] if self._rows.ndim == 1 else self._rows[ids, index]
+        times = self._signed_times[index] if self._signed_times.ndim == 1 else self._signed_times[ids, index]
         at_end = used & (times == t_new)
         x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of size zero
         return Due(slot, x, at_end)
 
-    def groups(self, most: int, numbers: int) -> list[slice]:
-        """Divide `most` values per column, each with `numbers` entries for all columns, into slices of limited size."""
-        width = max(1, _BLOCK // max(1, numbers))
+    def groups(self, most: int, entries: int) -> list[slice]:
+        """Divide ``range(most)`` into slices of limited size; `entries`: the number of entries of one state array."""
+        width = max(1, _BLOCK // max(1, entries))
         return [slice(a, min(a + width, most)) for a in range(0, most, width)]
 
 
@@ -109,7 +110,8 @@ class EveryStep:
     def collected(self, start: Array, most: int) -> tuple[Array, Array]:
         """Return the saved states, shape (N, most + 1, d), and their times, padded with NaN.
 
-        `most`: the largest number of accepted steps. `start`, shape (N,), and the times are multiplied by `Record.signs`.
+        `most`: the largest number of accepted steps. `start`, shape (N,), and the returned times contain the factor
+        `Record.signs`.
         """
         xp: Any = arrays_of(start)
         u0, self.count = self._batch.u0, most + 1

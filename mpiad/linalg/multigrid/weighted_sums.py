@@ -1,6 +1,7 @@
 """Weighted sums of shifted rows, with the same weights for all right-hand sides: all operations of a level.
 
-Smoothing, restriction, interpolation and the operator's product have this form. `Sums` uses NumPy or the device's module.
+Smoothing, restriction, interpolation and the operator's product have this form. A row is a flat array of values or of
+coefficients, with one entry for each point of a color (see `color_layout`). `Sums` uses NumPy or the device's module.
 `CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides while the range's
 weights are in cache. The kernel is written in the language of `mpiad.compiling.translation`, and is compiled from this
 file's source. Its arguments are positions of rows in memory, so all levels use the same kernel, in any dimension.
@@ -39,7 +40,7 @@ class Term(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """Inner entries of a row, computed as ``scale * (base - diagonal * row + sum(terms))``, or minus this value."""
+    """Inner entries of a row, computed as ``scale * (base - diagonal + sum(terms))``, or minus this value."""
 
     out: int  # the row of the state that is computed
     terms: Sequence[Term] = ()  # no term reads `out`

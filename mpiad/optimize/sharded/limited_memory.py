@@ -1,9 +1,9 @@
 """The limited memory of L-BFGS, with two passes over it and one reduction per iteration.
 
 The first pass replaces the previous gradient by the newest gradient change, and computes the products of this change with
-all other rows. The products are summed over all ranks on the root, which computes and broadcasts the coefficients of the
-direction. The second pass computes the direction. With m pairs and n variables, the passes read or write (4m + 4) n numbers
-of the memory per iteration.
+itself and all other rows. The products are summed over all ranks on the root, which computes and broadcasts the
+coefficients of the direction. The second pass computes the direction. With m pairs and n variables, the passes read or
+write (4m + 4) n numbers of the memory per iteration.
 
 The products of the rows with the gradient are updated by adding the products with the newest change. They are computed from
 the rows again only when the last step isn't stored as a pair, or the gradient is so small that rounding errors of the
@@ -167,8 +167,9 @@ class LimitedMemory:
     def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:
         """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.
 
-        These are the largest entry of the gradient; this rank's terms of the slope, of the products of the step with the
-        gradients at both ends, and of the square of the step; and whether a bound has stopped a variable.
+        These are the largest absolute entry of the (projected) gradient; this rank's terms of the slope, of the products of
+        the step with the gradients at both ends (zero without bounds), and of the square of the step; and whether a bound
+        has stopped a variable.
         """
         ring = self.ring
         if self.vectors.box is not None:
@@ -195,7 +196,7 @@ def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: 
         coefficients[2 * j] -= alphas[j]
     if pairs:
         y, s = 2 * pairs[-1], 2 * pairs[-1] + 1
-        coefficients *= products[s, y] / products[y, y]  # the usual first Hessian, s·y / y·y times the identity
+        coefficients *= products[s, y] / products[y, y]  # the usual first inverse Hessian, s·y / y·y times the identity
     for j in pairs:
         beta = coefficients @ whole[:, 2 * j] / products[2 * j, 2 * j + 1]
         coefficients[2 * j + 1] += alphas[j] - beta

@@ -26,7 +26,7 @@ Box = list[list[int]]
 
 
 class Layout(NamedTuple):
-    """Positions of this rank's variables, as consecutive boxes of whole arrays, and the shapes of these arrays."""
+    """The box of each of this rank's variables in its whole array, in the order of the vector, and the arrays' shapes."""
 
     boxes: list[Box]
     shapes: list[list[int]]

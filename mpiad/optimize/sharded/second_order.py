@@ -105,7 +105,7 @@ class SecondOrderEvaluation:
 
         other = self._as_derivatives(self._evaluation.differentiated(regularizer_with_value, self._packing.unpack(x)))
         gap = abs(float(own_value) - other.value) / max(abs(other.value), sys.float_info.min)
-        # `differs` is False if a value isn't finite, which is possible at trial points.
+        # `differs` is False if the root's value isn't finite or this rank's is NaN, both possible at trial points.
         differs = gap > _TOLERANCE and self._program.objective == "root"
         value, differs = self.totals.reduce([half], [float(differs)], [])
         if differs:
@@ -143,6 +143,6 @@ class SecondOrderEvaluation:
             try:
                 return self._packing.pack(given(self._packing.unpack(vector)))
             except TypeError as error:
-                raise WrongValueError(f"{error} The option {name} returned it.") from None
+                raise WrongValueError(f"{error} The option {name} returned or raised this.") from None
 
         return lambda vector: self._agreement.run(lambda: applied(vector))

@@ -28,6 +28,7 @@ from mpiad.transport.devices.transfers import (
     HostTransfer,
     Transfer,
     communicate,
+    in_pieces,
     incoming_transfer,
     of_block,
     of_blocks,
@@ -62,14 +63,6 @@ def _compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: in
     """Compare the ranks' calls on a guarded communicator: different sizes would lead to different numbers of MPI calls."""
     if getattr(comm, "agreement", None) is not None:
         comm.agree(step, array, op, root)
-
-
-def _passed(count: int, call: Callable[[int], object], incoming: Transfer) -> Array:
-    """Call ``call(k)``, in which MPI writes piece k, for each of `count` pieces; return the complete array."""
-    for number in range(count):
-        call(number)
-        incoming.take(number)
-    return incoming.received()
 
 
 class Summation:
@@ -225,7 +218,7 @@ def _bcast(channel: Channel, array: Array | None, spec: Spec, root: int, chunk: 
     pieces = of_whole(spec, chunk)
     if array is None:
         received = incoming_transfer(spec, pieces)
-        return _passed(len(pieces), lambda k: channel.data.Bcast(received.piece(k), root), received)
+        return in_pieces(len(pieces), lambda k: channel.data.Bcast(received.piece(k), root), received)
     sent = outgoing_transfer(array, pieces)
     for number in range(len(pieces)):
         channel.data.Bcast(sent.piece(number), root)
@@ -259,7 +252,7 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     _compare(channel.data, "Alltoall", array)
     pieces = of_blocks([array.size // channel.size] * channel.size, array.dtype.itemsize, chunk)
     sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
-    return _passed(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
+    return in_pieces(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
 
 
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
@@ -301,8 +294,6 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
         else:
             channel.data.Gatherv(part, out, root)
 
-    if mine and chunk is None:
-        return _back(communicate(lambda part, out: collect(part, [out, counts]), array, whole), axis)
     own = of_block(counts, channel.rank, itemsize, chunk)
     sent = outgoing_transfer(array, own)
     if not mine:
@@ -310,7 +301,7 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
             collect(sent.piece(number), None)
         return _back(whole._replace(shape=(0, *rest)).empty(), axis)
     received = incoming_transfer(whole, of_blocks(counts, itemsize, chunk))
-    return _back(_passed(len(own), lambda k: collect(sent.piece(k), received.blocks(k)), received), axis)
+    return _back(in_pieces(len(own), lambda k: collect(sent.piece(k), received.blocks(k)), received), axis)
 
 
 def scatter(
@@ -322,16 +313,13 @@ def scatter(
     counts, itemsize = [length * prod(shape if axis is None else shape[1:]) for length in lengths], piece.dtype.itemsize
     chunk = chunk_of(sum(counts) * itemsize)
     own = of_block(counts, channel.rank, itemsize, chunk)
-    spec = piece._replace(shape=shape)
-    if chunk is None and array is not None:
-        return _back(communicate(lambda x, out: channel.data.Scatterv([x, counts], out, root), array, spec), axis)
-    received = incoming_transfer(spec, own)
+    received = incoming_transfer(piece._replace(shape=shape), own)
     sent = None if array is None else outgoing_transfer(array, of_blocks(counts, itemsize, chunk))
 
     def distribute(k: int) -> None:
         channel.data.Scatterv(None if sent is None else sent.blocks(k), received.piece(k), root)
 
-    return _back(_passed(len(own), distribute, received), axis)
+    return _back(in_pieces(len(own), distribute, received), axis)
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
@@ -344,8 +332,6 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
         _compare(channel.data, "Reduce_scatter", array)
     if chunk is None and exchanges(array.nbytes):
         return _back(_own_block(channel, array, counts).reshape(block.shape), axis)
-    if chunk is None:
-        return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts), array, block), axis)
     pieces, own = of_blocks(counts, itemsize, chunk), of_block(counts, channel.rank, itemsize, chunk)
     sent, received = outgoing_transfer(array, pieces), incoming_transfer(block, own)
 
@@ -353,7 +339,7 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
         # If blocks have different lengths, the ranks' ranges of a piece may differ, and may be empty.
         channel.data.Reduce_scatter(sent.piece(k), received.piece(k), [end - start for start, end in pieces[k]], MPI.SUM)
 
-    return _back(_passed(len(pieces), reduce_piece, received), axis)
+    return _back(in_pieces(len(pieces), reduce_piece, received), axis)
 
 
 def _exchanged_sum(channel: Channel, array: Array, root: int | None = None) -> Array:

@@ -1,4 +1,4 @@
-"""Lookup of the channel of a user's communicator, which is an MPI attribute of the communicator and freed with it."""
+"""Lookup of channels: a user's communicator has its channel as an MPI attribute, and the two are freed together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _finalized = False
 
 
 def start_world(call: str) -> None:
-    """Start the library; replaced by `world`, which imports this file."""
+    """Start the library; the module `world`, which imports this file, assigns its function `start` to this name."""
 
 
 # MPI calls this in comm.Free(), which is collective, as `close` must be.

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Rank, Request, Shape, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
-from mpiad.transport.core.channels import ABANDONED, Channel, is_watched
+from mpiad.transport.core.channels import ABANDONED, Channel
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import Spec, arrays_of
 from mpiad.transport.devices.staging import takes_directly
@@ -182,20 +182,16 @@ _PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A receive; pending, unless `kind` is empty.
+    """A pending receive."""
 
-    If `kind` is empty, `finish_receive` makes a blocking call of MPI, which also sends `sent` (array, rank, tag) if given.
-    """
+    __slots__ = ("buffer", "envelope", "requests", "spec", "transfer")
 
-    __slots__ = ("buffer", "envelope", "requests", "sent", "spec", "transfer")
-
-    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", sent: tuple | None = None):
-        self.spec, self.envelope, self.sent, self.requests = spec, envelope, sent, list[Request]()
+    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive"):
+        self.spec, self.envelope = spec, envelope
         self.transfer = incoming_transfer(spec)
         self.buffer: Buffer = self.transfer.piece(0)
-        if kind:
-            kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
-            self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
+        kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
+        self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
@@ -221,18 +217,26 @@ def send(array: Array, envelope: Envelope) -> None:
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
     """Wait for a receive and return its array; raise a ValueError if the message has another number of bytes."""
-    status = MPI.Status()
+    status, envelope, spec = MPI.Status(), receipt.envelope, receipt.spec
     try:
-        _await(receipt, status, call)
+        receipt.requests[0].Wait(status)
     # After another exception, such as an interrupt, MPI may still write to the buffer, which therefore isn't released.
-    except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
-        receipt.envelope.channel.release(receipt.requests)
+    except DeadlockError:
+        envelope.channel.release(receipt.requests)
         raise
-    receipt.envelope.channel.release(receipt.requests)
+    except (MPI.Exception, MessageMismatchError) as error:
+        envelope.channel.release(receipt.requests)
+        _answered(envelope, status)
+        if isinstance(error, MPI.Exception):
+            raise receive_error(error, spec, envelope, call) from None
+        _drop_chunks(receipt.buffer, status.Get_count(MPI.BYTE), spec, envelope)  # debug mode has compared the header
+        raise
+    envelope.channel.release(receipt.requests)
+    _answered(envelope, status)
     # MPI reports an error if a message is too long, but not if it is too short.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
-        return _received_in_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.transfer, call)
+        return _received_in_chunks(receipt.buffer, got, spec, envelope, receipt.transfer, call)
     receipt.transfer.take(0)
     return receipt.transfer.received()
 
@@ -242,7 +246,7 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
     if _PROBES_FIRST or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, call)
-    return finish_receive(Receipt(spec, envelope, "" if spec.arrays is None else "blocking receive"), call)
+    return finish_receive(Receipt(spec, envelope, "blocking receive"), call)
 
 
 def _answered(envelope: Envelope, status: Status) -> None:
@@ -282,8 +286,6 @@ def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> No
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
     """Send to one rank and receive from another, and wait for both."""
-    if type(array) is np.ndarray and spec.arrays is None and there.comm is back.comm and not is_watched():
-        return finish_receive(Receipt(spec, back, "", (array, there.peer, there.mpi_tag)), call)
     receipt = Receipt(spec, back, "blocking receive")
     sending = post_send(array, there, "blocking send")
     try:
@@ -309,27 +311,6 @@ def require_whole(destination: np.ndarray, status: Status, back: Envelope, call:
     if got != destination.nbytes:
         transfer = HostTransfer(np.empty_like(destination))
         destination[...] = _received_in_chunks(destination, got, Spec.of(destination), back, transfer, call)
-
-
-def _await(receipt: Receipt, status: Status, call: str) -> None:
-    envelope = receipt.envelope
-    try:
-        if receipt.requests:
-            receipt.requests[0].Wait(status)
-        elif receipt.sent is None:
-            envelope.comm.Recv(receipt.buffer, envelope.peer, envelope.mpi_tag, status)
-        else:
-            envelope.comm.Sendrecv(*receipt.sent, receipt.buffer, envelope.peer, envelope.mpi_tag, status)
-    except MessageMismatchError:  # debug mode has compared the header
-        _answered(envelope, status)
-        _drop_chunks(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, envelope)
-        raise
-    except MPI.Exception as error:
-        if receipt.sent is not None:
-            ABANDONED.append(receipt.sent)  # it may still be in flight
-        _answered(envelope, status)
-        raise receive_error(error, receipt.spec, envelope, call) from None
-    _answered(envelope, status)
 
 
 def _received_in_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, transfer: Transfer, call: str) -> Array:
@@ -388,17 +369,7 @@ def prepared_swap(
         if status.Get_count(byte) != size:  # tested here, since a function call would add a tenth to the time
             require_whole(destination, status, back, call)
 
-    if not dest == source == there.channel.rank or (array.shape, array.dtype) != (destination.shape, destination.dtype):
-        return swap
-
-    def copied() -> None:
-        # A rank's messages to itself arrive in order. So this message is the next, unless an earlier one is in flight.
-        if there.number == back.number:
-            destination[...] = array
-        else:
-            swap()
-
-    return copied
+    return swap
 
 
 class PreparedMessages:

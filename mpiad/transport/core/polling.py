@@ -81,14 +81,6 @@ def threads_may_communicate() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-# Python objects are sent as a pickle, preceded by the lengths of its buffers, and a further message for each buffer. The
-# buffers are the data of contiguous arrays of 64 KiB or more, which protocol 5 excludes from the pickle.
-
-_BUFFER_TAG = 1000
-_LARGE = 1 << 16
-_WORD = np.dtype(np.int64)
-
-
 class Message(NamedTuple):
     """A received message: its sender, kind, and object."""
 
@@ -97,42 +89,9 @@ class Message(NamedTuple):
     content: Any
 
 
-class PackedObject(NamedTuple):
-    """An object ready to be sent, possibly several times."""
-
-    head: np.ndarray
-    buffers: list[np.ndarray]
-
-    @classmethod
-    def of(cls, content: object, shared: bool = False) -> PackedObject:
-        """Pack an object; raises the exceptions of pickle. If `shared`, large arrays aren't copied and mustn't change."""
-        buffers: list[np.ndarray] = []
-
-        def leave_out(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes < _LARGE:
-                return True  # part of the pickle
-            data = np.frombuffer(raw, dtype=np.uint8)
-            buffers.append(data if shared else data.copy())
-            return False
-
-        body = pickle.dumps(content, protocol=5, buffer_callback=leave_out)
-        lengths = np.array([len(buffers), *(buffer.nbytes for buffer in buffers)], dtype=_WORD)
-        return cls(np.frombuffer(lengths.tobytes() + body, dtype=np.uint8), buffers)
-
-    def opened(self) -> Any:
-        """Unpack the object, as its receiver does."""
-        # Copies, since the unpacked arrays may be changed, and the packed object may be sent again.
-        return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
-
-
-def _lengths(head: np.ndarray) -> list[int]:
-    count = int(head[: _WORD.itemsize].view(_WORD)[0])
-    return head[_WORD.itemsize : _WORD.itemsize * (1 + count)].view(_WORD).tolist()
-
-
-def _unpacked(head: np.ndarray, buffers: list[np.ndarray]) -> Any:
-    return pickle.loads(head[_WORD.itemsize * (1 + len(buffers)) :].data, buffers=buffers)
+def packed(content: object) -> np.ndarray:
+    """Return the pickle of an object, ready to be sent, possibly several times; raises the exceptions of pickle."""
+    return np.frombuffer(pickle.dumps(content, protocol=5), np.uint8)
 
 
 def _is_over(request: Request) -> bool:
@@ -152,11 +111,10 @@ class Line:
         self._status = MPI.Status()
         self._posted: list[tuple[list[Request], Rank]] = []
 
-    def post(self, dest: Rank, kind: int, parcel: PackedObject) -> None:
-        """Send without waiting."""
+    def post(self, dest: Rank, kind: int, parcel: np.ndarray) -> None:
+        """Send an object that `packed` has returned, without waiting."""
         self._settle()
-        for part, tag in ((parcel.head, kind), *((buffer, _BUFFER_TAG) for buffer in parcel.buffers)):
-            self._posted.append((self._used.begin("parcel", part, self.comm.Isend, part, dest, tag), dest))
+        self._posted.append((self._used.begin("parcel", parcel, self.comm.Isend, parcel, dest, kind), dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
         """Return a message that has arrived, or None."""
@@ -164,16 +122,9 @@ class Line:
         found = self.comm.Improbe(source, MPI.ANY_TAG, status)
         if found is None:
             return None
-        sender, kind = status.source, status.tag
-        head = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-        found.Recv(head)
-        buffers = [self._buffer(sender, length) for length in _lengths(head)]
-        return Message(sender, kind, _unpacked(head, buffers))
-
-    def _buffer(self, sender: Rank, length: int) -> np.ndarray:
-        buffer = np.empty(length, dtype=np.uint8)
-        self.comm.Recv(buffer, sender, _BUFFER_TAG)
-        return buffer
+        parcel = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        found.Recv(parcel)
+        return Message(status.source, status.tag, pickle.loads(parcel.data))
 
     def is_quiet(self) -> bool:
         """Return whether all posted messages have been sent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import cupy
@@ -23,6 +23,11 @@ class CupyArrays:
     def __init__(self, device: int):
         self.device = device
         self._copying: Any = None
+
+    @cached_property
+    def launcher(self) -> CupyLauncher:
+        """Compiles and runs kernels on this device."""
+        return CupyLauncher(self)
 
     def current(self) -> AbstractContextManager[Any]:
         """Make this device the current one."""
@@ -137,7 +142,7 @@ def arrays_of_device(x: Array) -> CupyArrays:
 
 
 def current_arrays(device: int | None = None) -> CupyArrays:
-    """Return the module for a device, by default the current one; a RuntimeError if this process sees no GPU."""
+    """Return the module for a device; if it is None, use the current one, or raise a RuntimeError if there is no GPU."""
     try:
         return on_device(int(cupy.cuda.runtime.getDevice()) if device is None else device)
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -171,13 +176,7 @@ class CupyLauncher:
             kernel.function((blocks,), (threads,), given)
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device, and the unused memory of CuPy's pool."""
+        """Return the sum of the free memory of the device and the unused memory of CuPy's pool."""
         with self._arrays.current():
             free, _ = cupy.cuda.runtime.memGetInfo()
             return int(free) + int(cupy.get_default_memory_pool().free_bytes())
-
-
-@cache
-def launcher_of_device(arrays: CupyArrays) -> CupyLauncher:
-    """Return the launcher of kernels for the device of these arrays."""
-    return CupyLauncher(arrays)

@@ -3,8 +3,8 @@
 A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
 `__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
 `arrays_of(x)`. Kernels, from CUDA C source, are compiled and launched by the `Launcher` of a device, returned by
-`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_arrays` and `register_launcher`. Arithmetic and
-communication never turn a host array into a device array, or the reverse.
+`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_arrays`. Arithmetic and communication never turn a
+host array into a device array, or the reverse.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ArrayModule(Protocol):
     device : int
         Number of the device.
     takes_host_arrays : bool
-        Whether NumPy arrays may be combined with them, as constants: True only for arrays of a trace, False on a device.
+        Whether NumPy arrays may be combined with them, as constants: True only for `TracedArray`, which stands for an array
+        in the trace of a compiled program; False on a device.
     """
 
     name: str
@@ -318,26 +319,12 @@ class Launcher(Protocol):
         ...
 
 
-LauncherMaker = Callable[[Any], Launcher]
-
-_launcher_makers: dict[type, LauncherMaker] = {}
-
-
-def register_launcher(kind: type, maker: LauncherMaker) -> None:
-    """Register ``maker(arrays) -> Launcher`` for a kind of arrays; it is called often, so it should cache launchers."""
-    _launcher_makers[kind] = maker
-
-
 def launcher_of(arrays: ArrayModule) -> Launcher:
     """Return the launcher for the device of these arrays; raise a TypeError for a kind of arrays without a launcher."""
-    maker: LauncherMaker | None = _launcher_makers.get(arrays.kind)
-    if maker is None and arrays.name == "CuPy":
-        from mpiad.transport.devices.cupy_arrays import launcher_of_device
-
-        maker = launcher_of_device
-    if maker is None:
+    found: Launcher | None = getattr(arrays, "launcher", None)
+    if found is None:
         raise TypeError(f"kernels run on CuPy's arrays, but got {arrays.name}'s; cupy.asarray(x) makes one without a copy.")
-    return maker(arrays)
+    return found
 
 
 def selected_arrays(device: int | None = None) -> ArrayModule:

@@ -10,8 +10,9 @@ MPI has written piece k, `take(k)` moves it to the array, which `received()` ret
   copies, all queued at once, so one piece is copied while another one is communicated. Received pieces are copied to the
   device on the current stream.
 
-A piece is a list of index ranges of the flattened array: one range if every rank has the whole array, or one range of every
-rank's block. The pieces are the same on all ranks, wherever the arrays are.
+A piece is a list of index ranges of the flattened array: one range of an array that every rank has as a whole; one range of
+each block of an array with one block per rank; or one range of one rank's block. All ranks divide a whole array or a block
+in the same way, whether it is on the host or on a device.
 """
 
 from __future__ import annotations
@@ -193,15 +194,21 @@ def communicate(
         call(sent, out)
         return out if out.ndim else out[()]
     outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec or Spec.of(sent), pieces)
-    for number in range(len(pieces)):
-        call(outgoing.piece(number), incoming.piece(number))
+    return in_pieces(len(pieces), lambda k: call(outgoing.piece(k), incoming.piece(k)), incoming)
+
+
+def in_pieces(count: int, call: Callable[[int], object], incoming: Transfer) -> Array:
+    """Call ``call(k)``, in which MPI writes piece k, for each of `count` pieces; return the complete array."""
+    for number in range(count):
+        call(number)
         incoming.take(number)
     return incoming.received()
 
 
 _LARGEST_ENTRY = 16  # bytes, of a complex128
-# The ranges of a piece are copied separately, so with many ranks they mustn't become too short.
-_MOST_PARTS = 16
+# A piece of `chunk` bytes is divided among the blocks. With more than 16 blocks, ranges have chunk / 16 bytes, and a piece
+# is larger than `chunk`, since ranges are copied separately and mustn't become too short.
+_LARGEST_DIVISOR = 16
 
 
 def bounds(size: int, itemsize: int, chunk: int) -> Ranges:
@@ -235,5 +242,5 @@ def of_block(counts: list[int], rank: int, itemsize: int, chunk: int | None) -> 
 
 def _parts(counts: list[int], itemsize: int, chunk: int) -> list[Ranges]:
     """Return the pieces, each as a list of ranges relative to the beginnings of the blocks."""
-    step = max(chunk // min(len(counts), _MOST_PARTS) // itemsize, 1)
+    step = max(chunk // min(len(counts), _LARGEST_DIVISOR) // itemsize, 1)
     return [[(min(start, count), min(start + step, count)) for count in counts] for start in range(0, max(counts), step)]

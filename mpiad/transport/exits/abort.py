@@ -93,7 +93,8 @@ class _Foreign:
     def replace(self, ours: Callable[..., object]) -> None:
         self.hook = getattr(self._module, self._name)
         vars(self._module)[self._name] = ours
-        # cloudpickle stores a module of a function as its name only if its class is exactly ModuleType; others need this.
+        # cloudpickle stores a module that a function uses as the module's name if its class is exactly ModuleType. An
+        # instance of another class needs `__reduce__`.
         by_name = {"__reduce__": lambda module: (importlib.import_module, (module.__name__,))}
         self._module.__class__ = type("module", (type(self._module),), {self._name: self, **by_name})
 
@@ -107,9 +108,9 @@ class _Foreign:
         self.hook = self.default
 
 
-_of_program = _Foreign(sys, "excepthook")
-_of_threads = _Foreign(threading, "excepthook")
-_of_the_unraisable = _Foreign(sys, "unraisablehook")
+_main_hook = _Foreign(sys, "excepthook")
+_thread_hook = _Foreign(threading, "excepthook")
+_unraisable_hook = _Foreign(sys, "unraisablehook")
 
 
 def install_hooks() -> bool:
@@ -122,9 +123,9 @@ def install_hooks() -> bool:
         return False
     _installed = True
     _in_session = hasattr(sys, "ps1")
-    _of_program.replace(_end_job)
-    _of_threads.replace(_end_job_of_thread)
-    _of_the_unraisable.replace(_end_job_at_exit)
+    _main_hook.replace(_end_job)
+    _thread_hook.replace(_end_job_of_thread)
+    _unraisable_hook.replace(_end_job_at_exit)
     # Launchers report the signal of a rank that crashes, but not the line of the program.
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error may be no file
@@ -145,18 +146,18 @@ def end_by(error: BaseException) -> None:
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # If this isn't a rank, no other rank waits for it. An interactive session continues after an error.
     if not is_rank() or _in_session or sys.flags.inspect:
-        _of_program.hook(kind, error, trace)
+        _main_hook.hook(kind, error, trace)
     else:
-        _report_and_end(_of_program, (kind, error, trace), error, trace)
+        _report_and_end(_main_hook, (kind, error, trace), error, trace)
 
 
 def _end_job_of_thread(args: threading.ExceptHookArgs) -> None:
     # SystemExit ends only the thread; pytest reports exceptions of threads itself.
     in_a_test = "_pytest.runner" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
     if args.exc_type is SystemExit or in_a_test or not is_rank():
-        _of_threads.hook(args)
+        _thread_hook.hook(args)
     else:
-        _report_and_end(_of_threads, (args,), args.exc_value or args.exc_type(), args.exc_traceback)
+        _report_and_end(_thread_hook, (args,), args.exc_value or args.exc_type(), args.exc_traceback)
 
 
 def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
@@ -164,9 +165,9 @@ def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
     error = args.exc_value
     in_good_order = isinstance(error, SystemExit) and not error.code
     if "atexit callback" in (args.err_msg or "") and is_rank() and error is not None and not in_good_order:
-        _report_and_end(_of_the_unraisable, (args,), error, args.exc_traceback)
+        _report_and_end(_unraisable_hook, (args,), error, args.exc_traceback)
     else:
-        _of_the_unraisable.hook(args)
+        _unraisable_hook.hook(args)
 
 
 def _report_and_end(foreign: _Foreign, args: tuple, error: BaseException, trace: TracebackType | None) -> None:

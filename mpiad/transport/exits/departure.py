@@ -48,7 +48,7 @@ class _Ending(NamedTuple):
 def watch_for_exit() -> None:
     """Detect from now on by which call and exit code this rank leaves the program."""
     os._exit = _leave_at_once
-    if not note_exit(_note_exit):
+    if not detect_exit(_note_exit):
         _log.warning(
             "this Python doesn't report its exit code: a rank that leaves by sys.exit(code) doesn't end the job. "
             "Let it raise another exception, or set MPIAD_TIMEOUT."
@@ -124,27 +124,27 @@ def note_finalize() -> None:
 def await_others(patience: float | None = None) -> bool:
     """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
 
-    `patience`: seconds after which the job ends even if this rank made no error, unless it left by a call with code 0. A
-    rank gives it if communication was abandoned, since the others may never leave then. Returns whether any rank gave it.
+    `patience`: seconds after which the job ends even if this rank left without an error. A rank gives it if communication
+    was abandoned, since the others may never leave then. Returns whether any rank gave it.
     All ranks of the world call this once.
     """
     global _has_arrived, _comm
     _has_arrived = True
     if _comm is None:
-        forget_exit()
+        stop_detecting_exit()
         return False
     gave_up = _Ending("its end, after communication was given up", 1, "")
     given_up = _await(_ending if patience is None or _ending is not None else gave_up, False, patience)
     _comm.Free()
     _comm = None
-    forget_exit()
+    stop_detecting_exit()
     return given_up
 
 
 def _await(ending: _Ending | None, at_once: bool, patience: float | None = None) -> bool:
     # Maxima over the ranks of: leaves by os._exit, leaves without it, has abandoned communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
-    hurried = at_once or (ending is not None and ending.code != 0)
+    hurried = at_once or patience is not None or (ending is not None and ending.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience
     try:
         request = _comm.Iallreduce(mine, every, MPI.MAX)
@@ -157,7 +157,7 @@ def _await(ending: _Ending | None, at_once: bool, patience: float | None = None)
     except MPI.Exception:  # a rank has died, and MPI continues: don't wait for the others
         return False
     if at_once and every[:2].all():
-        _end(ending, "while other ranks leave in good order, for which MPI needs all ranks")
+        _end(ending, "while other ranks call MPI_Finalize, which waits for all ranks")
     return bool(every[2])
 
 
@@ -184,8 +184,8 @@ class _Code:
 
     __doc__ = _member.__doc__
 
-    def __init__(self, leaves: Callable[[object, TracebackType | None], object]):
-        self._leaves = leaves
+    def __init__(self, on_exit: Callable[[object, TracebackType | None], object]):
+        self._on_exit = on_exit
 
     def __get__(self, error: SystemExit | None, kind: type | None = None) -> Any:
         if error is None:
@@ -193,7 +193,7 @@ class _Code:
         code = _member.__get__(error, kind)
         if threading.current_thread() is threading.main_thread() and not _has_caller():
             with contextlib.suppress(Exception):  # the program ends in any case, and with this code
-                self._leaves(code, _whole_trace(error))
+                self._on_exit(code, _whole_trace(error))
         return code
 
     def __set__(self, error: SystemExit, code: object) -> None:
@@ -222,9 +222,9 @@ def _whole_trace(error: SystemExit) -> TracebackType | None:
     return next((trace for trace, held in zip(outermost, holds) if not held), error.__traceback__)
 
 
-def note_exit(leaves: Callable[[object, TracebackType | None], object]) -> bool:
+def detect_exit(on_exit: Callable[[object, TracebackType | None], object]) -> bool:
     """Call a function with code and traceback if a SystemExit ends the program; return whether this Python supports it."""
-    if not _replace_code(_Code(leaves)):
+    if not _replace_code(_Code(on_exit)):
         return False
     if _MADE_LATE:
         sys.exit = _sys_exit
@@ -236,8 +236,8 @@ def note_exit(leaves: Callable[[object, TracebackType | None], object]) -> bool:
     return True
 
 
-def forget_exit() -> None:
-    """Undo `note_exit`, since Python's shutdown may read the attribute."""
+def stop_detecting_exit() -> None:
+    """Restore the attribute `code`, since Python's shutdown may read it."""
     _replace_code(_member)
 
 

@@ -6,7 +6,7 @@ the job. A process has only one such file, and asyncio uses it, too. So the seco
 that other code sets. The program's own handlers stay in effect. SIGINT remains a KeyboardInterrupt; the job ends only if
 the main thread then stays at one instruction for a second, or for ten seconds outside this library.
 
-Code that must end regularly (write a checkpoint, return) runs inside `postponed` and checks `requested`.
+Code that must end in good order (write a checkpoint, then return) runs inside `postponed` and checks `requested`.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def _listen() -> None:
 
 
 def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
-    """Replace `signal.set_wakeup_fd`: signals are forwarded to this file."""
+    """Forward signals to the file `fd`, and return the previous file; other code calls this as `signal.set_wakeup_fd`."""
     global _others
     if _write_end == -1:  # in a fork, where a thread of the parent may hold the lock
         return _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
-    with _forwarding:  # after this returns, the previous file may be closed
+    with _forwarding:  # the caller may then close the previous file, so the second thread mustn't still write to it
         try:
             _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses an invalid one
         finally:
@@ -101,7 +101,7 @@ def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
 
 
 def _block_signals() -> None:
-    # Until a child of a fork closes the wakeup file, its signals would be read by the parent.
+    # Until the child of a fork stops using the wakeup file, its signals would be read by the parent.
     _mask.held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
@@ -126,7 +126,7 @@ def _read_signals(read_end: int, main: int) -> None:
                 os.write(_others, numbers)
         for number in numbers:
             if number == signal.SIGTERM and signal.getsignal(number) is _on_sigterm:
-                _answer(_interrupted(sys._current_frames().get(main)))
+                _end_or_request(_interrupted(sys._current_frames().get(main)))
             elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
                 threading.Thread(target=_end_if_blocked, args=(main,), daemon=True).start()
 
@@ -139,13 +139,13 @@ def _interrupted(frame: FrameType | None) -> FrameType | None:
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if is_rank():
-        _answer(frame)
+        _end_or_request(frame)
     else:  # a fork, or after the end of MPI
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def _answer(frame: FrameType | None) -> None:
+def _end_or_request(frame: FrameType | None) -> None:
     global _requested
     if not _patience:
         _end("received SIGTERM", frame, signal.SIGTERM)

@@ -59,7 +59,7 @@ class CollectiveWait(_Wait):
             self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Return whether a member left the program before it reached this collective."""
+        """Return whether a member left without reaching this collective, and this was noticed before a time, `before`."""
         return any(
             rank in gone and gone[rank].noticed < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
@@ -81,7 +81,7 @@ class MessageWait(_Wait):
         self.sends, self.peer, self.tag = sends, peer, tag
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Return whether the other end has left the program, without pending sends if this is a receive."""
+        """Return whether the other end left, for a receive without pending sends; `before`: as in `CollectiveWait`."""
         peers = self._peers()
         return bool(peers) and all(
             # A rank that has left receives nothing, but a long message from it may still be in flight.
@@ -152,7 +152,7 @@ class StartedReduction(GuardedRequest):
         self._unended = 0
         described = [pickle.loads(every.tobytes()) for every in self._every]
         if len({(description.compared, starts) for description, starts in described}) > 1:
-            # The buffers are kept, since the sum of mismatched calls may never end.
+            # The reduction isn't released, since a sum of mismatched calls may never end, and MPI still uses its buffers.
             raise_mismatch(described, self._group)
         super().Wait(status)
 
@@ -242,7 +242,7 @@ class Guarded:
         _all[id(self)] = self
 
     def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
-        """Raise an error on all ranks if they are about to make different calls."""
+        """Raise an error on all ranks if they are about to make different calls; `step`: the name of MPI's function."""
         if self.size == 1:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]

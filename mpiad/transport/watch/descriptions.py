@@ -160,7 +160,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared
-        found = _known[key] = hash_of(compared) >> 2  # so that a count can be added without overflow
+        found = _known[key] = hash_of(compared) >> 2  # `Agreement.agree` adds a number of calls, without overflow
     return found
 
 

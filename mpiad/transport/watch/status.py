@@ -137,14 +137,15 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], gra
         shown = [f"rank {rank}" for rank in cycle]
         if len(shown) > _LONGEST:
             shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
-        return f"{text}, and this wait can't end: {' -> '.join(shown)}. Let one of them act first."
+        advice = "Let one of these ranks communicate in another order."
+        return f"{text}, and this wait can't end: {' -> '.join(shown)}. {advice}"
     gone = [other for other in _awaited(graph, rank) if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
 
 
-_VERDICT, _LEFT = 3, 4  # kinds of messages beside those of `StateExchange`
+_VERDICT, _LEFT = 3, 4  # kinds of messages in addition to those of `StateExchange`
 _TICK = 0.02  # seconds between two polls of the thread
 _PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
 _APART = 1e-3  # seconds between the questions of consecutive ranks

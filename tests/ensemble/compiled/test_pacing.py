@@ -151,8 +151,12 @@ def test_an_interrupt_ends_an_endless_solve_and_the_next_one_is_right(backend, c
     assert states(backend).u_end.tobytes() == reference.u_end.tobytes()
 
 
-@pytest.mark.parametrize("backend", WAYS, ids=["alone", "threads"])
-@pytest.mark.parametrize("numbers", [6, 4], ids=["forward", "reverse"])
+@pytest.mark.parametrize(("numbers", "backend"), [
+    pytest.param(6, WAYS[0], id="forward-alone"),
+    pytest.param(4, WAYS[1], id="reverse-threads"),
+    pytest.param(6, WAYS[1], id="forward-threads", marks=pytest.mark.thorough),
+    pytest.param(4, WAYS[0], id="reverse-alone", marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_an_interrupt_while_steps_are_recorded_or_read(numbers, backend, calls, monkeypatch):
     monkeypatch.setattr("mpiad.ensemble.compiled.work_shares._LEAST", 10)
     one_turn_each(monkeypatch)

@@ -56,7 +56,7 @@ def spd(rng: np.random.Generator, n: int, smallest: float = 1.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["logistic", "wood", *(pytest.param(n, marks=pytest.mark.one_rank) for n in SMALLEST)])
+@pytest.mark.parametrize("name", ["logistic", *(pytest.param(n, marks=pytest.mark.one_rank) for n in ("wood", *SMALLEST))])
 def test_minima_of_known_problems(name: str, way: str, rank: int, size: int) -> None:
     fun, start, _ = PROBLEMS[name]
     options = {"gtol": 1e-9, "grtol": 0.0, "globalization": way}

@@ -325,10 +325,19 @@ np.savez(f"{out}.{rank}.npz", x=result.x, jac=result.jac, counts=[result.nit, re
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
-def test_killed_at_random_moments(ranks: int, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [
+        (3, [20]),
+        pytest.param(2, [14, 15], marks=pytest.mark.thorough),
+        pytest.param(3, [21, 22], marks=pytest.mark.thorough),
+    ],
+)
+def test_killed_at_random_moments(
+    ranks: int, seeds: list[int], tmp_path: Path, mpirun: Callable[..., CompletedProcess]
+) -> None:
     assert mpirun(ranks, KILLED, "none", tmp_path / "whole", 0).returncode == 0
-    killed, seeds = 0, [7 * ranks + k for k in range(2)]
+    killed = 0
     for seed in [*seeds, 0]:
         done = mpirun(ranks, KILLED, tmp_path / "run.npz", tmp_path / "parts", seed)
         killed += done.returncode != 0

@@ -18,7 +18,7 @@ import mpiad
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport import Envelope, Spec, channel
 from mpiad.transport.core import channels, messages
-from mpiad.transport.core.polling import Line, PackedObject
+from mpiad.transport.core.polling import Line, packed
 
 WORLD = MPI.COMM_WORLD
 
@@ -349,7 +349,7 @@ def receives(comm):
 
 
 def posts_an_object(comm):
-    Line(comm.data, comm).post(comm.rank, 1, PackedObject.of(np.ones(20_000)))
+    Line(comm.data, comm).post(comm.rank, 1, packed(np.ones(20_000)))
 
 
 @pytest.mark.parametrize("program", [sends, sends_blocking, receives, posts_an_object])

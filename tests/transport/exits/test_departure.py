@@ -30,7 +30,27 @@ def test_all_may_leave_at_once(mpirun):
 def test_leaving_at_once_isn_t_leaving_in_good_order(mpirun):
     done = mpirun(2, START + "if rank == 1:\n    os._exit(0)")
     assert done.returncode != 0
-    assert "mpiad: rank 1 left the program by os._exit(0) at program_0.py:8, while other ranks leave in" in done.stderr
+    assert (
+        "mpiad: rank 1 left the program by os._exit(0) at program_0.py:8, while other ranks call MPI_Finalize"
+        in done.stderr
+    )
+
+
+ABANDONED = """
+if rank == 0:
+    try:
+        mpiad.mpi_recv(1.0, source=1)
+    except mpiad.errors.DeadlockError:
+        sys.exit(0)
+time.sleep(600)
+"""
+
+
+@pytest.mark.launches
+def test_after_abandoned_communication_the_job_ends_whatever_the_code(mpirun):
+    done = mpirun(2, START + ABANDONED, env={"MPIAD_TIMEOUT": "0.5"})
+    assert done.returncode == 1
+    assert re.search(r"rank 0 left the program by sys.exit\(0\).* 0.5 s ago, and other ranks have not left", done.stderr)
 
 
 NOT_LEFT = """

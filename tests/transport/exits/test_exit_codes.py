@@ -47,10 +47,10 @@ import numpy as np
 
 mpi4py.rc.initialize = False
 from mpiad.transport.exits.abort import at_trace
-from mpiad.transport.exits.departure import note_exit
+from mpiad.transport.exits.departure import detect_exit
 
 kept = []
-assert note_exit(lambda code, trace: print(repr(code) + at_trace(trace), end="", flush=True))
+assert detect_exit(lambda code, trace: print(repr(code) + at_trace(trace), end="", flush=True))
 for end in ENDS:
     sys.stdout.flush()
     child = os.fork()

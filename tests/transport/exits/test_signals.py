@@ -171,7 +171,10 @@ IN_A_LOOP = {
 
 
 @launches
-@pytest.mark.parametrize("when", IN_A_LOOP)
+@pytest.mark.parametrize(
+    "when",
+    [pytest.param(when, marks=[pytest.mark.thorough] if when in ("before", "removed") else []) for when in IN_A_LOOP],
+)
 def test_sigterm_beside_handlers_of_asyncio(when, mpirun):
     """asyncio is told of its signals by the same file; it reads them only in its loop, which a wait in MPI holds up."""
     before, after = IN_A_LOOP[when]

@@ -97,7 +97,7 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     steps, last = steps_of(spec, fused=False), spec.stages
     new = steps.state(f"z{last}")
-    scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
+    scope = {*new, *steps.state("total")}  # variables that `_KERNEL` declares
     names = placeholders_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
     names["weights"] = c_lines(["x = (save_time - now) / size", *steps.weights()])
     names["stages"] = c_lines(steps.again(), scope)

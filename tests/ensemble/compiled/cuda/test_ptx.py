@@ -95,7 +95,7 @@ def test_nvcc_makes_ptx_of_it(name, dtype, watched, method, tmp_path):
 
 
 @pytest.mark.skipif(None in (shutil.which("nvcc"), shutil.which("ptxas")), reason="there is no nvcc with ptxas")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.thorough), "sm_90"])
 def test_the_lorenz_kernels_stay_in_registers(architecture, tmp_path):
     for kernel in ("forward", "reverse"):
         (tmp_path / "kernel.cu").write_text(plan("lorenz").text(kernel))
