@@ -1,14 +1,13 @@
 """Fixtures, and how the tests run on several ranks.
 
-A test runs on all ranks at once. The whole suite runs on one rank and on three, and on two and four what differs there
-(`WHOLE_SUITE`); a test of three parameter sets or more runs with every second one on three ranks, with the others on the
-other numbers. With `--thorough`, or where files are named, all of it runs on every number. `@pytest.mark.mpi(min_size=2)`
-says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in,
-`@pytest.mark.not_on(4)` that four don't, in a file of such; `@pytest.mark.one_rank` that others show on three ranks what it
-shows on one: the whole suite runs it on one only; `@pytest.mark.launches` that it starts its own mpiexec: it runs in the
-one-rank run only; `@pytest.mark.thorough` that the whole suite leaves it to `--thorough`; `@pytest.mark.limit(seconds)`
-that it may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes
-of one rank each.
+A test runs on all ranks at once. The whole suite runs on one rank and on several: on three, or on two (`ON_TWO`); what
+differs on two or four ranks runs there, too (`ALSO_ON`). A test of three parameter sets or more runs with every second one
+on several ranks, and with the others on one and where it runs in addition. With `--thorough`, or if files are named, all
+tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one
+that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one
+whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only);
+`thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
+MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
 """
 
 from __future__ import annotations
@@ -46,9 +45,13 @@ device_kinds = importlib.import_module("device_kinds")
 
 WORLD = MPI.COMM_WORLD
 
-# What of the whole suite runs on a number of ranks, where not all of it does. Two ranks exchange what more send round, and
-# each is the other's neighbour on both sides; four are the fewest that divide a grid along two axes, as solvers see it.
-WHOLE_SUITE = {
+# Folders whose tests run on two ranks instead of three, which takes less than half the time on two cores: ranks compute
+# different parts there, but only their sums, or halos of a domain, depend on how many there are.
+ON_TWO = ("ensemble", "inverse", "linalg", "optimize", "timestepping", "vi")
+
+# What runs on a number of ranks in addition. Two ranks exchange what more send round, and each is the other's neighbour on
+# both sides; four are the fewest that divide a grid along two axes, as solvers see it.
+ALSO_ON = {
     2: ("transport/watch/test_message_headers.py", "transport/core/test_channels.py",
         "transport/core/test_extremes.py", "transport/core/test_long_collectives.py",
         "transport/devices/test_device_messages.py",
@@ -130,14 +133,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = _is_whole_suite(config)
     if whole:
         _leave_out(config, items, {item for item in items if item.get_closest_marker("thorough")})
-        _leave_out(config, items, _parameter_sets_of_other_ranks(items))
+        _leave_out(config, items, _parameter_sets_of_other_ranks(config, items))
     if WORLD.size == 1:
         _mix(items)
         return
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
     done_by_one = ("launches", "serial", "one_rank") if whole else ("launches", "serial")
     left_out = {item for item in items if any(map(item.get_closest_marker, done_by_one))}
-    left_out |= {item for item in items if not _differs_here(config, item)}
+    left_out |= {item for item in items if whole and not _runs_here(config, item)}
     _leave_out(config, items, left_out)
 
 
@@ -167,8 +170,8 @@ def _is_whole_suite(config: pytest.Config) -> bool:
     return chosen == [config.rootpath / "tests"] and not config.getoption("thorough")
 
 
-def _parameter_sets_of_other_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return what the whole suite runs elsewhere: three ranks take the first parameter set, the third, and so on.
+def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what the whole suite runs elsewhere: several ranks take the first parameter set, the third, and so on.
 
     A test that runs on one number of ranks only keeps all of them, and one of two sets both.
     """
@@ -176,7 +179,17 @@ def _parameter_sets_of_other_ranks(items: list[pytest.Item]) -> set[pytest.Item]
     for item in items:
         if hasattr(item, "callspec") and ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
             sets.setdefault((item.path, item.originalname), []).append(item)
-    return {item for of_one in sets.values() if len(of_one) > 2 for item in of_one[WORLD.size == 3 :: 2]}
+    several = {path: WORLD.size == _several(config, path) for path, _ in sets}
+    return {item for (path, _), of_one in sets.items() if len(of_one) > 2 for item in of_one[several[path] :: 2]}
+
+
+def _is_in(config: pytest.Config, path: Path, places: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(config.rootpath / "tests" / place) for place in places)
+
+
+def _several(config: pytest.Config, path: Path) -> int:
+    """Return the number of ranks on which the whole suite runs a file, beside one."""
+    return 2 if _is_in(config, path, ON_TWO) else 3
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -186,19 +199,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text()
     if OF_ONE_RANK.search(text):
         return True
-    return None if WORLD.size not in WHOLE_SUITE or _is_chosen_place(config, collection_path) or "also_on" in text else True
+    if WORLD.size == _several(config, collection_path) or "also_on" in text or "min_size" in text:
+        return None
+    return None if _is_in(config, collection_path, ALSO_ON.get(WORLD.size, ())) else True
 
 
-def _is_chosen_place(config: pytest.Config, path: Path) -> bool:
-    return any(path.is_relative_to(config.rootpath / "tests" / place) for place in WHOLE_SUITE[WORLD.size])
-
-
-def _differs_here(config: pytest.Config, item: pytest.Item) -> bool:
-    """Return whether a test is to run on this number of ranks beside one and three."""
-    if WORLD.size not in WHOLE_SUITE or not _is_whole_suite(config):
-        return True
+def _runs_here(config: pytest.Config, item: pytest.Item) -> bool:
+    """Return whether the whole suite runs a test on this number of ranks, which isn't one."""
     also, other = ([n for mark in item.iter_markers(name) for n in mark.args] for name in ("also_on", "not_on"))
-    return WORLD.size in also or (_is_chosen_place(config, item.path) and WORLD.size not in other)
+    several = max([_several(config, item.path), *(mark.kwargs.get("min_size", 0) for mark in item.iter_markers("mpi"))])
+    if WORLD.size in (several, *also):
+        return True
+    return WORLD.size not in other and _is_in(config, item.path, ALSO_ON.get(WORLD.size, ()))
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ than 100. A mutant changes a sign, a bound, an index, a comparison, a constant o
 or drops a statement; the rest of its file stays as it is. The tests run in copies of the checkout, which itself is
 never changed.
 
-First the whole suite runs once on 1 rank and once on 3 with a mark at each of the places, which notes the tests that
-execute it. Then each mutant meets only these tests, until one fails: those on 1 rank before those on 3, and those of
+First the whole suite runs once on 1, 2 and 3 ranks with a mark at each of the places, which notes the tests that
+execute it. Then each mutant meets only these tests, until one fails: those on fewer ranks first, and those of
 its own package first. If none fails, or if the place is executed by an import or can't be marked, the mutant meets all
 tests of its package: what a test uses may have been computed before it. A test that exceeds its time limit has failed.
 At the end, the tests that failed run again without mutants; a mutant counts as killed only if they pass.
@@ -473,7 +473,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mutants", type=int, default=60, help="the number of mutants")
     parser.add_argument("--seed", type=int, default=46, help="what they are drawn from")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--processes", default="auto", help="of the run with marks on one rank, as -n of pytest-xdist")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for a run, and one more for each test")

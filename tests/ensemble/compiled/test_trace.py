@@ -83,8 +83,8 @@ def test_one_text_makes_one_program_and_another_constant_another():
 
 
 def test_what_is_computed_twice_is_computed_once():
-    program = trace(lambda u, p, t: [anp.sin(u[0] * u[1]), anp.sin(u[1] * u[0]) + 0 * 3], (2,), shared(None), float)
-    assert program.cost == 2
+    program = trace(lambda u, p, t: [anp.sin(u[0] * u[1]), 2.0 * anp.sin(u[0] * u[1])], (2,), shared(None), float)
+    assert program.cost == 3
 
 
 def test_nothing_is_left_that_is_not_needed():
