@@ -45,9 +45,12 @@ device_kinds = importlib.import_module("device_kinds")
 
 WORLD = MPI.COMM_WORLD
 
-# Folders whose tests run on two ranks instead of three, which takes less than half the time on two cores: ranks compute
+# What runs on two ranks instead of three, which takes less than half the time on two cores: ranks compute
 # different parts there, but only their sums, or halos of a domain, depend on how many there are.
-ON_TWO = ("ensemble", "inverse", "linalg", "optimize", "timestepping", "vi")
+ON_TWO = (
+    "ensemble", "inverse", "linalg", "optimize", "programs/test_falling_back.py", "programs/test_memory_plan.py",
+    "programs/test_opaque_calls.py", "programs/test_shape_recorder.py", "programs/test_transforms.py", "timestepping", "vi",
+)  # fmt: skip
 
 # What runs on a number of ranks in addition. Two ranks exchange what more send round, and each is the other's neighbour on
 # both sides; four are the fewest that divide a grid along two axes, as solvers see it.

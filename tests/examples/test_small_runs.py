@@ -42,7 +42,7 @@ def is_close(relative: float) -> Callable[[float, float], bool]:
 RUNS = [
     Small(
         2, "examples/burgers_control.py", "--cells 10 --steps 3 --iterations 6 --most 1",
-        r"error of the amplitudes (\S+)", lambda error: error < 0.05,
+        r"error of the amplitudes (\S+)", lambda error: error < 0.05, thorough=True,
     ),
     Small(
         2, "examples/digits_training.py", "",
@@ -62,7 +62,7 @@ RUNS = [
     ),
     Small(
         2, "examples/influenza_1978.py", "--repetitions 2",
-        r"R0 +(\S+) +SciPy +(\S+)", is_close(1e-5),
+        r"R0 +(\S+) +SciPy +(\S+)", is_close(1e-5), thorough=True,
     ),
     Small(
         2, "examples/influenza_vi.py", "--n_epochs 2",
@@ -75,6 +75,7 @@ RUNS = [
     Small(
         2, "examples/poisson_inverse.py", "--cells 8 --iterations 8 8 --most 1",
         r"field .*log κ (\S+)\n.*network .*log κ (\S+)", lambda field, network: max(field, network) < 0.3,
+        thorough=True,
     ),
     Small(
         2, "examples/predator_prey.py", "--starts 2 --iterations 12",
@@ -88,7 +89,7 @@ RUNS = [
     Small(
         2, "examples/seismic_inversion.py", "--shape 20 22 --shots 2 --batch 1 --steps 50 --iterations 1 --least 9"
         " --picture picture.png",
-        r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2,
+        r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2, thorough=True,
     ),
     Small(
         2, "examples/shallow_water.py", "--cells 12 18 --hours 3 --iterations 2 --least 1 --picture picture.png",
