@@ -95,6 +95,7 @@ def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 def test_fuzz_ends_with_zero_where_all_pass():
     command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "4", "--ranks", "1", "2", "--seed", "3"]

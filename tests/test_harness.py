@@ -180,6 +180,7 @@ def test_a_hang_of_one_of_two_processes_shows_both(suite, tmp_path):
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 def test_one_rank_s_files_are_divided_among_processes_and_several_ranks_are_not(suite):
     text = """
 def test_one(size, worker_id): assert (size, worker_id == 'master') in {(1, False), (2, True)}

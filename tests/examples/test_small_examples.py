@@ -103,6 +103,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.thorough
 def test_on_four_ranks(mpirun: Run, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """All in one job: each start of four ranks costs more than what they do."""
     programs = [shutil.copy(request.config.rootpath / name, tmp_path) for name in CHECKS]

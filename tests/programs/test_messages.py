@@ -104,7 +104,7 @@ def from_any(x):
     return total
 
 
-@pytest.mark.also_on(2, 4)
+@pytest.mark.also_on(2)
 @each_place
 @pytest.mark.parametrize("fun", [collectives, point_to_point, agreeing, requests, from_any], ids=lambda fun: fun.__name__)
 def test_primitives(fun, compiled, rank):

@@ -1,4 +1,5 @@
 # All ranks get SIGTERM, as from a queue whose time is over.
+# thorough: yes
 # says: mpiad: rank 0 received SIGTERM at {here} in step
 # says: mpiad: rank 1 received SIGTERM at {here} in step
 

@@ -1,4 +1,5 @@
 # One rank leaves with a message, and the others wait for it.
+# thorough: yes
 # says: no file 'a.nc'\n
 # says: mpiad: rank 0 left the program by sys.exit\("no file 'a.nc'"\) at {here}, 5 s ago
 

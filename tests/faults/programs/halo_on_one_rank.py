@@ -1,4 +1,5 @@
 # One rank skips a halo exchange.
+# thorough: yes
 # environment: MPIAD_TIMEOUT=2
 # raises: mpiad.errors.DeadlockError
 # says: {here}

@@ -1,4 +1,5 @@
 # Each rank stops by its own residual.
+# thorough: yes
 # environment: MPIAD_TIMEOUT=2
 # raises: mpiad.errors.DeadlockError
 # says: 0 +left

@@ -1,4 +1,5 @@
 # mpi_print is a collective, and one rank alone calls it.
+# thorough: yes
 # environment: MPIAD_TIMEOUT=2
 # raises: mpiad.errors.DeadlockError
 # says: 0 +waits [^\n]*mpi_print[^\n]*{here}[^\n]*rank 1

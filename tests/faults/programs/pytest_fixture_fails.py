@@ -1,4 +1,5 @@
 # A fixture fails on one rank of a plain pytest run, and the tests after it communicate.
+# thorough: yes
 # within: 30
 # arguments: -m pytest --noconftest -c /dev/null -p no:cacheprovider -q
 # environment: MPIAD_TIMEOUT=2 MPIAD_DEBUG=1

@@ -1,4 +1,5 @@
 # A test fails on one rank, whose pytest leaves with an error, and the other waits without any limit.
+# thorough: yes
 # prints: assert mpiad.mpi_rank\(\) == 0, "only here".*AssertionError: only here.*1 failed
 # says: mpiad: rank 1 left the program by sys.exit\(<ExitCode.TESTS_FAILED: 1>\) at {here}, 5 s ago, and other ranks
 

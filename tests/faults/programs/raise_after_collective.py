@@ -1,4 +1,5 @@
 # One rank raises after a collective, and the others are in the next one.
+# thorough: yes
 # ranks: 3
 # raises: ArithmeticError
 # says: mpiad: rank 2 ended the job by an exception that nobody caught.*{here}

@@ -1,4 +1,5 @@
 # A local adjoint raises on one rank, inside minimize.
+# thorough: yes
 # raises: FloatingPointError
 # says: {here}.*FloatingPointError: overflow
 

@@ -1,4 +1,5 @@
 # A message of another dtype, with the same number of bytes.
+# thorough: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.MessageMismatchError
 # says: {here}.*MessageMismatchError: mpi_recv: rank 0 sent
