@@ -186,11 +186,9 @@ def _agree_on_arguments(
         check_program(program, used, "minimize")
         start = sendable_variables(x0, "minimize") if writes and not sharded else None
         if sharded:
-            if arguments.constraints is not None and np.size(arguments.constraints):
-                got = f"{arguments.constraints!r:.60}. Use 'SLSQP' or 'trust-constr'"
-                raise ValueError(f"minimize: method {method!r} doesn't support constraints, but got {got}.")
             start = check_local_arguments(str(method), as_variables(x0), arguments)
-            settings = f", {start.settings}"
+            limits = [(each.low.tolist(), each.high.tolist()) for each in start.constraints]
+            settings = f", {start.settings}" + (f", constraints={limits}" if limits else "")
             if arguments.callback is not None and not callable(arguments.callback):
                 kind = type(arguments.callback).__name__
                 raise TypeError(f"minimize: callback must be callable, but got {kind} {arguments.callback!r:.60}.")
