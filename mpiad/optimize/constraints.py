@@ -1,8 +1,8 @@
 """Bounds of variables, and constraints.
 
-Constraints are functions of the pytree of variables. For SciPy's methods only the root evaluates them, while the other ranks wait, so
-communication inside a constraint raises. If a constraint depends on data of other ranks, gather the data on the root before
-the solve.
+Constraints are functions of the pytree of variables. For SciPy's methods only the root evaluates them, while the other
+ranks wait, so communication inside a constraint raises. If a constraint depends on data of other ranks, gather the data on
+the root before the solve.
 
 References
 ----------

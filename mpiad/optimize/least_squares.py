@@ -90,17 +90,12 @@ def _weighted(loss: Callable[[np.ndarray], Any], scale: float, f: np.ndarray) ->
         return float(scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
-def check_loss(loss: object, scale: Scalar, call: str) -> None:
-    """Raise a ValueError if loss or scale is invalid."""
-    if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
-        raise ValueError(f"{call}: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
-    if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
-        raise ValueError(f"{call}: f_scale must be one positive number, but got {scale!r}.")
-
-
-def loss_of(loss: str | Function, scale: Scalar) -> Loss | None:
+def loss_of(loss: object, scale: Scalar) -> Loss | None:
     """Return `_weighted` for a robust loss, None for the sum of squares; raise a ValueError if loss or scale is invalid."""
-    check_loss(loss, scale, "least_squares")
+    if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
+        raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
+    if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
+        raise ValueError(f"least_squares: f_scale must be one positive number, but got {scale!r}.")
     if loss == "linear":
         return None
     return partial(_weighted, np.errstate(all="ignore")(LOSSES[loss]) if isinstance(loss, str) else loss, float(scale))

@@ -14,7 +14,6 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree

@@ -6,8 +6,7 @@ columns, and has few rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, cast
 
 import autograd.numpy as anp
 import numpy as np
@@ -38,14 +37,14 @@ def local_constraints(given: object, size: int, method: str) -> list[UserConstra
     found = [UserConstraint.of(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
     for constraint in found:
         equal = bool(np.all(constraint.low == constraint.high))
-        if method == "newton-cg-sharded":
+        if method == "Newton-CG-sharded":
             raise ValueError(f"minimize: method {method!r} doesn't support constraints. Use 'MMA-sharded'.")
-        if method == "l-bfgs-sharded" and not (equal and constraint.matrix is not None):
+        if method == "L-BFGS-sharded" and not (equal and constraint.matrix is not None):
             raise ValueError(
-                "minimize: method 'L-BFGS-sharded' supports linear equality constraints only, LinearConstraint(A, b, b), but "
-                f"got {given!r:.80}. Use 'MMA-sharded' for inequalities."
+                "minimize: method 'L-BFGS-sharded' supports linear equality constraints only, LinearConstraint(A, b, b), "
+                f"but got {given!r:.80}. Use 'MMA-sharded' for inequalities."
             )
-        if method == "mma-sharded" and np.any(constraint.low == constraint.high):
+        if method == "MMA-sharded" and np.any(constraint.low == constraint.high):
             raise ValueError(
                 f"minimize: method 'MMA-sharded' supports inequality constraints only, but got the equality {given!r:.80}. "
                 "Use an inequality that is active at the solution, or 'L-BFGS-sharded' for linear equality constraints."
@@ -59,7 +58,7 @@ def local_constraints(given: object, size: int, method: str) -> list[UserConstra
 
 
 class ConstraintValues:
-    """Constraints in the form f(x) ≤ 0; `names` describes each f, and `signs` and `owners` relate it to the user's values."""
+    """Constraints in the form f(x) ≤ 0; `names` describes each f."""
 
     def __init__(
         self, constraints: list[UserConstraint], evaluation: Evaluation, program: Program, packing: LocalPacking,
@@ -68,6 +67,8 @@ class ConstraintValues:
         self._constraints, self._evaluation, self._packing, self._totals = constraints, evaluation, packing, totals
         self._used, self._weight = used, weight_of(program.objective, used, program.root)
         self._counts: list[int] = []
+        self._limits: list[tuple[int, float, float]] = []  # index of a value, sign, and limit, for each f
+        self._values = np.zeros(0)
         self.names: list[str] = []
 
     def at(self, x: Array) -> tuple[np.ndarray, list[Array]]:
@@ -82,23 +83,17 @@ class ConstraintValues:
         if not self._counts:
             self._agree_on_counts([len(values) for values, _ in parts])
         local = np.concatenate([values for values, _ in parts])
-        self.values = self._totals.decide_on_root(local, len(local), lambda sums: sums)
+        self._values = self._totals.decide_on_root(local, len(local), lambda sums: sums)
         rows = [row for _, found in parts for row in found]
-        signed = [(sign * (self.values[k] - limit), sign * rows[k]) for k, sign, limit in self._limits]
+        signed = [(sign * (self._values[k] - limit), sign * rows[k]) for k, sign, limit in self._limits]
         return np.array([value for value, _ in signed]), [row for _, row in signed]
 
     def _agree_on_counts(self, counts: list[int]) -> None:
         every = self._used.data.allgather(counts)
-        for rank, others in enumerate(every):
-            if others != every[0]:
-                raise agreed(
-                    self._used,
-                    ValueError(
-                        "minimize: a constraint must return the same number of values on all ranks, but the constraints "
-                        f"returned {every[0]} values on rank 0 and {others} on rank {rank}."
-                    ),
-                )
-        self._counts, self._limits, start = counts, [], 0
+        if any(others != every[0] for others in every):
+            text = f"minimize: constraints must return the same numbers of values on all ranks, but returned {every}."
+            raise agreed(self._used, ValueError(text))
+        self._counts, start = counts, 0
         for number, (constraint, count) in enumerate(zip(self._constraints, counts)):
             for sign, limits in ((-1.0, constraint.low), (1.0, constraint.high)):
                 for k, limit in enumerate(np.broadcast_to(limits, count).tolist()):
@@ -123,12 +118,12 @@ class ConstraintValues:
         if constraint.jac is None:
             stored = run(lambda: linearize(lambda x: run(lambda: values(x)))(tree))
             units = self._weight * np.eye(len(stored.value))
-            rows = [self._packing.pack_gradient(run(lambda: stored.vjp(unit))).copy() for unit in units]
+            rows = [self._packing.pack_gradient(run(lambda unit=unit: stored.vjp(unit))).copy() for unit in units]
             own = stored.value
         else:
             own = run(lambda: values(tree))
-            jac = run(lambda: np.reshape(constraint.jac(tree, *constraint.args), (len(own), self._packing.size)))
-            rows = [row.copy() for row in jac]
+            jac = run(lambda: np.reshape(cast(Any, constraint.jac)(tree, *constraint.args), (len(own), self._packing.size)))
+            rows = [jac[k].copy() for k in range(len(own))]
         return (np.array(own, float) * self._weight if self._weight else np.zeros(len(own))), rows
 
     def by_constraint(self, multipliers: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -136,8 +131,8 @@ class ConstraintValues:
         total = np.zeros(sum(self._counts))
         for (k, sign, _), multiplier in zip(self._limits, multipliers):
             total[k] += sign * multiplier
-        ends = np.cumsum(self._counts)[:-1]
-        return np.split(self.values, ends), np.split(total, ends)
+        ends = np.cumsum(self._counts)
+        return np.split(self._values, ends)[:-1], np.split(total, ends)[:-1]
 
 
 class LinearEquality:
@@ -148,9 +143,9 @@ class LinearEquality:
     """
 
     def __init__(self, constraints: list[UserConstraint], evaluation: Evaluation, totals: Totals, like: Array):
-        matrix = np.vstack([constraint.matrix for constraint in constraints])
-        counts = [len(constraint.matrix) for constraint in constraints]
-        self._target = np.concatenate([np.broadcast_to(c.low, count) for c, count in zip(constraints, counts)])
+        matrices = [cast(np.ndarray, constraint.matrix) for constraint in constraints]
+        matrix = np.vstack(matrices)
+        self._target = np.concatenate([np.broadcast_to(c.low, len(rows)) for c, rows in zip(constraints, matrices)])
         self._rows, self._evaluation, self._totals = [_like(row, like) for row in matrix], evaluation, totals
         gram = totals.decide_on_root((matrix @ matrix.T).ravel(), len(matrix) ** 2, lambda sums: sums)
         self._inverse = scipy.linalg.pinvh(gram.reshape(len(matrix), len(matrix)), rtol=1e-12)

@@ -8,11 +8,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Function
 from mpiad.optimize.evaluated_points import STOPPED, Ending
-from mpiad.optimize.least_squares import check_loss
+from mpiad.optimize.least_squares import LOSSES
 
 _REAL = "gtol", "grtol", "ftol", "xtol", "catol", "radius"  # at least zero
 # Upper limits of options that must be positive; all other numeric options are integers.
-_POSITIVE = {"forcing": 1.0, "f_scale": math.inf, "move": 1.0, "asyinit": 10.0, "asydecr": 1.0, "asyincr": math.inf}
+_POSITIVE = {
+    "forcing": 1.0,
+    "f_scale": math.inf,
+    "move": 1.0,
+    "asyinit": 10.0,
+    "asymin": 1.0,
+    "asydecr": 1.0,
+    "asyincr": math.inf,
+}
 GRADIENT = Ending(0, "CONVERGENCE: the largest entry of the projected gradient is at most gtol.")
 REDUCTION = Ending(0, "CONVERGENCE: the relative decrease of the objective is at most ftol.")
 ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept the best point so far.")
@@ -77,14 +85,10 @@ def ending_at(
     return EVALUATIONS if counts[1] >= settings.maxfun else None
 
 
-_CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region")}
+_CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region"), "loss": tuple(LOSSES)}
 # Options that are functions, and the methods that objects may have in place of them.
 _FUNCTIONS = {"preconditioner": "solve", "inner_product": "solve", "regularizer": "cost", "noise_precision": "apply"}
-_ONLY_GAUSS_NEWTON = {
-    "regularizer": "add the regularizer to the result of fun",
-    "noise_precision": "compute the misfit in fun",
-    "loss": "compute the loss in fun",
-}
+_OF_RESIDUALS = "regularizer", "noise_precision", "loss"  # for product="gauss-newton"
 
 
 class NewtonSettings(NamedTuple):
@@ -101,7 +105,7 @@ class NewtonSettings(NamedTuple):
     inner_product: Callable[[Any], Any] | None = None  # product of R⁻¹ with a vector, for the inner product uᵀ R v
     regularizer: Function | None = None  # added to half the sum of squared residuals ("gauss-newton")
     noise_precision: Callable[[Any], Any] | None = None  # product of the noise's inverse covariance with residuals
-    loss: str | Function = "linear"  # robust loss of the residuals, as in `least_squares`
+    loss: str = "linear"  # robust loss of the residuals, as in `least_squares`
     f_scale: float = 1.0  # size of residuals at which the loss begins to reduce their weight
     # Tolerance of the relative residual of each Newton system. By default Eisenstat and Walker's, and the solve's own
     # tolerance if the problem is linear.
@@ -136,6 +140,7 @@ class MMASettings(NamedTuple):
     ftol = 0.0  # not an option: the objective isn't monotone
     move: float = 0.5  # largest step of a variable, relative to the distance of its bounds
     asyinit: float = 0.5  # first distance of the asymptotes, relative to the distance of the bounds
+    asymin: float = 0.01  # smallest relative distance
     asydecr: float = 0.7  # factor of this distance if a variable oscillates
     asyincr: float = 1.2  # factor of this distance if it doesn't
     gtol: float = 1e-5  # tolerance of the optimality conditions
@@ -148,7 +153,7 @@ class MMASettings(NamedTuple):
     @property
     def identity(self) -> dict[str, Any]:
         """Return the settings on which the iterates of a solve depend."""
-        names = "move", "asyinit", "asydecr", "asyincr", "maxls"
+        names = "move", "asyinit", "asymin", "asydecr", "asyincr", "maxls"
         return {"method": self.method, **{name: getattr(self, name) for name in names}}
 
 
@@ -175,27 +180,19 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> AnySett
                 raise ValueError(f"minimize: option {name} must be one of {_CHOICES[name]}, but got {value!r}.")
         elif name in _FUNCTIONS:
             given[name] = _function(name, value)
-        elif name != "loss" and not (name in ("radius", "forcing") and value is None):
+        elif not (name in ("radius", "forcing") and value is None):
             given[name] = checked(name, value)
     settings = kind(**given)
     if isinstance(settings, NewtonSettings):
-        _check_misfit(settings)
-    return settings
-
-
-def _check_misfit(settings: NewtonSettings) -> None:
-    check_loss(settings.loss, settings.f_scale, "minimize")
-    for name, advice in _ONLY_GAUSS_NEWTON.items():
-        if settings.product == "full" and getattr(settings, name) not in (None, "linear"):
+        given_of_residuals = [name for name in _OF_RESIDUALS if getattr(settings, name) not in (None, "linear")]
+        if settings.product == "full" and given_of_residuals:
             raise ValueError(
-                f"minimize: option {name} is for product='gauss-newton', with a fun that returns residuals. With "
-                f"product='full' {advice}."
+                f"minimize: option {given_of_residuals[0]} is for product='gauss-newton', with a fun that returns residuals."
+                " With product='full' compute the whole objective in fun."
             )
-    if settings.noise_precision is not None and settings.loss != "linear":
-        raise ValueError(
-            f"minimize: loss={settings.loss!r} is a function of independent residuals, but noise_precision is given. Return "
-            "whitened residuals from fun, or pass loss='linear'."
-        )
+        if settings.noise_precision is not None and settings.loss != "linear":
+            raise ValueError("minimize: option loss is for independent residuals, so noise_precision can't be given, too.")
+    return settings
 
 
 def _function(name: str, value: object) -> Any:

@@ -2,17 +2,17 @@
 
 In each iteration the objective f_0 and the constraints are replaced by separable convex functions with the same values and
 slopes at the current point, sums of p_ij / (U_j - x_j) + q_ij / (x_j - L_j). The asymptotes L_j and U_j move away from x_j
-while x_j moves in one direction, and closer if it oscillates. The dual of this problem has one unknown per constraint. Given
-these multipliers, each rank computes the minimizer for its own variables in closed form, so that the ranks only exchange
-sums. The root maximizes the dual by a projected Newton method.
+while x_j moves in one direction, and closer if it oscillates. The dual of this problem has one unknown per constraint.
+Given these multipliers, each rank computes the minimizer for its own variables in closed form, so that the ranks only
+exchange sums. The root maximizes the dual by a projected Newton method.
 
 A constraint i may be violated at a cost c_i y_i + ½ d_i y_i², so that the approximate problem always has a solution. If the
 violations y_i don't fall below those of the current point, the constraints can't be met.
 
 References
 ----------
-.. [1] K. Svanberg, "The method of moving asymptotes: a new method for structural optimization", Int. J. Numer. Meth. Eng. 24
-   (1987), sections 3 to 5.
+.. [1] K. Svanberg, "The method of moving asymptotes: a new method for structural optimization", Int. J. Numer. Meth. Eng.
+   24 (1987), sections 3 to 5.
 .. [2] K. Svanberg, "MMA and GCMMA: two methods for nonlinear optimization", KTH Stockholm (2007), sections 1 to 3: all
    constants, with the exception of c and d.
 .. [3] D.-H. Li, M. Fukushima, L. Qi and N. Yamashita, "Regularized Newton methods for convex minimization problems with
@@ -44,9 +44,9 @@ from mpiad.transport.resources import vdot
 OPTIMAL = Ending(0, "CONVERGENCE: the optimality conditions hold up to gtol, and the constraints up to catol.")
 SMALL_STEP = Ending(0, "CONVERGENCE: no variable moved by more than xtol times the distance of its bounds.")
 UNDEFINED = Ending(2, "ABNORMAL: the objective or a constraint isn't finite at any point of the last step. Check both.")
-# Smallest distances of the asymptotes and of the variables from them, the largest distance, and the curvature that the
+# The largest distance of the asymptotes, the smallest distance of the variables from them, and the curvature that the
 # approximations have in addition to that of the slopes.
-_NEAREST, _FARTHEST, _MARGIN, _CURVATURE, _LEAST = 0.01, 10.0, 0.1, 1e-3, 1e-5
+_FARTHEST, _MARGIN, _CURVATURE, _LEAST = 10.0, 0.1, 1e-3, 1e-5
 _EVERYWHERE = slice(None)
 
 
@@ -65,10 +65,12 @@ class MMAPoint:
 
     @property
     def finite(self) -> bool:
+        """Return whether all values and derivatives are finite."""
         return bool(np.all(np.isfinite([self.value, *self.constraints, *self.scales])))
 
     @property
     def violation(self) -> float:
+        """Return the largest violation of a constraint."""
         return float(np.max(self.constraints, initial=0.0))
 
 
@@ -200,7 +202,7 @@ class MMA:
         if not len(self.multipliers):
             self.multipliers = np.zeros(len(rows))
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
-            lagrangian = sum((y * row for y, row in zip(self.multipliers.tolist(), rows)), point.slopes[0])
+            lagrangian: Array = sum((y * row for y, row in zip(self.multipliers.tolist(), rows)), point.slopes[0])
             moved = x * 0.0 if before is None else x - before.x
             projected = self._box.projected_step(x, lagrangian, _EVERYWHERE)
             terms = [_dot(moved, moved), *(_dot(np.abs(slope), self._width) for slope in point.slopes)]
@@ -213,9 +215,9 @@ class MMA:
         return point
 
     def _next_point(self, point: MMAPoint) -> MMAPoint | None:
-        """Return the minimizer of the approximation, or a point closer to the current one at which the functions are finite.
+        """Return the minimizer of the approximation, or a closer point at which the functions are finite, or None.
 
-        Return None if there is none. Raise a ValueError on all ranks if the constraints can't be met.
+        Raise a ValueError on all ranks if the constraints can't be met.
         """
         scales = point.scales + np.append(0.0, np.abs(point.constraints))
         scales[scales == 0.0] = 1.0
@@ -246,11 +248,10 @@ class MMA:
             trend = (x - last) * (last - earlier)
             factor = np.where(trend > 0.0, settings.asyincr, np.where(trend < 0.0, settings.asydecr, 1.0))
             below, above = (
-                np.clip(factor * distance, _NEAREST * width, _FARTHEST * width) for distance in (last - lower, upper - last)
+                np.clip(factor * distance, settings.asymin * width, _FARTHEST * width)
+                for distance in (last - lower, upper - last)
             )
-        low, high = (
-            np.minimum((1.0 - _MARGIN) * distance, settings.move * width) for distance in (below, above)
-        )
+        low, high = (np.minimum((1.0 - _MARGIN) * distance, settings.move * width) for distance in (below, above))
         return (x - below, x + above), Box(np.maximum(x - low, self._box.low), np.minimum(x + high, self._box.high))
 
     def _maximized(self, approximation: Approximation, values: np.ndarray, start: np.ndarray) -> np.ndarray:
@@ -269,10 +270,11 @@ class MMA:
         """Raise a ValueError if the approximate problem can't lower the sum of scaled violations."""
         if point.violation > self._settings.catol and np.sum(excess) >= (1.0 - 1e-3) * np.sum(np.maximum(values, 0.0)):
             worst = int(np.argmax(values))
+            name = self._constraints.names[worst]
             raise ValueError(
-                f"minimize: the constraints can't be met. After {self._iteration} iterations {self._constraints.names[worst]} "
-                f"is violated by {point.constraints[worst]:.3e}, and no change of the variables within their bounds lowers "
-                "the sum of the violations. Check the constraints and bounds, or start from an x0 that meets them."
+                f"minimize: the constraints can't be met. After {self._iteration} iterations {name} is violated by "
+                f"{point.constraints[worst]:.3e}, and no change of the variables within their bounds lowers the sum of the "
+                "violations. Check the constraints and bounds, or start from an x0 that meets them."
             )
 
     def _arrays(self, point: MMAPoint) -> Iterator[tuple[str, Any]]:

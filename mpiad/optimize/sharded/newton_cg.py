@@ -1,9 +1,8 @@
 """An inexact Newton method for distributed variables; all ranks run the iteration with the same scalars.
 
 A step solves the Newton system by `truncated_cg`, with a tolerance that decreases with the gradient (Eisenstat and Walker).
-If the gradient at the end of the step is the one that CG predicts, the problem is linear, and CG goes on to the tolerance of
-the solve.
-A line search or a trust region shortens the step until the objective decreases enough. The norm of the gradient g is √(gᵀ
+If the gradient at the end of the step is the one that CG predicts, the problem is linear, and CG goes on to the tolerance
+of the solve. A line search or a trust region shortens the step until the objective decreases enough. The norm of the gradient g is √(gᵀ
 R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this norm doesn't depend
 on the mesh.
 
@@ -88,7 +87,7 @@ def truncated_cg(
 
     The norm of the residual must fall by the factor `forcing`, in at most `limit` products. If the radius is infinite,
     negative curvature ends the iteration with the step so far, or with the steepest descent direction if there is none.
-    When the residual has fallen, ``forcing_at(step, residual)`` may return a smaller factor, with which the iteration goes on.
+    When the residual has fallen, ``forcing_at(step, residual)`` may return a smaller factor, and the iteration goes on.
     Raise a ValueError on all ranks if the preconditioner isn't positive definite, or a product isn't finite.
     """
     p, residual = gradient * 0.0, gradient.copy()

@@ -124,7 +124,7 @@ class SecondOrderEvaluation:
     def _misfit(self, residuals: Array) -> tuple[float, Array, Callable[[Array], Array]]:
         """Return this rank's part of the misfit, its gradient, and the product with its Hessian or an approximation.
 
-        These are derivatives with respect to the residuals r. The misfit is ½ r · Γ⁻¹ r, or half the sum of a robust loss ρ.
+        These are derivatives with respect to the residuals r. The misfit is ½ r · Γ⁻¹ r, or half the sum of a loss ρ(r²).
         For ρ, the Hessian is approximated by the weights ρ' of iteratively reweighted least squares. They are positive,
         whereas the exact weights ρ' + 2 ρ'' z vanish or are negative for outliers, and the matrix would be singular if most
         residuals are outliers at x0.
@@ -133,18 +133,16 @@ class SecondOrderEvaluation:
         if loss != "linear":
             flat, arrays = to_host(residuals).reshape(-1), arrays_of(residuals)
             with np.errstate(all="ignore"):  # residuals at a trial point may not be finite
-                rho = np.asarray((LOSSES[loss] if isinstance(loss, str) else loss)((flat / scale) ** 2), dtype=float)
-            if rho.shape != (3, flat.size):
-                raise ValueError(f"minimize: option loss must return shape {(3, flat.size)}, but got {rho.shape}.")
-            weights = rho[1].reshape(np.shape(residuals))
+                rho, weights, _ = LOSSES[loss]((flat / scale) ** 2)
+            weights = weights.reshape(np.shape(residuals))
             weights = weights if arrays is None else arrays.to_device(weights)
-            return 0.5 * scale**2 * float(np.sum(rho[0])), weights * residuals, lambda v: weights * v
+            return 0.5 * scale**2 * float(np.sum(rho)), weights * residuals, lambda v: weights * v
         weigh = self.settings.noise_precision
         cotangent = residuals if weigh is None else weigh(residuals)
         if np.shape(cotangent) != np.shape(residuals):
             raise WrongValueError(
-                f"minimize: option noise_precision must return an array of the residuals' shape {np.shape(residuals)}, but "
-                f"got shape {np.shape(cotangent)}."
+                f"minimize: option noise_precision must return the residuals' shape {np.shape(residuals)}, but got "
+                f"{np.shape(cotangent)}."
             )
         return 0.5 * float(to_host(anp.sum(residuals * cotangent))), cotangent, weigh or (lambda v: v)
 

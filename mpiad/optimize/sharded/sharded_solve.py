@@ -97,8 +97,8 @@ class Sharded(Solve):
         if self._arguments.constraints:
             if box is not None:
                 raise ValueError(
-                    "minimize: method 'L-BFGS-sharded' supports either bounds or constraints, but got both. Use 'MMA-sharded' "
-                    "with an inequality that is active at the solution."
+                    "minimize: method 'L-BFGS-sharded' supports either bounds or constraints, but got both. Use "
+                    "'MMA-sharded' with an inequality that is active at the solution."
                 )
             evaluation = LinearEquality(self._arguments.constraints, self._evaluation, self._totals, start)
             start = evaluation.start(start)
