@@ -6,6 +6,7 @@ columns, and has few rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import autograd.numpy as anp
@@ -84,7 +85,7 @@ class ConstraintValues:
             self._agree_on_counts([len(values) for values, _ in parts])
         local = np.concatenate([values for values, _ in parts])
         self._values = self._totals.decide_on_root(local, len(local), lambda sums: sums)
-        rows = [row for _, found in parts for row in found]
+        rows = [row for _, rows_of in parts for row in rows_of()]
         signed = [(sign * (self._values[k] - limit), sign * rows[k]) for k, sign, limit in self._limits]
         return np.array([value for value, _ in signed]), [row for _, row in signed]
 
@@ -102,11 +103,11 @@ class ConstraintValues:
                         self.names.append(f"value {k} of constraint {number}")
             start += count
 
-    def _local(self, constraint: UserConstraint, x: Array) -> tuple[np.ndarray, list[Array]]:
-        """Return this rank's terms of the values, and its columns of the Jacobian as a list of rows."""
+    def _local(self, constraint: UserConstraint, x: Array) -> tuple[np.ndarray, Callable[[], list[Array]]]:
+        """Return this rank's terms of the values, and a function that returns its columns of the Jacobian, by rows."""
         if constraint.matrix is not None:
-            rows = [_like(row, x) for row in constraint.matrix]
-            return np.array([float(to_host(np.sum(row * x))) for row in rows]), rows
+            columns = [_like(row, x) for row in constraint.matrix]
+            return np.array([float(to_host(np.sum(row * x))) for row in columns]), lambda: columns
         run, tree = self._evaluation.agreement.run, self._packing.unpack(x)
 
         def values(x: Tree) -> Array:
@@ -115,15 +116,17 @@ class ConstraintValues:
                 raise WrongValueError("minimize: a constraint must return real numbers on all ranks.")
             return found
 
-        if constraint.jac is None:
-            stored = run(lambda: linearize(lambda x: run(lambda: values(x)))(tree))
-            units = self._weight * np.eye(len(stored.value))
-            rows = [self._packing.pack_gradient(run(lambda unit=unit: stored.vjp(unit))).copy() for unit in units]
-            own = stored.value
-        else:
-            own = run(lambda: values(tree))
-            jac = run(lambda: np.reshape(cast(Any, constraint.jac)(tree, *constraint.args), (len(own), self._packing.size)))
-            rows = [jac[k].copy() for k in range(len(own))]
+        stored = None if constraint.jac else run(lambda: linearize(lambda x: run(lambda: values(x)))(tree))
+        own = run(lambda: values(tree)) if stored is None else stored.value
+
+        def rows() -> list[Array]:
+            if stored is not None:
+                units = self._weight * np.eye(len(own))
+                return [self._packing.pack_gradient(run(lambda unit=unit: stored.vjp(unit))).copy() for unit in units]
+            shape = len(own), self._packing.size
+            jac = run(lambda: np.reshape(cast(Any, constraint.jac)(tree, *constraint.args), shape))
+            return [jac[k].copy() for k in range(len(own))]
+
         return (np.array(own, float) * self._weight if self._weight else np.zeros(len(own))), rows
 
     def by_constraint(self, multipliers: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:

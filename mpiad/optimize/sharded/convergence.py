@@ -184,10 +184,10 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> AnySett
             given[name] = checked(name, value)
     settings = kind(**given)
     if isinstance(settings, NewtonSettings):
-        given_of_residuals = [name for name in _OF_RESIDUALS if getattr(settings, name) not in (None, "linear")]
-        if settings.product == "full" and given_of_residuals:
+        needs_residuals = [name for name in _OF_RESIDUALS if getattr(settings, name) not in (None, "linear")]
+        if settings.product == "full" and needs_residuals:
             raise ValueError(
-                f"minimize: option {given_of_residuals[0]} is for product='gauss-newton', with a fun that returns residuals."
+                f"minimize: option {needs_residuals[0]} is for product='gauss-newton', with a fun that returns residuals."
                 " With product='full' compute the whole objective in fun."
             )
         if settings.noise_precision is not None and settings.loss != "linear":

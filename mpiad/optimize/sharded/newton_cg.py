@@ -2,9 +2,9 @@
 
 A step solves the Newton system by `truncated_cg`, with a tolerance that decreases with the gradient (Eisenstat and Walker).
 If the gradient at the end of the step is the one that CG predicts, the problem is linear, and CG goes on to the tolerance
-of the solve. A line search or a trust region shortens the step until the objective decreases enough. The norm of the gradient g is √(gᵀ
-R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this norm doesn't depend
-on the mesh.
+of the solve. A line search or a trust region shortens the step until the objective decreases enough. The norm of the
+gradient g is √(gᵀ R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this
+norm doesn't depend on the mesh.
 
 With bounds, the system is restricted to the free variables. The other variables take projected gradient steps, and points
 are projected onto the bounds (Bertsekas's two-metric projection).

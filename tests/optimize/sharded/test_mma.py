@@ -320,7 +320,8 @@ def test_a_solve_on_blocks_goes_on_with_another_number_of_ranks(tmp_path: Path, 
         result = domain.minimize(
             lambda u: domain.sum((u - anp.sin(x + y)) ** 4), np.full(domain.local_shape, 0.5), method=METHOD,
             bounds=scipy.optimize.Bounds(0.0, 1.0), checkpoint=checkpoint,
-            options={"maxiter": limit, "xtol": 0.0, "gtol": 0.0}, constraints={"type": "ineq", "fun": lambda u: 0.3 - domain.mean(u)},
+            options={"maxiter": limit, "xtol": 0.0, "gtol": 0.0},
+            constraints={"type": "ineq", "fun": lambda u: 0.3 - domain.mean(u)},
         )  # fmt: skip
         return result, mpiad.mpi_bcast(domain.gather(result.x), comm=comm)
 
