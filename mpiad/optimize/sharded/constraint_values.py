@@ -7,6 +7,7 @@ columns, and has few rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import autograd.numpy as anp
@@ -21,11 +22,18 @@ from mpiad.optimize.constraints import UserConstraint
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import LocalPacking
 from mpiad.optimize.root_protocol import Totals
+from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.primitives import stop_gradient
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import agreed
 from mpiad.transport.devices.device_arrays import arrays_of
 from mpiad.transport.exits.user_failures import WrongValueError
+
+_SUPPORTED = {
+    "L-BFGS-sharded": "linear equality constraints only, LinearConstraint(A, b, b) (for inequalities use 'MMA-sharded')",
+    "MMA-sharded": "inequality constraints only (for linear equality constraints use 'L-BFGS-sharded')",
+    "Newton-CG-sharded": "no constraints (use 'MMA-sharded')",
+}
 
 
 def local_constraints(given: object, size: int, method: str) -> list[UserConstraint]:
@@ -37,19 +45,10 @@ def local_constraints(given: object, size: int, method: str) -> list[UserConstra
         return []
     found = [UserConstraint.of(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
     for constraint in found:
-        equal = bool(np.all(constraint.low == constraint.high))
-        if method == "Newton-CG-sharded":
-            raise ValueError(f"minimize: method {method!r} doesn't support constraints. Use 'MMA-sharded'.")
-        if method == "L-BFGS-sharded" and not (equal and constraint.matrix is not None):
-            raise ValueError(
-                "minimize: method 'L-BFGS-sharded' supports linear equality constraints only, LinearConstraint(A, b, b), "
-                f"but got {given!r:.80}. Use 'MMA-sharded' for inequalities."
-            )
-        if method == "MMA-sharded" and np.any(constraint.low == constraint.high):
-            raise ValueError(
-                f"minimize: method 'MMA-sharded' supports inequality constraints only, but got the equality {given!r:.80}. "
-                "Use an inequality that is active at the solution, or 'L-BFGS-sharded' for linear equality constraints."
-            )
+        equal, linear = constraint.low == constraint.high, constraint.matrix is not None
+        supported = {"MMA-sharded": not np.any(equal), "L-BFGS-sharded": linear and bool(np.all(equal))}.get(method, False)
+        if not supported:
+            raise ValueError(f"minimize: method {method!r} supports {_SUPPORTED[method]}, but got {given!r:.80}.")
         if constraint.matrix is not None and constraint.matrix.shape[1] != size:
             raise ValueError(
                 f"minimize: with a sharded method the matrix of a LinearConstraint must have a column for each of this "
@@ -107,7 +106,7 @@ class ConstraintValues:
         """Return this rank's terms of the values, and a function that returns its columns of the Jacobian, by rows."""
         if constraint.matrix is not None:
             columns = [_like(row, x) for row in constraint.matrix]
-            return np.array([float(to_host(np.sum(row * x))) for row in columns]), lambda: columns
+            return np.array([local_dot(row, x) for row in columns]), lambda: columns
         run, tree = self._evaluation.agreement.run, self._packing.unpack(x)
 
         def values(x: Tree) -> Array:
@@ -122,7 +121,7 @@ class ConstraintValues:
         def rows() -> list[Array]:
             if stored is not None:
                 units = self._weight * np.eye(len(own))
-                return [self._packing.pack_gradient(run(lambda unit=unit: stored.vjp(unit))).copy() for unit in units]
+                return [self._packing.pack_gradient(run(partial(stored.vjp, unit))).copy() for unit in units]
             shape = len(own), self._packing.size
             jac = run(lambda: np.reshape(cast(Any, constraint.jac)(tree, *constraint.args), shape))
             return [jac[k].copy() for k in range(len(own))]
@@ -170,7 +169,7 @@ class LinearEquality:
         return x
 
     def _residual(self, x: Array, target: Array | float) -> np.ndarray:
-        local = np.array([float(to_host(np.sum(row * x))) for row in self._rows])
+        local = np.array([local_dot(row, x) for row in self._rows])
         return self._totals.decide_on_root(local, len(local), lambda sums: sums - target)
 
     def _projected(self, x: Array, target: Array | float) -> Array:

@@ -37,9 +37,9 @@ from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.constraint_values import ConstraintValues
 from mpiad.optimize.sharded.convergence import EVALUATIONS, NOT_FINITE, MMASettings, ending_at
+from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.transport.devices.device_arrays import arrays_of
-from mpiad.transport.resources import vdot
 
 OPTIMAL = Ending(0, "CONVERGENCE: the optimality conditions hold up to gtol, and the constraints up to catol.")
 SMALL_STEP = Ending(0, "CONVERGENCE: no variable moved by more than xtol times the distance of its bounds.")
@@ -99,11 +99,11 @@ class Approximation:
         x, p, q = self.minimizer(multipliers)
         above, below, moved = self._upper - x, x - self._lower, x - self._x
         first, second = moved / (above * (self._upper - self._x)), moved / (below * (self._x - self._lower))
-        changes = [_dot(p, first) - _dot(q, second) for p, q in self._coefficients]
+        changes = [local_dot(p, first) - local_dot(q, second) for p, q in self._coefficients]
         free = (x > self._limits.low) & (x < self._limits.high)
         root = np.sqrt(free / (2.0 * p / above**3 + 2.0 * q / below**3))
         rows = [(p / above**2 - q / below**2) * root for p, q in self._coefficients[1:]]
-        return np.array(changes + [_dot(a, b) for a in rows for b in rows])
+        return np.array(changes + [local_dot(a, b) for a in rows for b in rows])
 
 
 _PENALTY = 1e3  # the slopes c and d of the cost of violations; a scaled multiplier is about one
@@ -205,7 +205,7 @@ class MMA:
             lagrangian: Array = sum((y * row for y, row in zip(self.multipliers.tolist(), rows)), point.slopes[0])
             moved = x * 0.0 if before is None else x - before.x
             projected = self._box.projected_step(x, lagrangian, _EVERYWHERE)
-            terms = [_dot(moved, moved), *(_dot(np.abs(slope), self._width) for slope in point.slopes)]
+            terms = [local_dot(moved, moved), *(local_dot(np.abs(slope), self._width) for slope in point.slopes)]
             largest = [float(to_host(np.max(np.abs(part)))) if x.size else 0.0 for part in (projected, moved / self._width)]
         square, *found = self._totals.reduce(terms, largest, [value])
         point.scales, (optimality, point.change, point.value) = np.array(found[:-3]), found[-3:]
@@ -298,7 +298,3 @@ class MMA:
         self._iteration, self.count = self._files.iteration, int(found["count"])
         self._iterates.record.restore(found["history"])
         return point
-
-
-def _dot(a: Array, b: Array) -> float:
-    return float(to_host(np.sum(a * b))) if not isinstance(a, np.ndarray) else float(vdot(a, b))

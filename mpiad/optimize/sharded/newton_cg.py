@@ -34,10 +34,10 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, ending_at
+from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.transport.devices.device_arrays import arrays_of
-from mpiad.transport.resources import vdot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
@@ -253,7 +253,7 @@ class NewtonCG:
         point = NewtonPoint(x, self._evaluation.at(x))
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
             moved = None if iterate is None else x - iterate.x
-            terms = [0.0, 0.0] if moved is None else [_dot(moved, moved), _dot(iterate.gradient, moved)]  # type: ignore[union-attr]
+            terms = [0.0, 0.0] if moved is None else [local_dot(moved, moved), local_dot(iterate.gradient, moved)]  # type: ignore[union-attr]
             largest = float(to_host(np.max(np.abs(point.gradient)))) if x.size else 0.0
         not_finite = not math.isfinite(largest)
         square, point.slope, any_broken, point.value = self._totals.reduce(terms, [float(not_finite)], [point.value])
@@ -271,10 +271,10 @@ class NewtonCG:
             (largest,) = self._totals.reduce([], [largest], [])
             point.free = self._box.free(point.x, point.gradient, largest, _EVERYWHERE)
             # The norm combines the projected steps of variables at bounds with the gradient of free variables.
-            at_bounds = _dot(point.projected_step, point.projected_step * ~point.free)
+            at_bounds = local_dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
-        at_bounds, square = self._sums(at_bounds, _dot(gradient, represented))
+        at_bounds, square = self._sums(at_bounds, local_dot(gradient, represented))
         if not 0.0 <= square < math.inf:
             raise ValueError(
                 "minimize: the inner product must be symmetric and positive definite, but with its inverse R⁻¹ and the "
@@ -288,7 +288,7 @@ class NewtonCG:
                 once = operator(point.gradient)
                 twice = operator(once)
                 pairs = (point.gradient, twice), (once, once), (point.gradient, point.gradient), (twice, twice)
-                one, other, *squares = self._sums(*(_dot(a, b) for a, b in pairs))
+                one, other, *squares = self._sums(*(local_dot(a, b) for a, b in pairs))
                 if not abs(one - other) <= _ASYMMETRY * math.sqrt(squares[0] * squares[1]):
                     raise ValueError(
                         f"minimize: the {name} must be symmetric, but g · P (P g) = {one:.6e} and P g · P g = {other:.6e} "
@@ -308,7 +308,7 @@ class NewtonCG:
             return iterate.masked(iterate.multiply(v))
 
         def dot(a: Array, b: Array) -> float:
-            return self._sums(_dot(a, b))[0]
+            return self._sums(local_dot(a, b))[0]
 
         def forcing_at(p: Array, residual: Array) -> float:
             """Return the forcing term for the whole solve if the problem is linear, otherwise that of the current step.
@@ -373,7 +373,7 @@ class NewtonCG:
             gradient = iterate.masked(iterate.gradient)
             # The length of the preconditioned steepest descent step, in the preconditioner's norm.
             once = gradient if self._precondition is None else iterate.masked(self._precondition(gradient))
-            self._radius = math.sqrt(max(self._sums(_dot(gradient, once))[0], 0.0))
+            self._radius = math.sqrt(max(self._sums(local_dot(gradient, once))[0], 0.0))
         for _ in range(self._settings.maxls):
             found = None if self._evaluation_limit() else self._step(iterate, self._radius)
             if found is None:
@@ -383,7 +383,7 @@ class NewtonCG:
             expected = found.decrease
             if self._box is not None:
                 moved = trial.x - iterate.x
-                expected = -trial.slope - 0.5 * self._sums(_dot(moved, iterate.multiply(moved)))[0]
+                expected = -trial.slope - 0.5 * self._sums(local_dot(moved, iterate.multiply(moved)))[0]
             ratio = (iterate.value - trial.value) / expected if trial.finite and expected > 0.0 else -math.inf
             falls = trial.finite and expected > 0.0 and self._is_sufficient(iterate, trial, _DECREASE * expected)
             # Differences at rounding level don't reduce the radius.
@@ -423,7 +423,3 @@ class NewtonCG:
         self.count, self._evaluation.products = map(int, found["counts"].tolist())
         self._iterates.record.restore(found["history"])
         return iterate
-
-
-def _dot(a: Array, b: Array) -> float:
-    return float(to_host(np.sum(a * b))) if not isinstance(a, np.ndarray) else float(vdot(a, b))
