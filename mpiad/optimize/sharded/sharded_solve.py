@@ -129,6 +129,8 @@ class Sharded(Solve):
             problem_of(self._program, arguments.packing, to_host(start), self._used.size) | arguments.settings.identity
         )
         problem["bounds (checksum)"] = None if arguments.box is None else arguments.box.fingerprint
+        if arguments.constraints:
+            problem["limits of constraints"] = [[each.low.tolist(), each.high.tolist()] for each in arguments.constraints]
         layout = layout_of(arguments.packing.specs, arguments.checkpoint, comm)
         # The mean over the ranks depends on their number, so such a solve can't resume on another number of ranks.
         if layout is None or self._program.objective == "mean":

@@ -252,6 +252,16 @@ def test_without_constraints_and_with_fixed_variables(rank: int, size: int) -> N
     np.testing.assert_allclose(joined(result.x), expected, atol=1e-5)
 
 
+def test_ranks_without_variables(rank: int, size: int) -> None:
+    """Variables on the first two ranks only."""
+    given = {"type": "ineq", "fun": gathered(lambda x: 1.0 - x[0] * x[1])}
+    result = solve(
+        lambda x: -2.0 * x[0] - x[1], np.ones(2), 0.1, 4.0, rank, size, constraints=given, options={"gtol": 1e-7}
+    )
+    assert result.success
+    np.testing.assert_allclose(joined(result.x), [4.0, 0.25], atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", ["value", "constraint", "solver"])
 def test_trial_points_that_are_not_finite(bad: str, rank: int, size: int) -> None:
     """Below 0.2 there is nothing on the last rank; the step is made shorter on all ranks."""
@@ -294,6 +304,9 @@ def test_limits_callback_and_checkpoint(tmp_path: Path, rank: int, size: int) ->
     for field in ("loss", "gradient_norm", "step", "evaluations"):
         np.testing.assert_array_equal(getattr(resumed.history, field), getattr(whole.history, field))
     np.testing.assert_array_equal(resumed.v[0], whole.v[0])
+    with pytest.raises(ValueError, match="limits of constraints"):
+        solve(fun, start, 0.0, 1.4, rank, size, checkpoint=folder / "run.npz",
+              constraints=NonlinearConstraint(gathered(two), -np.inf, [4.0, 16.6]))  # fmt: skip
     with pytest.raises(ValueError, match="move"):
         run(options={"move": 0.1}, checkpoint=folder / "run.npz")
 
