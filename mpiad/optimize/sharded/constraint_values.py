@@ -96,6 +96,11 @@ class ConstraintValues:
         self._counts, start = counts, 0
         for number, (constraint, count) in enumerate(zip(self._constraints, counts)):
             for sign, limits in ((-1.0, constraint.low), (1.0, constraint.high)):
+                if len(limits) not in (1, count):
+                    text = (
+                        f"minimize: constraint {number} has {count} values, but {len(limits)} limits. Pass one or {count}."
+                    )
+                    raise agreed(self._used, ValueError(text))
                 for k, limit in enumerate(np.broadcast_to(limits, count).tolist()):
                     if np.isfinite(limit):
                         self._limits.append((start + k, sign, limit))

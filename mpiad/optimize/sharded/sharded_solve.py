@@ -117,7 +117,9 @@ class Sharded(Solve):
         result = self._result(point, point.slopes[0], ending, mma.count, iterates)
         result.constr, result.v = constraints.by_constraint(mma.multipliers)
         result.constr_violation = point.violation
-        if ending.status and point.violation > settings.catol:
+        if not np.all(np.isfinite(point.constraints)):
+            result.message += " A constraint isn't finite."
+        elif ending.status and point.violation > settings.catol:
             result.message += f" The largest violation of a constraint is {point.violation:.3e}."
         return result
 

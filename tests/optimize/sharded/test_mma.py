@@ -371,6 +371,11 @@ def test_wrong_arguments_are_refused_on_all_ranks(rank: int, size: int) -> None:
     refused(ValueError, "linear equality constraints only", method="L-BFGS-sharded")
     refused(ValueError, "has the options move, .* but got 'm'", options={"m": 3})
     refused(ValueError, "move must be positive and at most 1", options={"move": 2.0 if last else 0.5})
+    refused(ValueError, r"constraint 0 has 3 values, but 2 limits. Pass one or 3",
+            constraints=NonlinearConstraint(lambda x: np.zeros(3), -1.0, [1.0, 2.0]))  # fmt: skip
+    broken = solve(lambda x: anp.sum(x), np.zeros(6), 0.0, 1.0, rank, size,
+                   constraints={"type": "ineq", "fun": lambda x: np.nan * anp.sum(x)})  # fmt: skip
+    assert broken.status == 3 and "A constraint isn't finite" in broken.message
     if size > 1:
         refused(ValueError, "all ranks must give the same arguments", constraints=[fine] if last else [fine, fine])
         refused(ValueError, "the same numbers of values on all ranks",
