@@ -756,6 +756,7 @@ class Domain(Decomposition):
         jac: Function | bool | None = None,
         hessp: Function | None = None,
         bounds: Sequence | scipy.optimize.Bounds | None = None,
+        constraints: Sequence | dict | scipy.optimize.LinearConstraint | scipy.optimize.NonlinearConstraint = (),
         tol: float | None = None,
         options: dict | None = None,
         callback: Function | None = None,
@@ -774,7 +775,7 @@ class Domain(Decomposition):
             ``fun(u, *args)`` is called on every rank r with the block of r, and returns a real number L_r; see `objective`.
         x0 : array of shape (..., *local_shape), or pytree of them
             This rank's block of the starting point.
-        method : {"L-BFGS-sharded", "Newton-CG-sharded"}
+        method : {"L-BFGS-sharded", "Newton-CG-sharded", "MMA-sharded"}
         jac : callable or True, optional
             ``jac(u, *args)`` returns the gradient of the objective J with respect to this rank's block. With True, `fun`
             returns ``(L_r, gradient)``. By default it is computed by `value_and_grad`.
@@ -783,6 +784,9 @@ class Domain(Decomposition):
             "Newton-CG-sharded". By default it is computed by `make_hvp`.
         bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
             Bounds of this rank's block, flattened.
+        constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
+            As in `minimize`, for "MMA-sharded" and "L-BFGS-sharded". Their functions are called on all ranks with their
+            blocks. The matrix of a LinearConstraint has the columns of this rank's block, flattened.
         tol, options
             As in `minimize`; the same on all ranks.
         callback : callable, optional
@@ -824,8 +828,8 @@ class Domain(Decomposition):
         True
         """
         return minimization.minimize(
-            self, fun, x0, method, checkpoint, jac=jac, hessp=hessp, bounds=bounds, tol=tol, options=options,
-            callback=callback, objective=objective, args=args, progress=progress,
+            self, fun, x0, method, checkpoint, jac=jac, hessp=hessp, bounds=bounds, constraints=constraints,
+            tol=tol, options=options, callback=callback, objective=objective, args=args, progress=progress,
         )  # fmt: skip
 
     def normal(self, seed: int, shape: Shape = ()) -> LocalArray:

@@ -24,9 +24,8 @@ def minimize(
     with raising_together(domain._channel):
         if not (isinstance(method, str) and method.lower().endswith("-sharded")):
             raise ValueError(
-                f"{_CALL}: method must be 'L-BFGS-sharded' or 'Newton-CG-sharded', for which each rank has its own block, "
-                f"but got {method!r}. "
-                "Use mpiad.minimize for methods that need all variables on the root."
+                f"{_CALL}: method must be 'L-BFGS-sharded', 'Newton-CG-sharded' or 'MMA-sharded', for which each rank has "
+                f"its own block, but got {method!r}. Use mpiad.minimize for methods that need all variables on the root."
             )
         for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
             checked_block(domain, leaf, _CALL)

@@ -1,8 +1,8 @@
 """Bounds of variables, and constraints.
 
-Constraints are functions of the pytree of variables. Only the root evaluates them, while the other ranks wait, so
-communication inside a constraint raises. If a constraint depends on data of other ranks, gather the data on the root before
-the solve.
+Constraints are functions of the pytree of variables. For SciPy's methods only the root evaluates them, while the other
+ranks wait, so communication inside a constraint raises. If a constraint depends on data of other ranks, gather the data on
+the root before the solve.
 
 References
 ----------
@@ -181,21 +181,53 @@ def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
         return _from_nonlinear(given, packing, used)
     if isinstance(given, scipy.optimize.LinearConstraint):
         return Constraint(given, lambda x: np.asarray(given.A @ x), given.lb, given.ub)
-    raise TypeError(
+    raise _not_a_constraint(given)
+
+
+def _not_a_constraint(given: object) -> TypeError:
+    return TypeError(
         f"minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
         f"{type(given).__name__} {given!r:.60}."
     )
 
 
+class UserConstraint(NamedTuple):
+    """One of the user's constraints: the values of `fun`, or of a matrix, lie between `low` and `high`."""
+
+    low: np.ndarray
+    high: np.ndarray
+    fun: Any = None
+    jac: Function | None = None
+    args: tuple = ()
+    matrix: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> UserConstraint:
+        """Return a constraint of SciPy's types; raise a TypeError or ValueError if it is invalid."""
+        if isinstance(given, dict):
+            kind, fun, args = given.get("type"), given.get("fun"), given.get("args", ())
+            if not isinstance(kind, str) or kind.lower() not in ("eq", "ineq") or not callable(fun):
+                raise ValueError(
+                    "minimize: a constraint's dict must have a type, 'eq' or 'ineq', and a function fun, but got "
+                    f"{given!r:.80}."
+                )
+            jac, high = given.get("jac"), 0.0 if kind.lower() == "eq" else np.inf
+            args = args if isinstance(args, tuple) else (args,)
+            return cls(np.zeros(1), np.full(1, high), fun, jac if callable(jac) else None, args)
+        if not isinstance(given, (scipy.optimize.LinearConstraint, scipy.optimize.NonlinearConstraint)):
+            raise _not_a_constraint(given)
+        low, high = (np.atleast_1d(np.asarray(limit, dtype=float)) for limit in (given.lb, given.ub))
+        if isinstance(given, scipy.optimize.NonlinearConstraint):
+            return cls(low, high, given.fun, given.jac if callable(given.jac) else None)
+        matrix = given.A.toarray() if scipy.sparse.issparse(given.A) else np.atleast_2d(np.asarray(given.A, dtype=float))
+        return cls(low, high, matrix=matrix)
+
+
 def _from_dict(given: dict, packing: Packing, used: Channel) -> Constraint:
-    kind, fun, args = given.get("type"), given.get("fun"), given.get("args", ())
-    if not isinstance(kind, str) or kind.lower() not in ("eq", "ineq") or not callable(fun):
-        raise ValueError(
-            f"minimize: a constraint's dict must have a type, 'eq' or 'ineq', and a function fun, but got {given!r:.80}."
-        )
-    function = _ConstraintFunction(fun, given.get("jac"), args if isinstance(args, tuple) else (args,), packing, used)
-    high = 0.0 if kind.lower() == "eq" else np.inf
-    return Constraint({"type": kind, "fun": function.value, "jac": function.jacobian}, function.value, 0.0, high)
+    parts = UserConstraint.of(given)
+    function = _ConstraintFunction(parts.fun, given.get("jac"), parts.args, packing, used)
+    in_scipy = {"type": given["type"], "fun": function.value, "jac": function.jacobian}
+    return Constraint(in_scipy, function.value, parts.low, parts.high)
 
 
 def _from_nonlinear(given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel) -> Constraint:

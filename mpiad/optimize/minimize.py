@@ -14,7 +14,6 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
@@ -56,7 +55,7 @@ def minimize(
     """Minimize the objective of all ranks, with the variables on the root or distributed over the ranks.
 
     The root updates the variables by one of SciPy's methods, and all ranks evaluate the objective at its request. With
-    "L-BFGS-sharded" and "Newton-CG-sharded" each rank holds and updates its own variables.
+    "L-BFGS-sharded", "Newton-CG-sharded" and "MMA-sharded" each rank holds and updates its own variables.
 
     Parameters
     ----------
@@ -69,7 +68,7 @@ def minimize(
         list of numbers is treated as an array.
     method : str
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
-        "trust-constr", "L-BFGS-sharded" or "Newton-CG-sharded".
+        "trust-constr", "L-BFGS-sharded", "Newton-CG-sharded" or "MMA-sharded" (method of moving asymptotes).
     jac : callable or True, optional
         ``jac(x, *args)`` returns the gradient of L_r, in the structure of x. If it is True, `fun` returns
         ``(L_r, gradient)``. By default `value_and_grad` computes it, with ``shared=True``. With sharded methods it is the
@@ -81,11 +80,14 @@ def minimize(
         Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". They
         are used on the root only, as are `constraints`, `tol`, `options` and `callback`. With sharded methods the
         bounds are those of this rank's own variables; `tol` and `options` must then be the same on all ranks.
+        "MMA-sharded" needs finite bounds for all variables.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's constraints, for "SLSQP" and "trust-constr". Their functions are called on the root only, with the variables
         in the structure of x0, and must not communicate. Their Jacobians are those with respect to the flattened variables,
         shape (k, n); by default they are computed by differentiation. A LinearConstraint applies to the flattened
-        variables.
+        variables. With sharded methods, all ranks call the functions with their own variables, and `objective` applies to
+        the values. Jacobians and the matrix of a LinearConstraint have this rank's columns; limits are the same on all
+        ranks. "MMA-sharded" takes inequality constraints, "L-BFGS-sharded" LinearConstraint(A, b, b).
     root : int
     comm : mpi4py intracommunicator, optional
     tol : float, optional
@@ -100,7 +102,13 @@ def minimize(
         search" or "trust region". `preconditioner` and `inner_product`: functions that return the product of a vector with
         an approximate inverse Hessian, and with R⁻¹ for the inner product uᵀ R v; or objects with such a method `solve`.
         `gtol` and `grtol`: tolerances of the gradient's norm in the inner product, absolute and relative to that at x0.
-        The other options are `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
+        `loss` and `f_scale`: with "gauss-newton", a robust loss, as in `least_squares`. `noise_precision`: with
+        "gauss-newton", a function that returns the product of residuals with the inverse covariance of the observation
+        error, or an object with such a method `apply`. `forcing`: tolerance of the relative residual of each Newton system;
+        by default it decreases with the gradient, and is that of the solve for linear problems. The other options are
+        `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`. "MMA-sharded" has the options `gtol`, `catol` (tolerance
+        of the violation of constraints), `xtol` (tolerance of the largest change of a variable, relative to the distance of
+        its bounds), `maxiter`, `maxfun`, `maxls`, `move`, `asyinit`, `asymin`, `asyincr` and `asydecr`.
     callback : callable, optional
         Called on the root after each iteration, as in SciPy: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It must not communicate. If it raises StopIteration, the solve ends. With
@@ -130,13 +138,15 @@ def minimize(
 
         If a limit is reached, the result is the best point found, with ``success=False``. The same holds if a method ends
         at a point at which the objective isn't finite, or is higher than at an earlier point. In the latter case `success`
-        is True if the method succeeded and the gradient at the earlier point isn't larger.
+        is True if the method succeeded and the gradient at the earlier point isn't larger. "MMA-sharded" returns the last
+        iterate, with `constr` and `v` (values and multipliers of each constraint) and `constr_violation`.
 
     Raises
     ------
     TypeError, ValueError
         On all ranks, if an argument on any of them is invalid, `fun` doesn't return a real number, or the checkpoint is
-        damaged or belongs to another problem.
+        damaged or belongs to another problem. A ValueError is raised also if the constraints of a sharded method can't be
+        met.
     ReplicationError
         A ValueError, on all ranks, if the x0 of any rank differs from the root's. It isn't raised with sharded methods.
     WorkerError
@@ -186,11 +196,9 @@ def _agree_on_arguments(
         check_program(program, used, "minimize")
         start = sendable_variables(x0, "minimize") if writes and not sharded else None
         if sharded:
-            if arguments.constraints is not None and np.size(arguments.constraints):
-                got = f"{arguments.constraints!r:.60}. Use 'SLSQP' or 'trust-constr'"
-                raise ValueError(f"minimize: method {method!r} doesn't support constraints, but got {got}.")
             start = check_local_arguments(str(method), as_variables(x0), arguments)
-            settings = f", {start.settings}"
+            limits = [(each.low.tolist(), each.high.tolist()) for each in start.constraints]
+            settings = f", {start.settings}" + (f", constraints={limits}" if limits else "")
             if arguments.callback is not None and not callable(arguments.callback):
                 kind = type(arguments.callback).__name__
                 raise TypeError(f"minimize: callback must be callable, but got {kind} {arguments.callback!r:.60}.")

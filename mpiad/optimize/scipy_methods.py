@@ -111,7 +111,7 @@ def _evaluation_limit(method: Method, options: dict) -> tuple[float | None, dict
     return float(maxfun), options if method.has_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
 
 
-_SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
+_SHARDED = "L-BFGS-sharded", "Newton-CG-sharded", "MMA-sharded"
 
 
 class Method(NamedTuple):

@@ -216,7 +216,7 @@ def test_exception_in_a_constraint(rank: int) -> None:
     ("method", "constraints", "error", "words"),
     [
         ("L-BFGS", GIVEN["dict"], ValueError, "'L-BFGS-B' doesn't support constraints"),
-        ("L-BFGS-sharded", GIVEN["dict"], ValueError, "doesn't support constraints"),
+        ("L-BFGS-sharded", GIVEN["dict"], ValueError, "supports linear equality constraints only"),
         ("SLSQP", {"type": "less", "fun": disc}, ValueError, "'eq' or 'ineq'"),
         ("SLSQP", [disc], TypeError, "must be a dict, LinearConstraint or NonlinearConstraint, but got function"),
     ],

@@ -1,4 +1,4 @@
-"""L-BFGS and Newton-CG for distributed variables: only scalars are sent to the root, which makes all decisions."""
+"""L-BFGS, Newton-CG and MMA for distributed variables: only scalars are sent to the root, which makes all decisions."""
 
 from mpiad.optimize.sharded.sharded_solve import LocalArguments, Sharded, check_local_arguments
 

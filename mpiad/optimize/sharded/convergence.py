@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Function
 from mpiad.optimize.evaluated_points import STOPPED, Ending
+from mpiad.optimize.least_squares import LOSSES
 
-_REAL = "gtol", "grtol", "ftol", "radius"  # other numeric options are integers
+_REAL = "gtol", "grtol", "ftol", "xtol", "catol", "radius"  # at least zero
+# Upper limits of options that must be positive; all other numeric options are integers.
+_POSITIVE = {
+    "forcing": 1.0,
+    "f_scale": math.inf,
+    "move": 1.0,
+    "asyinit": 10.0,
+    "asymin": 1.0,
+    "asydecr": 1.0,
+    "asyincr": math.inf,
+}
 GRADIENT = Ending(0, "CONVERGENCE: the largest entry of the projected gradient is at most gtol.")
 REDUCTION = Ending(0, "CONVERGENCE: the relative decrease of the objective is at most ftol.")
 ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept the best point so far.")
@@ -25,6 +36,7 @@ NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at 
 class Settings(NamedTuple):
     """Options of L-BFGS-sharded: stopping criteria, and the size of the memory."""
 
+    method = "L-BFGS-sharded"
     maxcor: int = 10  # number of stored pairs of steps and gradient changes, m in the literature
     gtol: float = 1e-5  # tolerance of the largest absolute entry of the (projected) gradient over all ranks
     ftol: float = 2.2204460492503131e-09  # tolerance of the relative decrease in one iteration; 0 for none
@@ -35,17 +47,19 @@ class Settings(NamedTuple):
     @property
     def identity(self) -> dict[str, Any]:
         """Return the settings on which the iterates of a solve depend."""
-        return {"method": "L-BFGS-sharded", "m": self.maxcor, "maxls": self.maxls}
+        return {"method": self.method, "m": self.maxcor, "maxls": self.maxls}
 
 
 def checked(name: str, value: Any) -> float:
     """Return the numeric value of an option; raise a ValueError if it is invalid."""
-    real = name in _REAL
+    real = name in _REAL or name in _POSITIVE
     lowest = 0 if real or name in ("maxiter", "maxfun") else 1
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
+    if name in _POSITIVE and not 0.0 < number <= _POSITIVE[name]:
+        raise ValueError(f"minimize: option {name} must be positive and at most {_POSITIVE[name]:g}, but got {value!r}.")
     if not number >= lowest or (not real and number % 1 != 0):
         kind = "a number" if real else "an integer"
         raise ValueError(f"minimize: option {name} must be {kind} of at least {lowest}, but got {value!r}.")
@@ -53,7 +67,7 @@ def checked(name: str, value: Any) -> float:
 
 
 def ending_at(
-    before: float, value: float, stopped: Callable[[], bool], counts: tuple[int, int], settings: Settings | NewtonSettings
+    before: float, value: float, stopped: Callable[[], bool], counts: tuple[int, int], settings: AnySettings
 ) -> Ending | None:
     """Return the ending of a solve at an iterate whose gradient isn't small enough, or None if it continues.
 
@@ -71,13 +85,16 @@ def ending_at(
     return EVALUATIONS if counts[1] >= settings.maxfun else None
 
 
-_CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region")}
-_FUNCTIONS = "preconditioner", "inner_product", "regularizer"
+_CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region"), "loss": tuple(LOSSES)}
+# Options that are functions, and the methods that objects may have in place of them.
+_FUNCTIONS = {"preconditioner": "solve", "inner_product": "solve", "regularizer": "cost", "noise_precision": "apply"}
+_OF_RESIDUALS = "regularizer", "noise_precision", "loss"  # for product="gauss-newton"
 
 
 class NewtonSettings(NamedTuple):
     """Options of Newton-CG-sharded: the components of a step, and stopping criteria."""
 
+    method = "Newton-CG-sharded"
     # {"full", "gauss-newton"}. The matrix of the Newton system: the Hessian of the objective, or JᵀJ plus the Hessian of
     # the regularizer, with the Jacobian J of the residuals.
     product: str = "full"
@@ -87,6 +104,12 @@ class NewtonSettings(NamedTuple):
     preconditioner: Callable[[Any], Any] | None = None
     inner_product: Callable[[Any], Any] | None = None  # product of R⁻¹ with a vector, for the inner product uᵀ R v
     regularizer: Function | None = None  # added to half the sum of squared residuals ("gauss-newton")
+    noise_precision: Callable[[Any], Any] | None = None  # product of the noise's inverse covariance with residuals
+    loss: str = "linear"  # robust loss of the residuals, as in `least_squares`
+    f_scale: float = 1.0  # size of residuals at which the loss begins to reduce their weight
+    # Tolerance of the relative residual of each Newton system. By default Eisenstat and Walker's, and the solve's own
+    # tolerance if the problem is linear.
+    forcing: float | None = None
     gtol: float = 1e-5  # tolerance of the norm of the gradient
     grtol: float = 1e-6  # tolerance of this norm, relative to the norm at x0
     ftol: float = 0.0  # as in L-BFGS-sharded
@@ -99,8 +122,8 @@ class NewtonSettings(NamedTuple):
     @property
     def identity(self) -> dict[str, Any]:
         """Return the settings on which the iterates of a solve depend."""
-        names = ("product", "globalization", *_FUNCTIONS, "maxls", "maxcg", "radius")
-        return {"method": "Newton-CG-sharded", **{name: self._described()[name] for name in names}}
+        names = ("product", "globalization", *_FUNCTIONS, "loss", "f_scale", "forcing", "maxls", "maxcg", "radius")
+        return {"method": self.method, **{name: self._described()[name] for name in names}}
 
     def __repr__(self) -> str:
         """Return a description of the settings that must be the same on all ranks."""
@@ -110,41 +133,71 @@ class NewtonSettings(NamedTuple):
         return {name: "a function" if callable(value) else value for name, value in self._asdict().items()}
 
 
-def settings_of(method: str, tol: float | None, options: dict | None) -> Settings | NewtonSettings:
+class MMASettings(NamedTuple):
+    """Options of MMA-sharded: the parameters of the approximation, with Svanberg's names, and stopping criteria."""
+
+    method = "MMA-sharded"
+    ftol = 0.0  # not an option: the objective isn't monotone
+    move: float = 0.5  # largest step of a variable, relative to the distance of its bounds
+    asyinit: float = 0.5  # first distance of the asymptotes, relative to the distance of the bounds
+    asymin: float = 0.01  # smallest relative distance
+    asydecr: float = 0.7  # factor of this distance if a variable oscillates
+    asyincr: float = 1.2  # factor of this distance if it doesn't
+    gtol: float = 1e-5  # tolerance of the optimality conditions
+    catol: float = 1e-6  # tolerance of the violation of constraints
+    xtol: float = 1e-5  # tolerance of the largest change of a variable, relative to the distance of its bounds
+    maxiter: int = 200
+    maxfun: int = 15000
+    maxls: int = 20  # maximum number of shorter steps if the objective isn't finite
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the settings on which the iterates of a solve depend."""
+        names = "move", "asyinit", "asymin", "asydecr", "asyincr", "maxls"
+        return {"method": self.method, **{name: getattr(self, name) for name in names}}
+
+
+AnySettings: TypeAlias = Settings | NewtonSettings | MMASettings
+_KINDS: dict[str, type[Any]] = {kind.method.lower(): kind for kind in (Settings, NewtonSettings, MMASettings)}
+
+
+def settings_of(method: str, tol: float | None, options: dict | None) -> AnySettings:
     """Return the settings of a method; `tol` is the default of gtol, and of ftol in L-BFGS-sharded."""
-    given, newton = dict(options or {}), method.lower().startswith("newton")
-    kind = NewtonSettings if newton else Settings
+    given, kind = dict(options or {}), _KINDS[method.lower()]
     if tol is not None:
-        given = {**({"gtol": tol} if newton else {"gtol": tol, "ftol": tol}), **given}
-    if newton and given.get("preconditioner") is None:
+        given = {**({"gtol": tol, "ftol": tol} if kind is Settings else {"gtol": tol}), **given}
+    if kind is NewtonSettings and given.get("preconditioner") is None:
         # An object for the inner product, such as a prior, often defines a preconditioner, too.
         given["preconditioner"] = getattr(given.get("inner_product"), "precondition", None)
-    if not newton and "m" in given:
+    if kind is Settings and "m" in given:
         given["maxcor"] = given.pop("m")  # its name in papers
     for name, value in given.items():
         if name not in kind._fields:
-            label, names = ("Newton-CG-sharded", ()) if newton else ("L-BFGS-sharded", ("m",))
-            listed = ", ".join((*names, *kind._fields))
-            raise ValueError(f"minimize: method {label!r} has the options {listed}, but got {name!r}.")
+            listed = ", ".join((*(("m",) if kind is Settings else ()), *kind._fields))
+            raise ValueError(f"minimize: method {kind.method!r} has the options {listed}, but got {name!r}.")
         if name in _CHOICES:
             if value not in _CHOICES[name]:
                 raise ValueError(f"minimize: option {name} must be one of {_CHOICES[name]}, but got {value!r}.")
         elif name in _FUNCTIONS:
             given[name] = _function(name, value)
-        elif not (name == "radius" and value is None):
+        elif not (name in ("radius", "forcing") and value is None):
             given[name] = checked(name, value)
     settings = kind(**given)
-    if isinstance(settings, NewtonSettings) and settings.regularizer is not None and settings.product == "full":
-        raise ValueError(
-            "minimize: option regularizer is for product='gauss-newton', with a fun that returns residuals. With "
-            "product='full' add the regularizer to the result of fun."
-        )
+    if isinstance(settings, NewtonSettings):
+        needs_residuals = [name for name in _OF_RESIDUALS if getattr(settings, name) not in (None, "linear")]
+        if settings.product == "full" and needs_residuals:
+            raise ValueError(
+                f"minimize: option {needs_residuals[0]} is for product='gauss-newton', with a fun that returns residuals."
+                " With product='full' compute the whole objective in fun."
+            )
+        if settings.noise_precision is not None and settings.loss != "linear":
+            raise ValueError("minimize: option loss is for independent residuals, so noise_precision can't be given, too.")
     return settings
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function of an option; for an object, its method `cost` for a regularizer, otherwise `solve`."""
-    method = "cost" if name == "regularizer" else "solve"
+    """Return the function of an option, or for an object, its method of the name in `_FUNCTIONS`."""
+    method = _FUNCTIONS[name]
     if callable(found := getattr(value, method, None)):
         return found
     if value is not None and not callable(value):

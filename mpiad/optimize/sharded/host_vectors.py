@@ -17,6 +17,8 @@ from typing import cast
 
 import numpy as np
 
+from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.optimize.constraints import Box
 from mpiad.transport.resources import combination, gram, vdot, vdots
 
@@ -258,6 +260,11 @@ class HostVectors:
                 factors = (trial, direction), (tile[ring.gradient], moved), (trial, moved), (moved, moved)
                 found[1:] += [vdot(a, b) for a, b in factors]
         return [*found.tolist(), float(origin is not None and self._clipped)]
+
+
+def local_dot(a: Array, b: Array) -> float:
+    """Return this rank's term of the inner product of two vectors, which are on the host or a device."""
+    return float(vdot(a, b)) if isinstance(a, np.ndarray) else float(to_host(np.sum(a * b)))
 
 
 def _largest(gradient: np.ndarray) -> float:

@@ -13,6 +13,7 @@ from mpiad._typing import Array
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
+from mpiad.optimize.sharded.constraint_values import LinearEquality
 from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, Settings, ending_at
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
@@ -199,7 +200,7 @@ class LBFGS:
 
     def __init__(
         self,
-        evaluation: Evaluation,
+        evaluation: Evaluation | LinearEquality,
         memory: LimitedMemory,
         iterates: ShardedIterates,
         settings: Settings,

@@ -1,9 +1,10 @@
 """An inexact Newton method for distributed variables; all ranks run the iteration with the same scalars.
 
 A step solves the Newton system by `truncated_cg`, with a tolerance that decreases with the gradient (Eisenstat and Walker).
-A line search or a trust region shortens the step until the objective decreases enough. The norm of the gradient g is √(gᵀ
-R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this norm doesn't depend
-on the mesh.
+If the gradient at the end of the step is the one that CG predicts, the problem is linear, and CG goes on to the tolerance
+of the solve. A line search or a trust region shortens the step until the objective decreases enough. The norm of the
+gradient g is √(gᵀ R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this
+norm doesn't depend on the mesh.
 
 With bounds, the system is restricted to the free variables. The other variables take projected gradient steps, and points
 are projected onto the bounds (Bertsekas's two-metric projection).
@@ -33,10 +34,10 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, ending_at
+from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.transport.devices.device_arrays import arrays_of
-from mpiad.transport.resources import vdot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
@@ -74,17 +75,26 @@ class Step(NamedTuple):
     on_boundary: bool  # whether the step ends at the boundary of the trust region
 
 
-def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
+def truncated_cg(
+    system: System,
+    gradient: Array,
+    forcing: float,
+    limit: int,
+    radius: float = math.inf,
+    forcing_at: Callable[[Array, Array], float] | None = None,
+) -> Step | None:
     """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank received SIGTERM.
 
     The norm of the residual must fall by the factor `forcing`, in at most `limit` products. If the radius is infinite,
     negative curvature ends the iteration with the step so far, or with the steepest descent direction if there is none.
+    When the residual has fallen, ``forcing_at(step, residual)`` may return a smaller factor, and the iteration goes on.
     Raise a ValueError on all ranks if the preconditioner isn't positive definite, or a product isn't finite.
     """
     p, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
     square = _positive(system, system.dot(residual, z))
-    target, near_target = forcing**2 * system.square, system.slack * forcing**2 * square
+    target = forcing**2 * system.square
+    near = system.slack * (square / system.square if target else 1.0)  # close to the target in P's norm, relative to it
     # `pp`, `pd` and `dd` are pᵀ P⁻¹ p, pᵀ P⁻¹ d and dᵀ P⁻¹ d for the direction d.
     direction, pp, pd, dd, decrease = -z, 0.0, 0.0, square, 0.0
     for count in range(limit):
@@ -111,8 +121,12 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
             return None
         z = system.precondition(residual)
         before, square = square, _positive(system, system.dot(residual, z))
-        if square <= near_target and (square if system.measure is None else system.measure(residual)) <= target:
-            break
+        if square <= near * target:
+            found = square if system.measure is None else system.measure(residual)
+            if found <= target and forcing_at is not None:
+                target, forcing_at = min(target, forcing_at(p, residual) ** 2 * system.square), None
+            if found <= target:
+                break
         beta = square / before
         pd, dd = beta * (pd + step * dd), square + beta**2 * dd
         direction = beta * direction - z
@@ -134,6 +148,9 @@ _DECREASE = 1e-4
 _ROUNDING = 10.0 * sys.float_info.epsilon
 # Eisenstat and Walker's parameters: the initial and largest forcing term, gamma, alpha, and the safeguard's threshold.
 _LARGEST, _GAMMA, _ALPHA, _THRESHOLD = 0.5, 0.9, 2.0, 0.1
+# A problem is linear if the gradient at the end of a step differs from the prediction by at most this fraction of the
+# gradient at its start, or by half the tolerance of the solve.
+_LINEAR = 1e-8
 # Tolerance of the relative difference between g·P(Pg) and Pg·Pg; iterative solvers aren't exactly symmetric.
 _ASYMMETRY = 1e-3
 _NEAR = 1.5  # see `System.slack`
@@ -173,7 +190,8 @@ class NewtonCG:
         owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
         self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
         self.count, self._iteration = 0, 0
-        self._forcing, self._radius, self._norm_at_start = _LARGEST, settings.radius, math.nan
+        self._forcing, self._radius, self._norm_at_start = settings.forcing or _LARGEST, settings.radius, math.nan
+        self._full_step: NewtonPoint | None = None  # the point at the end of a step, if `_step` has evaluated it
         self._value_before, self._stopped = math.inf, False
         self._next_point = self._line_search if settings.globalization == "line search" else self._trust_region
 
@@ -207,19 +225,24 @@ class NewtonCG:
             self._measure(found)
             # Eisenstat and Walker's choice 2: the forcing term depends on the reduction of the gradient by the last step.
             chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
-            self._forcing = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
+            chosen = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
+            self._forcing = self._settings.forcing or chosen
             self._stopped = self._iterates.report(found, self.count, found.length)
             iterate = found
 
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
         settings = self._settings
-        if iterate.norm <= max(settings.gtol, settings.grtol * self._norm_at_start):
+        if iterate.norm <= self._tolerance:
             return GRADIENT
 
         def stopped() -> bool:
             return self._iterates.called and self._sums(float(self._stopped))[0] > 0.0
 
         return ending_at(self._value_before, iterate.value, stopped, (self._iteration, self.count), settings)
+
+    @property
+    def _tolerance(self) -> float:
+        return max(self._settings.gtol, self._settings.grtol * self._norm_at_start)
 
     def _evaluation_limit(self) -> Ending | None:
         return EVALUATIONS if self.count >= self._settings.maxfun else None
@@ -230,7 +253,7 @@ class NewtonCG:
         point = NewtonPoint(x, self._evaluation.at(x))
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
             moved = None if iterate is None else x - iterate.x
-            terms = [0.0, 0.0] if moved is None else [_dot(moved, moved), _dot(iterate.gradient, moved)]  # type: ignore[union-attr]
+            terms = [0.0, 0.0] if moved is None else [local_dot(moved, moved), local_dot(iterate.gradient, moved)]  # type: ignore[union-attr]
             largest = float(to_host(np.max(np.abs(point.gradient)))) if x.size else 0.0
         not_finite = not math.isfinite(largest)
         square, point.slope, any_broken, point.value = self._totals.reduce(terms, [float(not_finite)], [point.value])
@@ -248,10 +271,10 @@ class NewtonCG:
             (largest,) = self._totals.reduce([], [largest], [])
             point.free = self._box.free(point.x, point.gradient, largest, _EVERYWHERE)
             # The norm combines the projected steps of variables at bounds with the gradient of free variables.
-            at_bounds = _dot(point.projected_step, point.projected_step * ~point.free)
+            at_bounds = local_dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
-        at_bounds, square = self._sums(at_bounds, _dot(gradient, represented))
+        at_bounds, square = self._sums(at_bounds, local_dot(gradient, represented))
         if not 0.0 <= square < math.inf:
             raise ValueError(
                 "minimize: the inner product must be symmetric and positive definite, but with its inverse R⁻¹ and the "
@@ -265,7 +288,7 @@ class NewtonCG:
                 once = operator(point.gradient)
                 twice = operator(once)
                 pairs = (point.gradient, twice), (once, once), (point.gradient, point.gradient), (twice, twice)
-                one, other, *squares = self._sums(*(_dot(a, b) for a, b in pairs))
+                one, other, *squares = self._sums(*(local_dot(a, b) for a, b in pairs))
                 if not abs(one - other) <= _ASYMMETRY * math.sqrt(squares[0] * squares[1]):
                     raise ValueError(
                         f"minimize: the {name} must be symmetric, but g · P (P g) = {one:.6e} and P g · P g = {other:.6e} "
@@ -285,12 +308,38 @@ class NewtonCG:
             return iterate.masked(iterate.multiply(v))
 
         def dot(a: Array, b: Array) -> float:
-            return self._sums(_dot(a, b))[0]
+            return self._sums(local_dot(a, b))[0]
 
+        def forcing_at(p: Array, residual: Array) -> float:
+            """Return the forcing term for the whole solve if the problem is linear, otherwise that of the current step.
+
+            CG predicts the gradient at the end of its step, the residual. Eisenstat and Walker's choice 1 measures its
+            error, too. For a linear problem CG needn't start again: it goes on from here to the tolerance of the solve.
+            """
+            if self.count + 2 > self._settings.maxfun:
+                return self._forcing
+            point = self._full_step = self._evaluated(self._shifted(iterate, p, 1.0), iterate)
+            wanted, norm = 0.5 * self._tolerance, math.sqrt(iterate.square)
+            error = iterate.masked(point.gradient) - residual if point.finite else residual
+            error_norm = math.sqrt(max(dot(error, represent(error)), 0.0))
+            if not point.finite or error_norm > max(wanted, _LINEAR * norm):
+                return self._forcing
+            self._full_step = None
+            return max(wanted, error_norm, _ROUNDING * norm) / norm
+
+        self._full_step = None
         measure = None if self._represent is self._precondition else lambda r: dot(r, represent(r))
         ended = lambda: self._files.interrupted  # noqa: E731
         system = System(multiply, on_free(self._precondition), dot, ended, iterate.square, self._slack, measure)
-        return truncated_cg(system, iterate.masked(iterate.gradient), self._forcing, self._settings.maxcg, radius)
+        gradient, limit = iterate.masked(iterate.gradient), self._settings.maxcg
+        return truncated_cg(
+            system, gradient, self._forcing, limit, radius, forcing_at if self._settings.forcing is None else None
+        )
+
+    def _at_step(self, iterate: NewtonPoint, p: Array, step: float) -> NewtonPoint:
+        """Return the point at a step along p; the full step may have been evaluated in `_step`."""
+        found, self._full_step = self._full_step, None
+        return found or self._evaluated(self._shifted(iterate, p, step), iterate)
 
     def _shifted(self, iterate: NewtonPoint, p: Array, step: float) -> Array:
         if self._box is None:
@@ -306,7 +355,7 @@ class NewtonCG:
         for _ in range(self._settings.maxls if found is not None else 0):
             if self._evaluation_limit():
                 break
-            new = self._evaluated(self._shifted(iterate, found.vector, step), iterate)  # type: ignore[union-attr]
+            new = self._at_step(iterate, found.vector, step)  # type: ignore[union-attr]
             if new.finite and new.slope < 0.0 and self._is_sufficient(iterate, new, -_DECREASE * new.slope):
                 return new
             if not new.finite:
@@ -324,17 +373,17 @@ class NewtonCG:
             gradient = iterate.masked(iterate.gradient)
             # The length of the preconditioned steepest descent step, in the preconditioner's norm.
             once = gradient if self._precondition is None else iterate.masked(self._precondition(gradient))
-            self._radius = math.sqrt(max(self._sums(_dot(gradient, once))[0], 0.0))
+            self._radius = math.sqrt(max(self._sums(local_dot(gradient, once))[0], 0.0))
         for _ in range(self._settings.maxls):
             found = None if self._evaluation_limit() else self._step(iterate, self._radius)
             if found is None:
                 break
-            trial = self._evaluated(self._shifted(iterate, found.vector, 1.0), iterate)
+            trial = self._at_step(iterate, found.vector, 1.0)
             # With bounds, the decrease that the model predicts is computed for the projected step.
             expected = found.decrease
             if self._box is not None:
                 moved = trial.x - iterate.x
-                expected = -trial.slope - 0.5 * self._sums(_dot(moved, iterate.multiply(moved)))[0]
+                expected = -trial.slope - 0.5 * self._sums(local_dot(moved, iterate.multiply(moved)))[0]
             ratio = (iterate.value - trial.value) / expected if trial.finite and expected > 0.0 else -math.inf
             falls = trial.finite and expected > 0.0 and self._is_sufficient(iterate, trial, _DECREASE * expected)
             # Differences at rounding level don't reduce the radius.
@@ -374,7 +423,3 @@ class NewtonCG:
         self.count, self._evaluation.products = map(int, found["counts"].tolist())
         self._iterates.record.restore(found["history"])
         return iterate
-
-
-def _dot(a: Array, b: Array) -> float:
-    return float(to_host(np.sum(a * b))) if not isinstance(a, np.ndarray) else float(vdot(a, b))

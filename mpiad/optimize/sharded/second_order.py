@@ -8,17 +8,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
+import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, linearize
+from mpiad.optimize.least_squares import LOSSES
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import LocalPacking
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
+from mpiad.transport.devices.device_arrays import arrays_of
 from mpiad.transport.exits.user_failures import WrongValueError
 
 _TOLERANCE = 1e-6  # tolerance of the relative difference between the ranks' values of the regularizer
@@ -84,17 +87,18 @@ class SecondOrderEvaluation:
         return Derivatives(value, gradient.copy(), multiply)  # type: ignore[union-attr]
 
     def _gauss_newton(self, x: Array) -> Derivatives:
-        """Return the derivatives of half the sum of squared residuals plus the regularizer, with JᵀJ for the residuals."""
+        """Return the derivatives of misfit plus regularizer, with the products of the Gauss-Newton approximation."""
         tree = self._packing.unpack(x)
         stored = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(tree))
-        gradient = self._pack(self._agreement.run(lambda: stored.vjp(stored.value)))
-        half, own_value, regularizer = 0.5 * float(to_host(anp.sum(stored.value**2))), math.nan, self.settings.regularizer
+        half, cotangent, weigh = self._agreement.run(lambda: self._misfit(stored.value))
+        gradient = self._pack(self._agreement.run(lambda: stored.vjp(cotangent)))
+        own_value, regularizer = math.nan, self.settings.regularizer
 
         def multiply(v: Array) -> Array:
-            return self._multiplied(lambda u: stored.vjp(stored.jvp(u)), v)
+            return self._multiplied(lambda u: stored.vjp(weigh(stored.jvp(u))), v)
 
         if regularizer is None:
-            (value,) = self.totals.reduce([half], [], [])
+            value = self._checked(self.totals.reduce([half], [], [])[0])
             return Derivatives(value, gradient, multiply)
 
         def regularizer_with_value(x: Tree) -> Any:
@@ -108,6 +112,7 @@ class SecondOrderEvaluation:
         # `differs` is False if the root's value isn't finite or this rank's is NaN, both possible at trial points.
         differs = gap > _TOLERANCE and self._program.objective == "root"
         value, differs = self.totals.reduce([half], [float(differs)], [])
+        self._checked(value)
         if differs:
             raise ValueError(
                 "minimize: option regularizer must return the same number on all ranks with objective='root', but the "
@@ -115,6 +120,39 @@ class SecondOrderEvaluation:
                 "mpiad.mpi_allreduce), or pass objective='sum'."
             )
         return Derivatives(value + other.value, gradient + other.gradient, lambda v: multiply(v) + other.multiply(v))
+
+    def _misfit(self, residuals: Array) -> tuple[float, Array, Callable[[Array], Array]]:
+        """Return this rank's part of the misfit, its gradient, and the product with its Hessian or an approximation.
+
+        These are derivatives with respect to the residuals r. The misfit is ½ r · Γ⁻¹ r, or half the sum of a loss ρ(r²).
+        For ρ, the Hessian is approximated by the weights ρ' of iteratively reweighted least squares. They are positive,
+        whereas the exact weights ρ' + 2 ρ'' z vanish or are negative for outliers, and the matrix would be singular if most
+        residuals are outliers at x0.
+        """
+        loss, scale = self.settings.loss, self.settings.f_scale
+        if loss != "linear":
+            flat, arrays = to_host(residuals).reshape(-1), arrays_of(residuals)
+            with np.errstate(all="ignore"):  # residuals at a trial point may not be finite
+                rho, weights, _ = LOSSES[loss]((flat / scale) ** 2)
+            weights = weights.reshape(np.shape(residuals))
+            weights = weights if arrays is None else arrays.to_device(weights)
+            return 0.5 * scale**2 * float(np.sum(rho)), weights * residuals, lambda v: weights * v
+        weigh = self.settings.noise_precision
+        cotangent = residuals if weigh is None else weigh(residuals)
+        if np.shape(cotangent) != np.shape(residuals):
+            raise WrongValueError(
+                f"minimize: option noise_precision must return the residuals' shape {np.shape(residuals)}, but got "
+                f"{np.shape(cotangent)}."
+            )
+        return 0.5 * float(to_host(anp.sum(residuals * cotangent))), cotangent, weigh or (lambda v: v)
+
+    def _checked(self, value: float) -> float:
+        if value < 0.0:
+            raise ValueError(
+                "minimize: option noise_precision must be symmetric and positive definite, but r · Γ⁻¹ r = "
+                f"{2.0 * value:.3e} for the residuals r of all ranks."
+            )
+        return value
 
     def _residuals(self, x: Tree) -> Array:
         out = self._program.fun(x, *self._program.args)

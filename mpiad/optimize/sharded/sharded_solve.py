@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import scipy
@@ -10,7 +10,7 @@ import scipy
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
 from mpiad.optimize.checkpoint import CheckpointFile, problem_of
-from mpiad.optimize.constraints import Box, box_of
+from mpiad.optimize.constraints import Box, UserConstraint, box_of
 from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress, Record
 from mpiad.optimize.iterates import ShardedIterates
@@ -19,11 +19,13 @@ from mpiad.optimize.packing import DevicePacking, LocalPacking, local_packing
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.scipy_methods import MethodArguments
-from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, settings_of
+from mpiad.optimize.sharded.constraint_values import ConstraintValues, LinearEquality, local_constraints
+from mpiad.optimize.sharded.convergence import NOT_FINITE, AnySettings, MMASettings, NewtonSettings, Settings, settings_of
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.lbfgs import LBFGS
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
+from mpiad.optimize.sharded.mma import MMA, MMAPoint
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
 from mpiad.optimize.sharded.redistribution import global_checksum, layout_of
 from mpiad.optimize.sharded.second_order import SecondOrderEvaluation
@@ -37,15 +39,22 @@ class LocalArguments(NamedTuple):
     start: Tree
     packing: LocalPacking
     box: Box | None
-    settings: Settings | NewtonSettings
+    constraints: list[UserConstraint]
+    settings: AnySettings
     checkpoint: CheckpointFile | None
 
 
 def check_local_arguments(method: str, start: Tree, given: MethodArguments) -> LocalArguments:
     """Check this rank's arguments; raise a TypeError or ValueError if one is invalid."""
     packing = local_packing(start)
-    settings = settings_of(method, given.tol, given.options)
-    return LocalArguments(start, packing, box_of(given.bounds, packing.size), settings, given.checkpoint)
+    settings, box = settings_of(method, given.tol, given.options), box_of(given.bounds, packing.size)
+    constraints = local_constraints(given.constraints, packing.size, settings.method)
+    if isinstance(settings, MMASettings) and not (box is not None and np.all(np.isfinite(box))) and packing.size:
+        raise ValueError(
+            "minimize: method 'MMA-sharded' needs a finite lower and upper bound for each variable, but got "
+            f"bounds={given.bounds!r:.80}."
+        )
+    return LocalArguments(start, packing, box, constraints, settings, given.checkpoint)
 
 
 class Sharded(Solve):
@@ -67,10 +76,12 @@ class Sharded(Solve):
         record = Record(progress if self._totals.is_root else None)
         iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record)
         box = self._box(bool(bounded))
+        if box is not None and not isinstance(settings, Settings) and isinstance(packing, DevicePacking):
+            box = Box(*map(packing.xp.to_device, box))
+        if isinstance(settings, MMASettings):
+            return self._by_mma(start, iterates, files, box or Box(start, start))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
-            if box is not None and isinstance(packing, DevicePacking):
-                box = Box(*map(packing.xp.to_device, box))
             solve = NewtonCG(derivatives, iterates, files, box)
             point, ending = solve.run(start)
             result = self._result(point, point.gradient, ending, solve.count, iterates)
@@ -82,9 +93,35 @@ class Sharded(Solve):
         else:
             vectors = HostVectors(ring.height, packing.size, box)
         memory = LimitedMemory(ring, vectors, self._totals)
-        lbfgs = LBFGS(self._evaluation, memory, iterates, settings, files)
+        evaluation: Evaluation | LinearEquality = self._evaluation
+        if self._arguments.constraints:
+            if box is not None:
+                raise ValueError(
+                    "minimize: method 'L-BFGS-sharded' supports either bounds or constraints, but got both. Use "
+                    "'MMA-sharded' with an inequality that is active at the solution."
+                )
+            evaluation = LinearEquality(self._arguments.constraints, self._evaluation, self._totals, start)
+            start = evaluation.start(start)
+        lbfgs = LBFGS(evaluation, memory, iterates, settings, files)
         point, ending = lbfgs.run(start)
         return self._result(point, memory.gradient(point), ending, lbfgs.count, iterates)
+
+    def _by_mma(
+        self, start: Array, iterates: ShardedIterates, files: StateFiles, box: Box
+    ) -> scipy.optimize.OptimizeResult:
+        arguments, settings = self._arguments, cast(MMASettings, self._arguments.settings)
+        evaluation, packing, totals = self._evaluation, arguments.packing, self._totals
+        constraints = ConstraintValues(arguments.constraints, evaluation, self._program, packing, totals, self._used)
+        mma = MMA(evaluation, constraints, totals, iterates, settings, files, box)
+        point, ending = mma.run(start)
+        result = self._result(point, point.slopes[0], ending, mma.count, iterates)
+        result.constr, result.v = constraints.by_constraint(mma.multipliers)
+        result.constr_violation = point.violation
+        if not np.all(np.isfinite(point.constraints)):
+            result.message += " A constraint isn't finite."
+        elif ending.status and point.violation > settings.catol:
+            result.message += f" The largest violation of a constraint is {point.violation:.3e}."
+        return result
 
     def _identity(self, start: Array) -> Identity:
         arguments, comm = self._arguments, self._used.data
@@ -94,6 +131,8 @@ class Sharded(Solve):
             problem_of(self._program, arguments.packing, to_host(start), self._used.size) | arguments.settings.identity
         )
         problem["bounds (checksum)"] = None if arguments.box is None else arguments.box.fingerprint
+        if arguments.constraints:
+            problem["limits of constraints"] = [[each.low.tolist(), each.high.tolist()] for each in arguments.constraints]
         layout = layout_of(arguments.packing.specs, arguments.checkpoint, comm)
         # The mean over the ranks depends on their number, so such a solve can't resume on another number of ranks.
         if layout is None or self._program.objective == "mean":
@@ -112,7 +151,7 @@ class Sharded(Solve):
         return Box(np.full(size, -np.inf), np.full(size, np.inf)) if bounded and box is None else box
 
     def _result(
-        self, point: Point | NewtonPoint, gradient: Array, ending: Ending, count: int, iterates: ShardedIterates
+        self, point: Point | NewtonPoint | MMAPoint, gradient: Array, ending: Ending, count: int, iterates: ShardedIterates
     ) -> scipy.optimize.OptimizeResult:
         history, message = iterates.record.history(), ending.message
         if ending is NOT_FINITE:
