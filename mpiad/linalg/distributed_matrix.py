@@ -152,10 +152,7 @@ def _positions(
     if (error := block_error(call, "values", values)) is not None:
         raise error
     if arrays_of(values) is not None:
-        raise TypeError(
-            f"{call}: values must be on the host, but are {named(values)}. Assemble on the host, and copy the result: "
-            "A.with_values(mpiad.device.to_device(A.values))."
-        )
+        raise TypeError(f"{call}: values must be on the host, but are {named(values)}. See mpiad.device.to_host.")
     positions = []
     for name, given in (("rows", rows), ("columns", columns)):
         indices = np.asarray(given)
@@ -167,26 +164,19 @@ def _positions(
             raise ValueError(
                 f"{call}: {name} must broadcast to the shape of values, {values.shape}, but has shape {indices.shape}."
             ) from None
-    row, column = positions
-    first = sum(counts[:rank])
-    own = slice(first, first + counts[rank])
-    inside = (row >= 0) & (row < shape[0]) & (column >= 0) & (column < shape[1])
-    if not inside.all():
-        k = int(np.argmin(inside))
-        raise ValueError(
-            f"{call}: the entry of rank {rank} in row {row[k]} and column {column[k]} is outside of the shape {shape}; "
-            f"{np.count_nonzero(~inside)} of {inside.size} entries are. Rows and columns are numbered from 0."
-        )
-    owned = (row >= own.start) & (row < own.stop)
-    if not owned.all():
-        k = int(np.argmin(owned))
-        raise ValueError(
-            f"{call}: rank {rank} owns rows {own.start} to {own.stop}, but passed an entry of row {row[k]}, which rank "
-            f"{int(np.searchsorted(np.cumsum(counts), row[k], side='right'))} owns; {np.count_nonzero(~owned)} of "
-            f"{owned.size} entries are in rows of other ranks. Pass each entry on the rank that owns its row, or set the "
-            "numbers of rows with counts=."
-        )
-    return row - own.start, column
+    (row, column), first = positions, sum(counts[:rank])
+    outside = (row < 0) | (row >= shape[0]) | (column < 0) | (column >= shape[1])
+    foreign = (row < first) | (row >= first + counts[rank])
+    problems = (
+        (outside, f"is outside of the shape {shape}. Rows and columns are numbered from 0"),
+        (foreign, f"belongs to another rank: this rank owns rows {first} to {first + counts[rank]}. Pass each entry on the "
+         "rank that owns its row, or set the numbers of rows with counts="),
+    )  # fmt: skip
+    for wrong, problem in problems:
+        if wrong.any():
+            entry = f"the entry of rank {rank} in row {row[np.argmax(wrong)]} and column {column[np.argmax(wrong)]}"
+            raise ValueError(f"{call}: {entry} {problem} ({np.count_nonzero(wrong)} of {wrong.size} entries).")
+    return row - first, column
 
 
 class DistributedMatrix:
