@@ -93,22 +93,15 @@ def solve_elliptic(
     >>> print(f"{domain.max(u):.4f}")
     0.0734
     """
-    levels = Multigrid(
-        domain,
-        stop_gradient(kappa),
-        stop_gradient(c),
-        spacing=spacing,
-        boundary=boundary,
-        centred=centred,
-        mean_zero=mean_zero,
-    )
+    grid: Any = {"spacing": spacing, "boundary": boundary, "centred": centred, "mean_zero": mean_zero}
+    levels = Multigrid(domain, stop_gradient(kappa), stop_gradient(c), **grid)
     group, given, operator = channel(domain.comm, _CALL), isinstance(kappa, (list, tuple)), levels.operator
     fields: Any = list(kappa) if given else [kappa]
     with raising_together(group):
         require_together(_CALL, b=stop_gradient(b), kappa=stop_gradient(fields[0]), c=stop_gradient(c))
         for field in (b, c, *fields):
             require_own_block(field, domain.local_shape, group.size, group.rank, _CALL)
-    source = operator.source(kappa)
+    source: Any = operator.source(kappa)
     rhs = b if type(source) is float else b + source.astype(stop_gradient(b).dtype)
     faces = operator.faces(fields if given else operator.field(kappa, stop_gradient(b)))
     # The solves of derivatives start from zero, and call no callback.

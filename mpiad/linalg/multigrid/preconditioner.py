@@ -35,17 +35,12 @@ _CALL = "linalg.Multigrid"
 
 def coefficients(domain: Domain, kappa: Any, c: object, group: Channel) -> tuple[Coefficient, LocalArray]:
     """Return κ and c of this rank, on the host; collective. Raise on all ranks if they are invalid on any rank."""
-    local, ndim = domain.local_shape, len(domain.shape)
+    local, ndim, faces = domain.local_shape, len(domain.shape), isinstance(kappa, (list, tuple))
     with raising_together(group):
-        fields = kappa if isinstance(kappa, (list, tuple)) else [kappa]
-        require_together(
-            _CALL, **{f"kappa[{k}]" if fields[1:] else "kappa": getval(x) for k, x in enumerate(fields)}, c=getval(c)
-        )
-        if isinstance(kappa, (list, tuple)):
-            if len(kappa) != ndim:
-                raise ValueError(
-                    f"{_CALL}: kappa must have one array of faces per dimension, {ndim}, but has {len(kappa)}."
-                )
+        if faces and len(kappa) != ndim:
+            raise ValueError(f"{_CALL}: kappa must have one array of faces per dimension, {ndim}, but has {len(kappa)}.")
+        require_together(_CALL, kappa=getval(kappa[0] if faces else kappa), c=getval(c))
+        if faces:
             shapes = [tuple(n + (axis == other) for other, n in enumerate(local)) for axis in range(ndim)]
             kappa = [_field(domain, x, f"kappa[{k}]", False, [shape]) for k, (x, shape) in enumerate(zip(kappa, shapes))]
         else:
@@ -57,7 +52,7 @@ def coefficients(domain: Domain, kappa: Any, c: object, group: Channel) -> tuple
                     f"{_CALL}: a periodic dimension must have an even number of points, but dimension {axis} has {n}. "
                     "Choose a multiple of a high power of two, which allows the most levels."
                 )
-    if isinstance(kappa, list):
+    if faces:
         _require_equal_copies(domain, kappa, group)
     return kappa, c
 
