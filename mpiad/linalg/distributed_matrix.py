@@ -174,8 +174,8 @@ def _positions(
     )  # fmt: skip
     for wrong, problem in problems:
         if wrong.any():
-            entry = f"the entry of rank {rank} in row {row[np.argmax(wrong)]} and column {column[np.argmax(wrong)]}"
-            raise ValueError(f"{call}: {entry} {problem} ({np.count_nonzero(wrong)} of {wrong.size} entries).")
+            entry = f"an entry of rank {rank}, in row {row[np.argmax(wrong)]} and column {column[np.argmax(wrong)]}"
+            raise ValueError(f"{call}: {entry} ({np.count_nonzero(wrong)} of {wrong.size} entries), {problem}.")
     return row - first, column
 
 
