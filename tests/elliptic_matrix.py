@@ -96,3 +96,8 @@ def cross(shape, jump=1e4):
     x, y = np.meshgrid(*[(np.arange(n) + 0.5) / n for n in shape[:2]], indexing="ij")
     inside = (abs(x - 0.43) < 0.07) | (abs(y - 0.57) < 0.07)
     return np.broadcast_to(np.where(inside, jump, 1.0).reshape(shape[:2] + (1,) * (len(shape) - 2)), shape).copy()
+
+
+def fixed_sides(sides):
+    """Return, for each dimension and side of `Elliptic.sides`, whether u is given."""
+    return [[side.kind == "dirichlet" for side in pair] for pair in sides.pairs]

@@ -605,8 +605,8 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it. With "own", every rank gets the points of all ranks, so the number of points should be far
-        below the number of cells, as for receivers and probes.
+        All ranks call it. With "own", points and values are sent only between the rank that passes a point and the rank
+        that owns it, after the ranks have exchanged the numbers of these points.
 
         Adjoint
         -------
@@ -622,6 +622,57 @@ class Domain(Decomposition):
         """
         lattice = self._lattice(spacing, origin, extent, centred)
         return interpolation.interpolate(self, self._tables, u, points, lattice, result)
+
+    def deposit(
+        self,
+        points: Array,
+        values: Array,
+        spacing: float | Sequence[float] = 1.0,
+        origin: float | Sequence[float] = 0.0,
+        *,
+        extent: float | Sequence | None = None,
+        centred: bool = False,
+    ) -> LocalArray:
+        """Add values at points to the cells around them, with the weights of linear interpolation.
+
+        This is the transpose of `interpolate` with ``result="own"``. Use it for sources between cells, or for particles.
+
+        Parameters
+        ----------
+        points : array of shape (..., dimensions)
+            Coordinates of this rank's points, anywhere in the grid.
+        values : array of floats
+            The axes are any leading axes, followed by all axes of `points` but the last.
+        spacing, origin, extent, centred
+            Positions of the cells, as in `coordinates`.
+
+        Returns
+        -------
+        array of shape (..., *local_shape)
+            For each cell, the sum over the points of all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if an argument is invalid, or a point lies outside the grid.
+
+        Ranks
+        -----
+        All ranks call it, each with its own points, or with none. Messages are those of ``interpolate(result="own")``.
+
+        Adjoint
+        -------
+        A value gets the cotangent, interpolated at its point; a point gets the slope of the cotangent times the value.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(8)
+        >>> point = np.array([[2.25]]) if rank == 0 else np.zeros((0, 1))
+        >>> source = domain.deposit(point, 4.0 * np.ones(len(point)))
+        >>> print(domain.sum(source), domain.max(source))
+        4.0 3.0
+        """
+        return interpolation.deposit(self, self._tables, points, values, self._lattice(spacing, origin, extent, centred))
 
     def sum(self, u: LocalArray) -> ReplicatedArray:
         """Return the sum of an array over the whole grid.

@@ -1,4 +1,4 @@
-"""Coordinates of cells, owners of points, and interpolation at points between cells.
+"""Coordinates of cells, owners of points, and interpolation at points between cells and its transpose.
 
 The cells of a grid represent points with equal spacing. Along each dimension, a user's point lies between a cell and
 the next cell. The rank that owns the surrounding cell which comes first along all dimensions also owns the point.
@@ -18,19 +18,21 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, LocalArray, Shape
+from mpiad._typing import Array, Comm, LocalArray, Rank, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants, array_to_device, array_to_host
+from mpiad.differentiation import make_vjp
 from mpiad.domain.boundary import sides_of
 from mpiad.domain.coordinates import Lattice, Location, located
 from mpiad.domain.decomposition import Decomposition, checked_block
-from mpiad.domain.halo import fill_halo
-from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop_gradient
+from mpiad.domain.halo import fill_halo, fold_halo
+from mpiad.extend import custom_operator, defjvp, defvjp
+from mpiad.primitives import mpi_allreduce, mpi_alltoall, mpi_irecv, mpi_send, mpi_wait, stop_gradient
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.agreement import agreed, raising_together
 from mpiad.transport.core.replication import require_replicated
 from mpiad.transport.core.tracing import settled
-from mpiad.transport.devices.device_arrays import arrays_of, named
+from mpiad.transport.devices.device_arrays import arrays_of, empty_like, is_array, named
 from mpiad.transport.watch import watch_settings
 
 # Interpolation weights are computed on the host.
@@ -40,6 +42,7 @@ from mpiad.transport.watch import watch_settings
 # device. The weights of traced points are traced; each call computes and copies them.
 
 _MAX_TABLES = 8  # maximum number of cached tables
+_TAG = 32746  # MPI guarantees tags up to 32767
 
 
 class PointTable(NamedTuple):
@@ -182,17 +185,73 @@ def _interpolate_own(
     # If any rank has a point outside the grid, all ranks raise before the points are sent.
     with raising_together(domain._channel):
         _require_same_device(u, points, call)
-        points = _on_host(points)
-        located(points, lattice, domain._partition, call)
-    ndim, shape = len(domain.shape), np.shape(stop_gradient(points))[:-1]
-    # Points are converted to floats, since all ranks must gather the same dtype, and some may pass integers.
-    flat = anp.reshape(points, (-1, ndim)) * 1.0
-    counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=domain.comm)]
-    # All points are gathered on all ranks; each value is returned only to the rank that passed the point.
-    all_points = mpi_allgather(flat, axis=0, comm=domain.comm)
-    share, _ = _share(domain, tables, u, all_points, lattice, call)
-    own = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=domain.comm)
-    return anp.reshape(anp.moveaxis(own, 0, -1), u.shape[: u.ndim - ndim] + shape)
+        owners = located(_on_host(points), lattice, domain._partition, call).owner
+    route, arrived = _sent(domain, points, owners)
+    share, _ = _share(domain, tables, u, arrived, lattice, call)
+    own = routed(anp.moveaxis(share, -1, 0), route, True)[np.argsort(route.order)]
+    return anp.reshape(anp.moveaxis(own, 0, -1), share.shape[:-1] + owners.shape)
+
+
+def deposit(domain: Decomposition, tables: PointTables, points: Array, values: Array, lattice: Lattice) -> LocalArray:
+    """See `Domain.deposit`."""
+    call, ndim = "Domain.deposit", len(domain.shape)
+    with raising_together(domain._channel):
+        owners = located(_on_host(points), lattice, domain._partition, call).owner
+        given = stop_gradient(values)
+        if not is_array(given) or given.dtype.kind not in "fc" or given.shape[given.ndim - owners.ndim :] != owners.shape:
+            kind = f"dtype {given.dtype} and shape {given.shape}" if is_array(given) else type(given).__name__
+            raise ValueError(
+                f"{call}: values must be an array of floats of shape (..., *{owners.shape}), one per point, but got {kind}."
+            )
+    route, arrived = _sent(domain, points, owners)
+    flat = anp.reshape(values, (*given.shape[: given.ndim - owners.ndim], owners.size))
+    own = anp.moveaxis(routed(anp.moveaxis(flat, -1, 0)[route.order], route, False), 0, -1)
+    table = tables.table(arrived, lattice, given.real.dtype, call)
+    spec = Spec((*flat.shape[:-1], *tables.halo.padded), given.dtype, arrays_of(given))
+    # The transpose of the interpolation, of which the halo is the last part.
+    pull, _ = make_vjp(lambda padded: interpolated(padded, table, ndim))(spec.zeros())
+    return fold_halo(pull(own), tables.halo, sides_of("edge", ndim, call))
+
+
+class Route(NamedTuple):
+    """The messages that send rows of arrays, one for each point, to the owners of the points."""
+
+    order: np.ndarray  # the points' indices, sorted by owner
+    destinations: list[tuple[Rank, slice]]  # ranks to which this rank sends sorted rows
+    sources: list[tuple[Rank, slice]]  # ranks from which it receives rows
+    comm: Comm
+
+
+def _sent(domain: Decomposition, points: Array, owners: np.ndarray) -> tuple[Route, Array]:
+    """Return the route of this rank's points to their owners, and the points that this rank owns; collective."""
+    order, size = np.argsort(owners, axis=None, kind="stable"), domain._channel.size
+    counts = np.bincount(owners.reshape(-1), minlength=size)
+    parts = []
+    for lengths in (counts, mpi_alltoall(counts, comm=domain.comm)):
+        stops = np.cumsum(lengths)
+        parts.append([(int(r), slice(int(stops[r] - lengths[r]), int(stops[r]))) for r in np.flatnonzero(lengths)])
+    route = Route(order, parts[0], parts[1], domain.comm)
+    # Points are converted to floats, since all ranks must send the same dtype, and some may pass integers.
+    flat = anp.reshape(_on_host(points), (-1, len(domain.shape))) * 1.0
+    return route, routed(flat[order], route, False)
+
+
+@custom_operator
+def routed(x: LocalArray, route: Route, backwards: bool) -> LocalArray:
+    """Send rows of x, sorted by owner, to the owners, or backwards; return the rows that arrive. Adjoint: the reverse."""
+    there, here = (route.sources, route.destinations) if backwards else (route.destinations, route.sources)
+    out = empty_like(x, (here[-1][1].stop if here else 0, *x.shape[1:]))
+    pending = [(rows, mpi_irecv(out[rows], r, _TAG, route.comm)) for r, rows in here]
+    for r, rows in there:
+        mpi_send(x[rows], r, _TAG, route.comm)
+    for rows, request in pending:
+        out[rows] = mpi_wait(request)
+    return out
+
+
+# The transpose of a permutation of rows is its inverse.
+defvjp(routed, lambda ans, x, route, backwards: lambda g: routed(g, route, not backwards))
+defjvp(routed, lambda g, ans, x, route, backwards: routed(g, route, backwards))
 
 
 def _on_host(points: Array) -> Array:

@@ -8,8 +8,9 @@ from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
 from mpiad.linalg.randomized_eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
+from mpiad.linalg.sparse_products import sparse_matmul
 
 __all__ = [
     "AdditiveSchwarz", "EigenPairs", "Elliptic", "DistributedMatrix", "Factorized", "Multigrid", "eigsh", "factorized",
-    "newton", "petsc", "solve", "solve_elliptic",
+    "newton", "petsc", "solve", "solve_elliptic", "sparse_matmul",
 ]  # fmt: skip

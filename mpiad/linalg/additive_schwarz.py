@@ -1,4 +1,4 @@
-"""`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices, with exact local solves by SciPy.
+"""`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices; SciPy or PyAMG solve local systems.
 
 Each rank solves a local system, which consists of this rank's rows and some layers of its neighbors' rows around them.
 The solutions are added. Since global components of the error converge slowly on many ranks, a coarse problem with one
@@ -7,6 +7,8 @@ unknown per rank is also solved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ _CALL = "linalg.AdditiveSchwarz"
 
 
 class AdditiveSchwarz:
-    """A preconditioner: the sum of the exact solutions of overlapping local systems, one per rank.
+    """A preconditioner: the sum of the solutions of overlapping local systems, one per rank.
 
     Parameters
     ----------
@@ -40,11 +42,19 @@ class AdditiveSchwarz:
     coarse : bool
         Whether to solve a coarse problem with one unknown per rank. The number of iterations then grows less with the
         number of ranks. Each rank stores a dense matrix of shape (ranks, ranks).
+    local : {"lu", "amg"}
+        "lu" solves the local systems by SciPy's factors. "amg" applies a V-cycle of algebraic multigrid (smoothed
+        aggregation) to each of them, which needs much less memory and time for large systems of elliptic problems. It
+        needs PyAMG: ``pip install "mpiad[amg]"``.
+    options : dict, optional
+        Further arguments of ``pyamg.smoothed_aggregation_solver``, for "amg".
 
     Raises
     ------
     TypeError, ValueError
         On all ranks, if an argument is invalid, or a local system is singular.
+    ImportError
+        On all ranks, if `local` is "amg" and PyAMG can't be imported.
 
     Ranks
     -----
@@ -55,6 +65,8 @@ class AdditiveSchwarz:
     ----------
     X.-C. Cai and M. Sarkis, A restricted additive Schwarz preconditioner for general sparse linear systems, SIAM Journal on
     Scientific Computing 21 (1999).
+    P. Vaněk, J. Mandel and M. Brezina, Algebraic multigrid by smoothed aggregation for second and fourth order elliptic
+    problems, Computing 56 (1996).
     R. A. Nicolaides, Deflation of conjugate gradients with applications to boundary value problems, SIAM Journal on
     Numerical Analysis 24 (1987).
 
@@ -70,7 +82,10 @@ class AdditiveSchwarz:
     1300.0
     """
 
-    def __init__(self, matrix: DistributedMatrix, *, overlap: int = 1, restricted: bool = False, coarse: bool = True):
+    def __init__(
+        self, matrix: DistributedMatrix, *, overlap: int = 1, restricted: bool = False, coarse: bool = True,
+        local: str = "lu", options: dict[str, Any] | None = None,
+    ):  # fmt: skip
         if not isinstance(matrix, DistributedMatrix):
             raise TypeError(f"{_CALL}: matrix must be a DistributedMatrix, but got {type(matrix).__name__}.")
         group = channel(matrix.comm, _CALL)
@@ -81,14 +96,21 @@ class AdditiveSchwarz:
                 )
             if not isinstance(overlap, (int, np.integer)) or overlap < 0:
                 raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
+            if local not in ("lu", "amg") or (options and local == "lu"):
+                expected = 'local must be "lu", or "amg", which takes options'
+                raise ValueError(f"{_CALL}: {expected}, but got local={local!r}, options={options!r}.")
         self.comm, self.rank, self.size = matrix.comm, group.rank, group.size
         self.rows, self.restricted, self._transposed = matrix.local_shape[0], restricted, False
         with restoring_state(), suspended():
             rows = matrix.local_rows()
-            local, self._plan = _overlapping_part(matrix, rows, overlap, group)
+            part, self._plan = _overlapping_part(matrix, rows, overlap, group)
             with raising_together(group):
-                subject = f"{_CALL}: the local matrix of rank {group.rank}, {local.shape},"
-                self._factors = factors_of(local, subject) if local.shape[0] else None
+                self._local: Callable[[LocalArray, str], LocalArray] | None = None
+                if part.shape[0] and local == "amg":
+                    self._local = _algebraic_multigrid(part, options or {})
+                elif part.shape[0]:
+                    factors = factors_of(part, f"{_CALL}: the local matrix of rank {group.rank}, {part.shape},")
+                    self._local = partial(back_substituted, factors)
             self._coarse = None
             if coarse:
                 # The pseudoinverse of the coarse matrix, which is its inverse unless the matrix is singular.
@@ -130,9 +152,9 @@ class AdditiveSchwarz:
         needs_ghosts, adds_ghosts = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
         ghosts = self._plan.fetch(r) if needs_ghosts else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
         extended = np.concatenate([r, ghosts], axis=-1)
-        if self._factors is not None:
+        if self._local is not None:
             rows = extended.reshape(-1, extended.shape[-1])
-            extended = back_substituted(self._factors, rows, "T" if self._transposed else "N").reshape(extended.shape)
+            extended = self._local(rows, "T" if self._transposed else "N").reshape(extended.shape)
         out = np.ascontiguousarray(extended[..., : r.shape[-1]])
         if adds_ghosts:
             self._plan.add_to_owners(extended[..., r.shape[-1] :], out)
@@ -151,6 +173,36 @@ class AdditiveSchwarz:
             f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual has "
             f"shape {r.shape}. Create the preconditioner from the system's matrix, divided among the ranks in the same way."
         )
+
+
+def _algebraic_multigrid(matrix: Any, options: dict[str, Any]) -> Callable[[LocalArray, str], LocalArray]:
+    """Return a function that applies a V-cycle of PyAMG, or of the transposed matrix if `kind` is "T", to rows (k, n)."""
+    try:
+        import pyamg  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ImportError(f"{_CALL}: PyAMG can't be imported ({error}). Install it: pip install 'mpiad[amg]'.") from error
+    hermitian = abs(matrix - matrix.conj().T).max() <= 1e-12 * abs(matrix).max()
+
+    def cycle_of(a: Any) -> Any:
+        # PyAMG draws start vectors from NumPy's global generator, whose state is the user's.
+        state = np.random.get_state()  # noqa: NPY002
+        try:
+            np.random.seed(0)  # noqa: NPY002
+            settings = {"symmetry": "hermitian" if hermitian else "nonsymmetric", **options}
+            return pyamg.smoothed_aggregation_solver(a.tocsr(), **settings).aspreconditioner()
+        finally:
+            np.random.set_state(state)  # noqa: NPY002
+
+    cycles = {"N": cycle_of(matrix)}
+
+    def cycled(rows: LocalArray, kind: str) -> LocalArray:
+        if rows.dtype.kind == "c" and matrix.dtype.kind == "f":
+            return cycled(rows.real, kind) + 1j * cycled(rows.imag, kind)
+        if kind not in cycles:
+            cycles[kind] = cycles["N"] if hermitian and matrix.dtype.kind == "f" else cycle_of(matrix.T)
+        return np.stack([cycles[kind].matvec(row) for row in rows]) if len(rows) else rows.copy()
+
+    return cycled
 
 
 def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, group: Channel) -> tuple[Any, GhostPlan]:

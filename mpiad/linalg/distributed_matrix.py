@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property, reduce
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
 import scipy.sparse
 from autograd.tracer import getval
@@ -19,15 +20,23 @@ from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.solve import solve
-from mpiad.linalg.sparse_products import GhostPlan, Pattern, ProductWith, product, transposed_product
-from mpiad.linalg.vectors import on_host, require_floats, require_together, through_host
+from mpiad.linalg.sparse_products import (
+    GhostPlan,
+    Pattern,
+    ProductWith,
+    product,
+    require_matrix,
+    sparse_matmul,
+    transposed_product,
+)
+from mpiad.linalg.vectors import block_error, on_host, require_floats, require_together, through_host
 from mpiad.primitives import mpi_allgather, mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.core.agreement import raise_together, raising_together
+from mpiad.transport.core.agreement import alike_on_all, raise_together, raising_together
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 # Probing: the matrix of an operator on a domain is computed from products with a few fields.
@@ -106,18 +115,6 @@ def _halo_error(remaining: np.ndarray, domain: Domain) -> Exception | None:
     )
 
 
-def _require_matrix(matrix: Array, name: str) -> None:
-    if not scipy.sparse.issparse(matrix):
-        raise TypeError(
-            f"{name} must be a sparse matrix or sparse array of SciPy, but got {type(matrix).__name__}. "
-            "scipy.sparse.csr_array(x) converts an array x."
-        )
-    if matrix.dtype.char not in "fdFD":
-        raise TypeError(f"{name} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
-    if matrix.ndim != 2:
-        raise ValueError(f"{name} must have two dimensions, but got shape {matrix.shape}.")
-
-
 def _column_error(all_sizes: np.ndarray, columns: int | None) -> Exception | None:
     rows, parts, totals = (all_sizes[:, k].tolist() for k in range(3))
     if len(set(totals)) > 1:
@@ -133,8 +130,10 @@ def _column_error(all_sizes: np.ndarray, columns: int | None) -> Exception | Non
     return None
 
 
-def _counts(counts: Sequence[int], size: int, total: int) -> list[int]:
-    """Return the user's numbers of rows per rank; raise a ValueError if the numbers don't match the matrix."""
+def _counts(counts: Sequence[int] | None, size: int, total: int, call: str) -> list[int]:
+    """Return the numbers of rows per rank, by default even; raise a ValueError if they don't match the matrix."""
+    if counts is None:
+        return even_lengths(total, size)
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:  # raised below, with a better message
@@ -142,9 +141,42 @@ def _counts(counts: Sequence[int], size: int, total: int) -> list[int]:
     if len(rows) == size and min(rows) >= 0 and sum(rows) == total:
         return rows
     raise ValueError(
-        f"DistributedMatrix.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
-        f"got {counts!r}."
+        f"{call}: counts must be {size} numbers, none negative, that add up to {total} rows, but got {counts!r}."
     )
+
+
+def _positions(
+    rows: np.ndarray, columns: np.ndarray, values: Array, shape: tuple[int, int], counts: list[int], rank: Rank, call: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row, in this rank's part, and the column of each entry; raise an error if an entry is invalid."""
+    if (error := block_error(call, "values", values)) is not None:
+        raise error
+    if arrays_of(values) is not None:
+        raise TypeError(f"{call}: values must be on the host, but are {named(values)}. See mpiad.device.to_host.")
+    positions = []
+    for name, given in (("rows", rows), ("columns", columns)):
+        indices = np.asarray(given)
+        if indices.dtype.kind not in "iu":
+            raise TypeError(f"{call}: {name} must be an array of integers, but has dtype {indices.dtype}.")
+        try:
+            positions.append(np.broadcast_to(indices, values.shape).reshape(-1).astype(np.int64))
+        except ValueError:
+            raise ValueError(
+                f"{call}: {name} must broadcast to the shape of values, {values.shape}, but has shape {indices.shape}."
+            ) from None
+    (row, column), first = positions, sum(counts[:rank])
+    outside = (row < 0) | (row >= shape[0]) | (column < 0) | (column >= shape[1])
+    foreign = (row < first) | (row >= first + counts[rank])
+    problems = (
+        (outside, f"is outside of the shape {shape}. Rows and columns are numbered from 0"),
+        (foreign, f"belongs to another rank: this rank owns rows {first} to {first + counts[rank]}. Pass each entry on the "
+         "rank that owns its row, or set the numbers of rows with counts="),
+    )  # fmt: skip
+    for wrong, problem in problems:
+        if wrong.any():
+            entry = f"an entry of rank {rank}, in row {row[np.argmax(wrong)]} and column {column[np.argmax(wrong)]}"
+            raise ValueError(f"{call}: {entry} ({np.count_nonzero(wrong)} of {wrong.size} entries), {problem}.")
+    return row - first, column
 
 
 class DistributedMatrix:
@@ -194,7 +226,7 @@ class DistributedMatrix:
         self.comm, self._channel = comm, channel(comm, "DistributedMatrix")
         group = self._channel
         with raising_together(group):
-            _require_matrix(rows, "DistributedMatrix: rows")
+            require_matrix(rows, "DistributedMatrix: rows")
             if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
                 raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
         matrix: Any = scipy.sparse.csr_matrix(rows)
@@ -255,14 +287,87 @@ class DistributedMatrix:
             raise ValueError(f"{call}: root must be a rank from 0 to {group.size - 1}, but got {root!r}.")
         with raising_together(group):
             if group.rank == root:
-                _require_matrix(matrix, f"{call}: matrix")
+                require_matrix(matrix, f"{call}: matrix")
                 whole: Any = scipy.sparse.csr_matrix(matrix)
                 n, m = whole.shape
-                rows = even_lengths(n, group.size) if counts is None else _counts(counts, group.size, n)
+                rows = _counts(counts, group.size, n, call)
                 columns = rows if n == m else even_lengths(m, group.size)
                 parts = [(whole[stop - k : stop], int(own)) for stop, k, own in zip(np.cumsum(rows), rows, columns)]
         local, length = group.data.scatter(parts, root)
         return cls(local, columns=length, comm=comm)
+
+    @classmethod
+    def from_entries(
+        cls, rows: np.ndarray, columns: np.ndarray, values: LocalArray, shape: tuple[int, int], *,
+        counts: Sequence[int] | None = None, comm: Comm = None,
+    ) -> DistributedMatrix:  # fmt: skip
+        """Assemble a matrix from entries, for example from the matrices of finite elements.
+
+        Parameters
+        ----------
+        rows, columns : array of int
+            Row and column of each entry in the whole matrix; the arrays broadcast to the shape of `values`. Each rank
+            passes entries of its own rows. For finite elements, these come from all elements that have a node among
+            the rows.
+        values : array
+            The entries, which may be traced. Entries with the same row and column are added.
+        shape : tuple of two ints
+            The shape of the whole matrix.
+        counts : sequence of int, optional
+            Number of rows per rank, as in `from_scipy`.
+        comm : mpi4py intracommunicator, optional
+
+        Returns
+        -------
+        DistributedMatrix
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if an argument is invalid on any rank, or if an entry lies outside of the shape or in a row of
+            another rank.
+
+        Ranks
+        -----
+        All ranks call it, with the same `shape` and `counts`.
+
+        Adjoint
+        -------
+        Each value gets the cotangent of the entry of the matrix to which it was added.
+
+        Examples
+        --------
+        >>> first = 2 * rank  # this rank has two rows
+        >>> nodes = np.array([first, first + 1])
+        >>> stiffness = np.array([[[1.0, -1.0], [-1.0, 1.0]], [[2.0, 0.0], [0.0, 2.0]]])  # of two elements
+        >>> A = mpiad.linalg.DistributedMatrix.from_entries(
+        ...     nodes[:, None], nodes, stiffness, (2 * size, 2 * size)
+        ... )
+        >>> print(A.local_rows().toarray()[:, first : first + 2])
+        [[ 3. -1.]
+         [-1.  3.]]
+        """
+        call = "DistributedMatrix.from_entries"
+        group = channel(comm, call)
+
+        def entries() -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
+            n, m = (operator.index(length) for length in shape)
+            row_counts = _counts(counts, group.size, n, call)
+            row, column = _positions(rows, columns, getval(values), (n, m), row_counts, group.rank, call)
+            return row, column, row_counts, row_counts if n == m else even_lengths(m, group.size)
+
+        described = [f"shape={shape!r}, counts={counts!r}"]
+        row, column, row_counts, column_counts = alike_on_all(group, entries, lambda _: described, call)
+        total, kind = shape[1], getval(values).dtype
+        # The pattern, row by row, and for each entry its number in the pattern.
+        pattern, numbers = np.unique(row * total + column, return_inverse=True)
+        starts = np.searchsorted(pattern, total * np.arange(row_counts[group.rank] + 1))
+        local = np.zeros(len(pattern), kind), pattern % total if total else pattern, starts
+        empty = scipy.sparse.csr_matrix(local, (row_counts[group.rank], total))
+        ones = np.ones(len(row), kind.char.lower()), numbers, np.arange(len(row) + 1)
+        sums = scipy.sparse.csc_matrix(ones, (len(pattern), len(row)))
+        matrix = cls(empty, columns=column_counts[group.rank], comm=comm)
+        return matrix.with_values(sparse_matmul(sums, anp.reshape(values, (-1,))))
 
     @classmethod
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:

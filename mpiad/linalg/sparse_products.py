@@ -1,10 +1,11 @@
-"""Products with a sparse matrix A whose rows are distributed over the ranks, differentiable to any order.
+"""Products with sparse matrices, differentiable to any order.
 
-They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: the
-derivative with respect to y is A x, with respect to x it is Aᵀ y, and with respect to the values v it consists of the
-products x_col(k) y_row(k). Since T is linear in each argument, the adjoints of each of these operators are the other two,
-and derivatives of any order consist of the three operators. No factor is conjugated. The sums are computed by SciPy on the
-host, and by `SegmentSums` on devices.
+`sparse_matmul` is the product with a constant matrix of one rank. The other products are with a matrix A whose rows are
+distributed over the ranks. They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum
+over the entries k of A: the derivative with respect to y is A x, with respect to x it is Aᵀ y, and with respect to the
+values v it consists of the products x_col(k) y_row(k). Since T is linear in each argument, the adjoints of each of these
+operators are the other two, and derivatives of any order consist of the three operators. No factor is conjugated. The sums
+are computed by SciPy on the host, and by `SegmentSums` on devices.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
+from autograd.tracer import getval
 
-from mpiad._typing import Comm, LocalArray, Rank
+from mpiad._typing import Array, Comm, LocalArray, Rank
 from mpiad.device.transfer import Constants
 from mpiad.extend import custom_operator, defjvp, defvjp
+from mpiad.linalg.vectors import block_error
 from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of, contiguous, empty_like
+from mpiad.transport.core.tracing import opaque, restoring_state
+from mpiad.transport.devices.device_arrays import arrays_of, contiguous, empty_like, named
 
 # Message tags below the limit of 32767 that MPI guarantees.
 _TAG_INDICES, _TAG_FETCH, _TAG_ADD = 32741, 32742, 32743
@@ -244,3 +247,85 @@ def _table(order: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np
     # Indices beyond the end of a segment are valid but unused.
     indices = np.minimum(starts + steps, len(order) - 1)
     return np.where(steps < lengths, order[indices], len(order)).astype(dtype)
+
+
+@opaque
+def sparse_matmul(A: Array, x: LocalArray) -> LocalArray:  # noqa: N803 the name of SciPy's argument
+    """Return the product A x of a constant sparse matrix and an array, both of this rank.
+
+    Parameters
+    ----------
+    A : SciPy sparse matrix or sparse array of shape (m, n)
+        The matrix, of dtype float32, float64, complex64 or complex128. It must not change before the reverse pass.
+    x : array of shape (n,) or (..., n, k)
+        A vector, or the k columns of a matrix, as for ``A @ x``.
+
+    Returns
+    -------
+    array of shape (m,) or (..., m, k)
+
+    Raises
+    ------
+    TypeError
+        If `A` isn't a sparse matrix of floats, or `x` isn't an array of floats on the host.
+    ValueError
+        If the shapes don't match.
+
+    Ranks
+    -----
+    Each rank calls it independently. For matrices whose rows are distributed over the ranks, use `DistributedMatrix`.
+
+    Adjoint
+    -------
+    x gets Aᵀ times the cotangent, without conjugation. No derivative flows to A.
+
+    Examples
+    --------
+    >>> import scipy.sparse
+    >>> A = scipy.sparse.csr_array([[1.0, 2.0], [0.0, 3.0]])
+    >>> print(mpiad.linalg.sparse_matmul(A, np.ones(2)))
+    [3. 3.]
+    >>> print(mpiad.grad(lambda x: np.sum(mpiad.linalg.sparse_matmul(A, x)), objective="sum")(np.ones(2)))
+    [1. 5.]
+    """
+    call, plain = "linalg.sparse_matmul", getval(x)
+    require_matrix(A, f"{call}: A")
+    if (error := block_error(call, "x", plain)) is not None:
+        raise error
+    axis = -1 if plain.ndim == 1 else -2
+    if not plain.ndim or plain.shape[axis] != A.shape[1]:
+        raise ValueError(
+            f"{call}: for A of shape {A.shape}, x must have shape ({A.shape[1]},) or (..., {A.shape[1]}, k), but has "
+            f"{plain.shape}."
+        )
+    return _constant_product(x, A, axis)
+
+
+@custom_operator
+def _constant_product(x: LocalArray, matrix: Any, axis: int) -> LocalArray:
+    """Return the product of a constant matrix with an array along one of its axes."""
+    if arrays_of(x) is not None:
+        raise TypeError(
+            f"linalg.sparse_matmul: x must be on the host, like A, but is {named(x)}. See mpiad.device.to_host."
+        )
+    moved = np.moveaxis(x, axis, 0)
+    out = matrix @ moved.reshape(len(moved), math.prod(moved.shape[1:]))
+    return np.moveaxis(out.reshape(matrix.shape[0], *moved.shape[1:]), 0, axis)
+
+
+defvjp(_constant_product, lambda ans, x, matrix, axis: lambda g: _constant_product(g, matrix.T, axis))
+defjvp(_constant_product, lambda g, ans, x, matrix, axis: _constant_product(g, matrix, axis))
+_constant_product.batched_adjoint = True
+
+
+def require_matrix(matrix: Array, name: str) -> None:
+    """Raise a TypeError or ValueError if an argument isn't a sparse matrix of floats with two dimensions."""
+    if not scipy.sparse.issparse(matrix):
+        raise TypeError(
+            f"{name} must be a sparse matrix or sparse array of SciPy, but got {type(matrix).__name__}. "
+            "scipy.sparse.csr_array(x) converts an array x."
+        )
+    if matrix.dtype.char not in "fdFD":
+        raise TypeError(f"{name} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
+    if matrix.ndim != 2:
+        raise ValueError(f"{name} must have two dimensions, but got shape {matrix.shape}.")

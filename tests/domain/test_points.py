@@ -6,7 +6,7 @@ import pytest
 from scipy.interpolate import RegularGridInterpolator
 
 import mpiad
-from mpiad.domain import Domain
+from mpiad.domain import Domain, interpolation
 from mpiad.testing import check_adjoint, check_grads
 
 SHAPES = [(13,), (9, 7), (5, 6, 7)]
@@ -196,3 +196,105 @@ def test_values_and_gradients_of_compiled_programs(rank_rng, compiled):
         np.testing.assert_allclose(gradient, expected.reshape(9, 7)[domain.owned], 1e-12, 1e-12)
         expected = (6.0 * known * along) @ weights
         np.testing.assert_allclose(mpiad.hvp(value)(u, v), expected.reshape(9, 7)[domain.owned], 1e-12, 1e-12)
+
+
+def hat_weights(shape, axes, points):
+    """Return the weights of all cells at points, from the hat functions of the cells, shape (points, cells)."""
+    total = np.ones((len(points), 1))
+    for axis in range(len(shape)):
+        distance = abs(points[:, axis, None] - axes[axis]) / SPACING[axis]
+        total = (total[:, :, None] * np.maximum(1 - distance, 0)[:, None, :]).reshape(
+            len(points), np.prod(shape[: axis + 1])
+        )
+    return total
+
+
+def of_all_ranks(rank_rng, axes, size):
+    """Return the points of each rank, of different numbers; the last rank has none if there are several."""
+    return [inside(rank_rng(200 + r), axes, 4 + 3 * r)[: 0 if r == size - 1 > 0 else None] for r in range(size)]
+
+
+@each_shape
+def test_deposit(rank, size, rank_rng, shape):
+    domain, (lattice, axes) = Domain(shape), grid(shape)
+    points = of_all_ranks(rank_rng, axes, size)
+    values = [rank_rng(300 + r).standard_normal((2, len(p))) for r, p in enumerate(points)]
+    expected = sum(v @ hat_weights(shape, axes, p) for v, p in zip(values, points)).reshape(2, *shape)
+    found = domain.deposit(points[rank], values[rank], **lattice)
+    np.testing.assert_allclose(found, expected[(..., *domain.owned)], 1e-12, 1e-12)
+    one = domain.deposit(points[rank], values[rank][0], **lattice)
+    np.testing.assert_allclose(one, expected[(0, *domain.owned)], 1e-12, 1e-12)
+    weights = hat_weights(shape, axes, points[rank])
+    whole = rank_rng(400).standard_normal(shape)
+    own = domain.interpolate(whole[domain.owned], points[rank], **lattice, result="own")
+    np.testing.assert_allclose(own, weights @ whole.ravel(), 1e-12, 1e-12)
+
+
+@each_shape
+def test_adjoints_of_deposit(rank, size, rank_rng, rng, shape):
+    domain, (lattice, axes) = Domain(shape), grid(shape)
+    points = of_all_ranks(rank_rng, axes, size)[rank]
+    values = rng.standard_normal((2, len(points)))
+    check_adjoint(lambda v: domain.deposit(points, v, **lattice), values)
+    # The named transpose of the interpolation, dot product by hand.
+    u = rng.standard_normal((2, *domain.local_shape))
+    one = np.sum(domain.deposit(points, values, **lattice) * u)
+    other = np.sum(values * domain.interpolate(u, points, **lattice, result="own"))
+    np.testing.assert_allclose(mpiad.mpi_allreduce(one), mpiad.mpi_allreduce(other), 1e-11)
+
+
+@pytest.mark.unguarded
+def test_derivatives_of_deposit(rank, size, rank_rng):
+    shape = (9, 7)
+    domain, (lattice, axes) = Domain(shape), grid(shape)
+    rng, count = rank_rng(200 + rank), 0 if rank == size - 1 > 0 else 4 + 3 * rank
+    # Away from the kinks of the weights, which are at the cells.
+    cells = np.stack([rng.integers(0, n - 1, count) for n in shape], -1) + rng.uniform(0.2, 0.8, (count, 2))
+    points = np.array(lattice["origin"]) + np.array(lattice["spacing"]) * cells
+    values = rank_rng(500 + rank).standard_normal(len(points))
+
+    def loss(z):
+        return domain.sum(anp.sin(domain.deposit(z["points"], z["values"], **lattice))) / size
+
+    check_grads(loss, {"points": points, "values": values}, objective="sum")
+    _, gradient = mpiad.value_and_grad(loss, objective="sum")({"points": points, "values": values})
+    total = domain.gather(domain.deposit(points, values, **lattice))
+    slope = mpiad.mpi_bcast(np.cos(total) if rank == 0 else np.zeros(shape))
+    np.testing.assert_allclose(gradient["values"], hat_weights(shape, axes, points) @ slope.ravel(), 1e-12, 1e-12)
+
+
+def test_periodic_deposit():
+    domain = Domain((8, 5), periodic=(True, False))
+    points = np.array([[7.25, 2.0]] if mpiad.mpi_rank() == 0 else np.zeros((0, 2)))
+    expected = np.zeros((8, 5))
+    expected[7, 2], expected[0, 2] = 0.75 * 4, 0.25 * 4
+    found = domain.deposit(points, np.full(len(points), 4.0))
+    np.testing.assert_allclose(found, expected[domain.owned], 1e-14, 1e-14)
+    assert domain.deposit(points, np.ones(len(points), np.complex64)).dtype == np.complex64
+
+
+def test_own_points_are_sent_to_their_owners_only(rank, size, monkeypatch):
+    domain, sent = Domain(6 * size), []
+    (x,) = domain.coordinates()
+    send = interpolation.mpi_send
+    monkeypatch.setattr(
+        interpolation, "mpi_send", lambda x, dest, *rest: sent.append((dest, len(x))) or send(x, dest, *rest)
+    )
+    points = np.minimum(x[:, None] + 1.5, 6 * size - 1)  # the last two are between cells of the next rank, if there is one
+    found = domain.interpolate(x, points, result="own")
+    np.testing.assert_allclose(found, points[:, 0], 1e-13)
+    counts = np.bincount(np.minimum(points[:, 0] // 6, size - 1).astype(int), minlength=size)
+    there = [(int(r), int(counts[r])) for r in np.flatnonzero(counts)]
+    assert sent[: len(there)] == there
+    assert {r for r, _ in sent[len(there) :]} <= {rank, max(rank - 1, 0)}  # values, back to the points' ranks
+
+
+def test_refused_deposits(rank, size):
+    domain = Domain((9, 8))
+    points, last = np.ones((3, 2)), rank == size - 1
+    with pytest.raises(ValueError, match=r"Domain.deposit: point 0 at \(-1.0, 1.0\) is outside of the grid"):
+        domain.deposit(points - [2.0 * last, 0.0], np.ones(3))
+    for wrong, text in ((np.ones(2), r"shape \(2,\)"), (np.ones(3, int), "dtype int64"), (1.0, "got float")):
+        with pytest.raises(ValueError, match=rf"values must be an array of floats of shape \(..., \*\(3,\)\).*{text}"):
+            domain.deposit(points, wrong if last else np.ones(3))
+    assert mpiad.mpi_allreduce(1) == size

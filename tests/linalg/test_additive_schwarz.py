@@ -1,5 +1,7 @@
 """`AdditiveSchwarz` against its definition with dense matrices, and what it saves."""
 
+import sys
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -118,3 +120,56 @@ def test_what_is_refused(rank_rng, rank, size):
     with pytest.raises(ValueError, match="right-hand side|must return an array of the shape of b"):
         a.solve(np.ones(a.local_shape[0]), preconditioner=lambda r: r[1:])
     assert mpiad.mpi_allreduce(1) == size
+
+
+def laplacian(n, wind=0.0):
+    one = sp.diags_array([-1.0 - wind, 2.0, -1.0 + wind], offsets=[-1, 0, 1], shape=(n, n))
+    return sp.csr_array(sp.kron(sp.eye_array(n), one) + sp.kron(one, sp.eye_array(n)))
+
+
+@pytest.mark.parametrize("wind", [0.0, 0.2])
+def test_algebraic_multigrid(rank_rng, rank, size, wind):
+    pyamg = pytest.importorskip("pyamg")
+    whole, rng = laplacian(24, wind), rank_rng(100)
+    a = DistributedMatrix.from_scipy(sp.csr_matrix(whole) if rank == 0 else None)
+    x, y = rng.standard_normal((2, 24 * 24))
+    state = np.random.get_state()[1].copy()  # noqa: NPY002
+    preconditioner = AdditiveSchwarz(a, local="amg")
+    np.testing.assert_array_equal(np.random.get_state()[1], state)  # noqa: NPY002
+    if not wind:  # conjugate gradients need a symmetric preconditioner
+        one, other = (mpiad.mpi_allreduce(preconditioner(p[a.owned_rows]) @ q[a.owned_rows]) for p, q in ((x, y), (y, x)))
+        np.testing.assert_allclose(one, other, 1e-12)
+    if size == 1 and not wind:  # one cycle for the whole matrix, and the correction that is constant
+        np.random.seed(0)  # noqa: NPY002
+        cycle = pyamg.smoothed_aggregation_solver(sp.csr_matrix(whole)).aspreconditioner()
+        np.testing.assert_allclose(preconditioner(x), cycle @ x + x.sum() / whole.sum(), 1e-10)
+        z = preconditioner(np.stack([x, y + 1j * x]))
+        np.testing.assert_allclose(z, [preconditioner(x), preconditioner(y) + 1j * preconditioner(x)], 1e-12)
+    counts = {}
+    for name, chosen in {"none": None, "amg": preconditioner}.items():
+        norms = []
+        u = a.solve(x[a.owned_rows], preconditioner=chosen, rtol=1e-10, callback=norms.append)
+        np.testing.assert_allclose(u, sp.linalg.spsolve(whole.tocsc(), x)[a.owned_rows], 1e-6, 1e-8)
+        counts[name] = len(norms)
+    assert counts["amg"] < 0.5 * counts["none"]
+
+    def loss(values):
+        u = a.with_values(values).solve(x[a.owned_rows], preconditioner=preconditioner, rtol=1e-12)
+        return mpiad.mpi_allreduce(anp.sum(u**2))
+
+    found = mpiad.grad(loss)(a.values)
+    u = np.linalg.solve(whole.toarray(), x)
+    multiplier = np.linalg.solve(whole.toarray().T, 2 * u)
+    row, column = a.indices
+    np.testing.assert_allclose(found, -multiplier[row] * u[column], 1e-6, 1e-6 * abs(found).max())
+
+
+def test_refused_local_solvers(monkeypatch):
+    a = DistributedMatrix.from_scipy(sp.csr_matrix(laplacian(4)))
+    with pytest.raises(ValueError, match="local must be .* but got local='ilu'"):
+        AdditiveSchwarz(a, local="ilu")
+    with pytest.raises(ValueError, match="which takes options, but got local='lu', options={'max_levels': 2}"):
+        AdditiveSchwarz(a, options={"max_levels": 2})
+    monkeypatch.setitem(sys.modules, "pyamg", None)
+    with pytest.raises(ImportError, match=r"PyAMG can't be imported .* pip install 'mpiad\[amg\]'"):
+        AdditiveSchwarz(a, local="amg")

@@ -1,34 +1,57 @@
-"""`Elliptic`: the operator -∇·(κ∇u) + c u on a domain, differentiable with respect to u, κ and c."""
+"""`Elliptic`: the operator -∇·(κ∇u) + c u on a domain, differentiable with respect to u, κ and c.
+
+The flux between two points is κ on the face between them, times the difference of u, divided by the spacing h. With a
+condition α, g on a side, the flux out of the domain is w (α u - g), for u at the nearest point and κ on the side:
+
+- u = g at the distance d from the nearest point: α = 1, w = κ / d;
+- κ ∂u/∂n + α u = g at the distance h / 2: the flux 2 κ (u - v) / h from the point to the side, with the value v, is equal
+  to α v - g. Elimination of v gives w = 2 κ / (2 κ + h α); α = 0 is a given flux.
+
+The coefficient h w α of the outermost face, with u = 0 beyond it, gives the flux w α u. So all points have the same
+formula: the sum of the fluxes through their faces. The terms w g belong to the right-hand side.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import LocalArray
-from mpiad.device.transfer import Constants
+from mpiad._typing import Array, LocalArray
+from mpiad.device.assembly import concatenate
 from mpiad.domain import Domain
 from mpiad.domain.boundary import pairs_of
 from mpiad.domain.decomposition import per_dimension
-from mpiad.linalg.vectors import require_together
+from mpiad.linalg.vectors import on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import alike_on_all
 from mpiad.transport.devices.device_arrays import arrays_of
 
-_KINDS = ("dirichlet", "neumann")
-_ALLOWED = '"dirichlet" or "neumann"; or, in a tuple, one of these or a pair (before, after) for each dimension'
+_ALLOWED = (
+    '"dirichlet", "neumann", {"dirichlet": g}, {"neumann": q} or {"robin": (alpha, g)}; or, in a tuple, one of these or a '
+    "pair (before, after) for each dimension"
+)
+
+Coefficient = Any
+"""κ: a number; an array of shape local_shape or (dimensions, *local_shape); or a list of arrays on faces."""
+
+
+class Side(NamedTuple):
+    """The condition on a side of the grid; its numbers or arrays may be traced."""
+
+    kind: str
+    alpha: Any
+    given: Any = None  # g or q; None for zero
 
 
 class Sides(NamedTuple):
     """The spacing and boundary conditions of a grid."""
 
     spacing: tuple[float, ...]  # distance between neighboring points along each dimension
-    # For each dimension, whether u is prescribed on the side before the first point, and after the last point.
-    fixed: tuple[tuple[bool, bool], ...]
+    pairs: list[tuple[Side, Side]]  # for each dimension, the conditions before the first point, and after the last point
     centred: bool  # whether sides with prescribed values are half a spacing beyond the outermost points, instead of one
 
 
@@ -41,32 +64,58 @@ def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, c
         raise TypeError(f"{call}: spacing must be a number, or one for each dimension, but got {spacing!r}.") from None
     if not all(0 < step < math.inf for step in steps):
         raise ValueError(f"{call}: spacing must be positive and finite, but got {spacing!r}.")
-    pairs = pairs_of(boundary, ndim, _ALLOWED, call)
-    if any(kind not in _KINDS for pair in pairs for kind in pair):
-        raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {boundary!r}.")
-    # Periodic dimensions have no sides.
-    fixed = [
-        (not wraps and low == _KINDS[0], not wraps and high == _KINDS[0])
-        for (low, high), wraps in zip(pairs, domain.periodic)
-    ]
-    return Sides(steps, tuple(fixed), bool(centred))
+    pairs = [tuple(_side(entry, call) for entry in pair) for pair in pairs_of(boundary, ndim, _ALLOWED, call)]
+    for axis, pair in enumerate(pairs):
+        shape = tuple(1 if other == axis else n for other, n in enumerate(domain.local_shape))
+        for side, rank in zip(pair, domain.neighbours[axis]):
+            if rank is None:
+                _check_values(side, shape, call)
+    return Sides(steps, pairs, bool(centred))  # type: ignore[arg-type]
+
+
+def _side(entry: Any, call: str) -> Side:
+    kind, value = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (entry, None)
+    if isinstance(kind, str) and kind == "robin" and isinstance(value, (tuple, list)) and len(value) == 2:
+        return Side(kind, *value)
+    if not isinstance(kind, str) or kind not in ("dirichlet", "neumann"):
+        raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {entry!r}.")
+    return Side(kind, 1.0 if kind == "dirichlet" else 0.0, value)
+
+
+def _check_values(side: Side, shape: tuple[int, ...], call: str) -> None:
+    for name, value in (("alpha", side.alpha), ("the given value", 0.0 if side.given is None else side.given)):
+        array = np.asarray(on_host(stop_gradient(value)))
+        lead = () if name == "alpha" else array.shape[: -len(shape)]
+        fits = len(array.shape) <= len(lead + shape) and all(n in (1, m) for n, m in zip(array.shape[::-1], shape[::-1]))
+        if array.dtype.kind not in "fiu" or not fits:
+            raise ValueError(
+                f"{call}: {name} of a side must be a real number or an array that broadcasts to this rank's part of the "
+                f"side, {shape}, but has dtype {array.dtype} and shape {array.shape}."
+            )
+        if not np.isfinite(array).all() or (name == "alpha" and (array < 0).any()):
+            raise ValueError(f"{call}: {name} of a side must be finite (alpha: and zero or more), but got {value!r}.")
 
 
 class Elliptic:
-    """The operator -∇·(κ∇u) + c u on the blocks of a domain; κ on a face is its mean at the two adjacent points.
+    """The operator -∇·(κ∇u) + c u on the blocks of a domain.
+
+    The operator is linear: values and fluxes that are given on sides are in `source`, to be added to the right-hand side.
 
     Parameters
     ----------
     domain : Domain
     spacing : float, or one per dimension
         Distance between neighboring points.
-    boundary : {"dirichlet", "neumann"} or a tuple
-        Conditions on physical sides: u = 0 ("dirichlet") or no flux. A tuple contains a name, or a pair of names
-        (before, after), per dimension. Periodic dimensions have no sides.
+    boundary : {"dirichlet", "neumann"}, dict or tuple
+        Conditions on physical sides. "dirichlet" is u = 0, and "neumann" is no flux. ``{"dirichlet": g}`` is u = g,
+        ``{"neumann": q}`` is the flux κ ∂u/∂n = q into the domain, for the outer normal n, and ``{"robin": (alpha, g)}`` is
+        κ ∂u/∂n + α u = g with α ≥ 0. The values are numbers, or arrays that broadcast to this rank's part of the side,
+        which has length 1 along the side's dimension; they may be traced. g and q may have the leading axes of several
+        right-hand sides. A tuple contains a condition, or a pair (before, after), per dimension. Periodic
+        dimensions have no sides.
     centred : bool
-        Whether points are centers of cells, as in `Domain.coordinates`. If True, sides with u = 0 are half a spacing
-        beyond the outermost points, otherwise one spacing. Sides without flux are always half a spacing beyond
-        the outermost points.
+        Whether points are centers of cells, as in `Domain.coordinates`. If True, sides with given u are half a spacing
+        beyond the outermost points, otherwise one spacing. All other sides are half a spacing beyond the outermost points.
 
     Raises
     ------
@@ -99,17 +148,14 @@ class Elliptic:
     ):
         if not isinstance(domain, Domain):
             raise TypeError(f"Elliptic: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r}.")
-        settings = [f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}"]
         self.sides = alike_on_all(
             channel(domain.comm, "Elliptic"),
             lambda: sides_of(domain, spacing, boundary, centred, "Elliptic"),
-            lambda _: settings,
+            lambda sides: [f"{sides._replace(pairs=[[side.kind for side in pair] for pair in sides.pairs])}"],
             "Elliptic",
         )
         # The same domain with a halo of one point.
         self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
-        self.walls = _walls(self.domain, self.sides)
-        self._walls = Constants(self.walls)
 
     def __call__(self, u: LocalArray, kappa: LocalArray, c: LocalArray | float = 0.0) -> LocalArray:
         """Return this rank's block of -∇·(κ∇u) + c u.
@@ -117,7 +163,11 @@ class Elliptic:
         Parameters
         ----------
         u : array of shape (..., *local_shape)
-        kappa : array of shape local_shape, or number
+        kappa : number, array of shape local_shape or (dimensions, *local_shape), or list of arrays
+            The coefficient at the points; its mean at two adjacent points is κ on the face between them. With a leading
+            axis, it is the diagonal of a tensor. A list contains, for each dimension, κ on the faces before and after this
+            rank's points along this dimension, whose number is one more than that of the points. A face between two
+            ranks is in the arrays of both, with the same value.
         c : array of shape local_shape, or number
             All arrays are on the host, or all on one device.
 
@@ -139,54 +189,122 @@ class Elliptic:
         u gets the operator's product with the cotangent, since the operator is symmetric; κ and c get the
         transposes of the product's derivatives with respect to κ and c, times the cotangent.
         """
-        require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
-        xp = arrays_of(stop_gradient(u))
-        if np.shape(stop_gradient(kappa)) == ():
-            shape = self.domain.local_shape
-            kappa = kappa * (np.ones(shape) if xp is None else xp.full(shape, 1, np.float64))
-        if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
-            kappa = kappa.astype(stop_gradient(u).dtype)
-        # The flux through a side with u = 0 is κ u at the nearest point, divided by that point's distance to the side.
-        (walls,) = self._walls.on(xp)
-        total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
-        # With "edge", u is constant across all physical sides; sides with u = 0 contribute through `walls`.
-        padded, padded_kappa = self.domain.exchange([u, kappa], "edge", corners=False)
-        ndim = len(self.sides.spacing)
-        for axis, step in enumerate(self.sides.spacing):
-            of_u, of_kappa = _layers(padded, axis, ndim), _layers(padded_kappa, axis, ndim)
-            # The mean of κ at the two adjacent points, times the difference of u, divided by the square of the spacing.
-            flux = (of_kappa(1, None) + of_kappa(0, -1)) * (of_u(1, None) - of_u(0, -1)) * (0.5 / step**2)
-            faces = _layers(flux, axis, ndim, cut=False)
-            total = total + faces(0, -1) - faces(1, None)
-        return total
+        plain = stop_gradient(u)
+        given = isinstance(kappa, (list, tuple))
+        require_together("linalg.Elliptic", u=plain, kappa=stop_gradient(kappa[0] if given else kappa), c=stop_gradient(c))
+        if given:
+            return self.product(u, c, self.faces(kappa))
+        kappa = self.field(kappa, plain)
+        padded, padded_kappa = self.domain.exchange([u, _cast(kappa, plain.dtype)], corners=False)
+        return self.product(u, c, self._with_sides(self._means(padded_kappa), kappa), padded)
 
-    def couplings(self, kappa: LocalArray) -> list[tuple[LocalArray, LocalArray]]:
-        """Return, for each dimension, the couplings of each point with the previous and with the next point.
+    def faces(self, kappa: Coefficient) -> list[LocalArray]:
+        """Return, for each dimension, the coefficients of the fluxes through the faces before and after the points.
 
         Parameters
         ----------
-        kappa : array of shape local_shape
-            Not traced.
+        kappa
+            As in the call.
+
+        Returns
+        -------
+        list of array
+            κ on the faces, and on physical sides the coefficient that results from the side's condition.
 
         Ranks
         -----
         All ranks of the domain call it.
+
+        Adjoint
+        -------
+        At a point, κ gets the mean of the cotangents of its faces; κ and α also get the derivatives of the coefficients of
+        sides.
         """
-        padded_kappa, couplings = self.domain.exchange(kappa, "edge", corners=False), []
-        ndim = len(self.sides.spacing)
-        for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.domain.neighbours)):
-            of_kappa = _layers(padded_kappa, axis, ndim)
-            faces = (of_kappa(1, None) + of_kappa(0, -1)) * (0.5 / step**2)
-            of_faces = _layers(faces, axis, ndim, cut=False)
-            # There is no coupling across physical sides; a side with u = 0 contributes to the diagonal.
-            for layer, rank in zip((slice(0, 1), slice(-1, None)), pair):
-                if rank is None:
-                    of_faces(layer.start, layer.stop)[...] = 0.0
-            couplings.append((of_faces(0, -1), of_faces(1, None)))
-        return couplings
+        if isinstance(kappa, (list, tuple)):
+            return self._with_sides(list(kappa), kappa)
+        kappa = self.field(kappa, stop_gradient(kappa))
+        return self._with_sides(self._means(self.domain.exchange(kappa, corners=False)), kappa)
+
+    def source(self, kappa: Coefficient) -> LocalArray | float:
+        """Return the contribution of the values and fluxes on sides to the right-hand side; zero if none are given.
+
+        Parameters
+        ----------
+        kappa
+            As in the call.
+
+        Ranks
+        -----
+        Each rank calls it independently.
+
+        Adjoint
+        -------
+        The given values, κ on sides, and α get the derivatives of the fluxes through the sides.
+        """
+        total: Any = 0.0
+        for axis, end, side, weight in self._own_sides(kappa):
+            if side.given is not None:
+                n, rest = self.domain.local_shape[axis], (1,) * (len(self.sides.spacing) - axis - 1)
+                nearest = (np.arange(n) == (n - 1) * end).astype(float).reshape(n, *rest)
+                flux = weight * side.given / self.sides.spacing[axis]
+                xp = arrays_of(stop_gradient(flux))
+                total = total + flux * (nearest if xp is None else xp.to_device(nearest))
+        return total
+
+    def product(self, u: LocalArray, c: LocalArray | float, faces: Sequence[LocalArray], padded: Any = None) -> LocalArray:
+        """Return this rank's block of the product, given the result of `faces`, and u with its halo if it is known."""
+        total, ndim, dtype = c * u, len(self.sides.spacing), stop_gradient(u).dtype
+        padded = self.domain.exchange(u, corners=False) if padded is None else padded
+        for axis, (step, kappa) in enumerate(zip(self.sides.spacing, faces)):
+            of_u = layers_of(padded, axis, ndim)
+            flux = _cast(kappa, dtype) * (of_u(1, None) - of_u(0, -1)) * (1.0 / step**2)
+            of_flux = layers_of(flux, axis, ndim, cut=False)
+            total = total + of_flux(0, -1) - of_flux(1, None)
+        return total
+
+    def field(self, kappa: Any, like: Array) -> LocalArray:
+        """Return a number as an array of shape local_shape, on the host or device of `like`; return arrays unchanged."""
+        if np.shape(stop_gradient(kappa)):
+            return kappa
+        xp = arrays_of(like)
+        return kappa * (np.ones(self.domain.local_shape) if xp is None else xp.full(self.domain.local_shape, 1, np.float64))
+
+    def _means(self, padded: LocalArray) -> list[LocalArray]:
+        ndim, means = len(self.sides.spacing), []
+        for axis in range(ndim):
+            of_kappa = layers_of(padded[axis] if padded.ndim > ndim else padded, axis, ndim)
+            means.append(0.5 * (of_kappa(1, None) + of_kappa(0, -1)))
+        return means
+
+    def _own_sides(self, kappa: Coefficient) -> Iterator[tuple[int, int, Side, LocalArray]]:
+        """Yield dimension, end (0 or 1), condition and weight w of each physical side of this rank."""
+        ndim, given = len(self.sides.spacing), isinstance(kappa, (list, tuple))
+        for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.sides.pairs)):
+            for end, side in enumerate(pair):
+                if self.domain.neighbours[axis][end] is None:
+                    field = kappa[axis] if given or np.ndim(stop_gradient(kappa)) > ndim else kappa
+                    of_side = field
+                    if np.ndim(stop_gradient(field)):
+                        of_side = layers_of(field, axis, ndim, cut=False)(-end, None if end else 1)
+                    if side.kind == "dirichlet":
+                        yield axis, end, side, of_side * ((2.0 if self.sides.centred else 1.0) / step)
+                    else:
+                        yield axis, end, side, 2.0 * of_side / (2.0 * of_side + step * side.alpha)
+
+    def _with_sides(self, faces: list[LocalArray], kappa: Coefficient) -> list[LocalArray]:
+        """Return the faces with the coefficients of sides in the outermost layers."""
+        for axis, end, side, weight in self._own_sides(kappa):
+            layers = layers_of(faces[axis], axis, len(faces), cut=False)
+            new = self.sides.spacing[axis] * side.alpha * weight
+            faces[axis] = concatenate([layers(0, -1), new] if end else [new, layers(1, None)], axis=axis)
+        return faces
 
 
-def _layers(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
+def _cast(x: LocalArray, dtype: np.dtype) -> LocalArray:
+    return x if stop_gradient(x).dtype == dtype else x.astype(dtype)
+
+
+def layers_of(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
     """Return a function that returns layers of an array along a dimension, without the halo of other dimensions."""
     rest = slice(1, -1) if cut else slice(None)
 
@@ -194,15 +312,3 @@ def _layers(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
         return array[(..., *[slice(start, stop) if other == axis else rest for other in range(ndim)])]
 
     return layers
-
-
-def _walls(domain: Domain, sides: Sides) -> np.ndarray:
-    """Return, for each point, the factor of κ in the diagonal that is due to adjacent sides with u = 0."""
-    walls = np.zeros(domain.local_shape)
-    for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):
-        layers = _layers(walls, axis, len(sides.spacing), cut=False)
-        for start, stop_, rank, is_fixed in zip((0, -1), (1, None), pair, fixed):
-            if rank is None and is_fixed:
-                # At half the distance to the side, the difference quotient is twice as large.
-                layers(start, stop_)[...] += (2.0 if sides.centred else 1.0) / step**2
-    return walls

@@ -14,6 +14,7 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
+from mpiad.linalg.multigrid.elliptic import Coefficient
 from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.linalg.solve import direction_of
 from mpiad.linalg.vectors import require_together
@@ -29,7 +30,7 @@ _CALL = "linalg.solve_elliptic"
 @opaque
 def solve_elliptic(
     domain: Domain,
-    kappa: LocalArray | float,
+    kappa: Coefficient,
     b: LocalArray,
     c: LocalArray | float = 0.0,
     *,
@@ -48,16 +49,16 @@ def solve_elliptic(
     Parameters
     ----------
     domain : Domain
-    kappa : array of shape local_shape, or number
-        The coefficient κ. It must be positive, and may jump.
+    kappa : number, array of shape local_shape or (dimensions, *local_shape), or list of arrays
+        The coefficient κ at the points, the diagonal of a tensor, or κ on faces, as for `Elliptic`. It must be positive,
+        and may jump.
     b : array of shape (..., *local_shape)
         This rank's block of the right-hand side. Several right-hand sides, along leading axes, are solved together, each to
         its own tolerance.
     c : array of shape local_shape, or number
         The coefficient c, zero or positive. All arrays must be on the host, or all on one device.
     spacing, boundary, centred
-        As in `Elliptic`. For a nonzero value on a side, add κ times the value, divided by the square of the spacing, to `b`
-        at the points next to the side (twice this term if `centred`).
+        As in `Elliptic`. Derivatives also flow to values in `boundary`, which may have the leading axes of `b`.
     mean_zero : bool
         As in `Multigrid`.
     rtol, atol, maxiter
@@ -81,7 +82,8 @@ def solve_elliptic(
 
     Adjoint
     -------
-    One solve A λ = ū, on all ranks, with the levels of the forward solve; b gets λ, and κ and c get -(∂(A u)/∂(κ, c))ᵀ λ.
+    One solve A λ = ū, on all ranks, with the levels of the forward solve; b gets λ, and κ, c
+    and the coefficients α of sides get -(∂(A u)/∂(κ, c, α))ᵀ λ. Values on sides are part of the right-hand side.
     Forward mode and higher orders take one solve per derivative.
 
     Examples
@@ -91,23 +93,20 @@ def solve_elliptic(
     >>> print(f"{domain.max(u):.4f}")
     0.0734
     """
-    levels = Multigrid(
-        domain,
-        stop_gradient(kappa),
-        stop_gradient(c),
-        spacing=spacing,
-        boundary=boundary,
-        centred=centred,
-        mean_zero=mean_zero,
-    )
-    group = channel(domain.comm, _CALL)
+    grid: Any = {"spacing": spacing, "boundary": boundary, "centred": centred, "mean_zero": mean_zero}
+    levels = Multigrid(domain, stop_gradient(kappa), stop_gradient(c), **grid)
+    group, given, operator = channel(domain.comm, _CALL), isinstance(kappa, (list, tuple)), levels.operator
+    fields: Any = list(kappa) if given else [kappa]
     with raising_together(group):
-        require_together(_CALL, b=stop_gradient(b), kappa=stop_gradient(kappa), c=stop_gradient(c))
-        for field in (b, kappa, c):
+        require_together(_CALL, b=stop_gradient(b), kappa=stop_gradient(fields[0]), c=stop_gradient(c))
+        for field in (b, c, *fields):
             require_own_block(field, domain.local_shape, group.size, group.rank, _CALL)
+    source: Any = operator.source(kappa)
+    rhs = b if type(source) is float else b + source.astype(stop_gradient(b).dtype)
+    faces = operator.faces(fields if given else operator.field(kappa, stop_gradient(b)))
     # The solves of derivatives start from zero, and call no callback.
     initial = {"x0": stop_gradient(x0), "callback": callback}
-    return _solution(b, kappa, c, problem=_Problem(levels, {"rtol": rtol, "atol": atol, "maxiter": maxiter}, initial))
+    return _solution(rhs, c, *faces, problem=_Problem(levels, {"rtol": rtol, "atol": atol, "maxiter": maxiter}, initial))
 
 
 class _Problem(NamedTuple):
@@ -119,17 +118,18 @@ class _Problem(NamedTuple):
     linear: bool = False  # whether derivatives with respect to κ and c are omitted
 
     def product(self, arguments: Sequence[LocalArray]) -> LocalArray:
-        """Return the operator's product with u, for the list [u, κ, c]."""
-        return self.levels.operator(*arguments)
+        """Return the operator's product with u, for the list [u, c, *faces]."""
+        u, c, *faces = arguments
+        return self.levels.operator.product(u, c, faces)
 
 
 @custom_operator
-def _solution(b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> LocalArray:
-    """Return the solution. The levels were computed from κ and c, which are arguments only for their derivatives."""
+def _solution(b: LocalArray, c: LocalArray, *faces: LocalArray, problem: _Problem) -> LocalArray:
+    """Return the solution. The levels were computed from c and κ, which are arguments only for their derivatives."""
     return problem.levels.solve(b, **problem.settings, **problem.initial)
 
 
-def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> Callable:
+def _adjoint(ans: LocalArray, b: LocalArray, c: LocalArray, *faces: LocalArray, problem: _Problem) -> Callable:
     """Return the transpose of the solution's derivative, for which A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
@@ -138,25 +138,23 @@ def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *
         tape = tracing.tape
         linear = tape is not None and tape.of_cotangents
         # The operator is its own transpose, so the same levels solve for all cotangents at once.
-        multiplier = _solution(g, kappa, c, problem=problem._replace(initial={}, linear=linear))
+        multiplier = _solution(g, c, *faces, problem=problem._replace(initial={}, linear=linear))
         if problem.linear:
             return [multiplier]
-        pull, _ = make_vjp(problem.product)([ans, kappa, c])
+        pull, _ = make_vjp(problem.product)([ans, c, *faces])
         # The first cotangent, Aᵀ λ, is equal to ū.
-        _, of_kappa, of_c = pull(multiplier, batch=len(g.shape) > len(ans.shape))
-        return [multiplier, -of_kappa, -of_c]
+        _, *others = pull(multiplier, batch=len(g.shape) > len(ans.shape))
+        return [multiplier, *[-cotangent for cotangent in others]]
 
     return vjp
 
 
-def _tangent(
-    gs: list, ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem
-) -> LocalArray:
-    """Return the derivative of the solution along tangents of b, κ and c."""
-    tangents = [direction_of(value, g) for value, g in zip((kappa, c), gs[1:])]
-    jvp = make_jvp(problem.product)([ans, kappa, c])
+def _tangent(gs: list, ans: LocalArray, b: LocalArray, c: LocalArray, *faces: LocalArray, problem: _Problem) -> LocalArray:
+    """Return the derivative of the solution along tangents of b, c and κ."""
+    tangents = [direction_of(value, g) for value, g in zip((c, *faces), gs[1:])]
+    jvp = make_jvp(problem.product)([ans, c, *faces])
     change = jvp([spec_like(stop_gradient(ans)).zeros(), *tangents])[1]
-    return _solution(tangent_of(b, gs[0]) - change, kappa, c, problem=problem._replace(initial={}, linear=False))
+    return _solution(tangent_of(b, gs[0]) - change, c, *faces, problem=problem._replace(initial={}, linear=False))
 
 
 defvjp_together(_solution, _adjoint)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, LocalArray
+from mpiad._typing import Array, LocalArray, Shape
 from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.domain.partition import Partition
 from mpiad.errors import NotFiniteError
 from mpiad.linalg.multigrid.color_layout import Distribution, distribution_of, layout_of
-from mpiad.linalg.multigrid.elliptic import Elliptic, Sides
+from mpiad.linalg.multigrid.elliptic import Coefficient, Elliptic, layers_of
 from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
 from mpiad.linalg.multigrid.multigrid_cg import preconditioned_cg
 from mpiad.linalg.multigrid.stencil import stencil_of
@@ -25,7 +25,7 @@ from mpiad.linalg.vectors import column, on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import MAX, SUM, Channel, channel
-from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.agreement import agreed, raise_together, raising_together
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, empty_like, is_array
@@ -33,53 +33,80 @@ from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, empty_
 _CALL = "linalg.Multigrid"
 
 
-def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, on the host; collective. Raise on all ranks if they are invalid on any rank."""
+def coefficients(domain: Domain, kappa: Any, c: object, group: Channel) -> tuple[Coefficient, LocalArray]:
+    """Return κ and c of this rank, on the host; collective. Raise on all ranks if they are invalid on any rank."""
+    local, ndim, faces = domain.local_shape, len(domain.shape), isinstance(kappa, (list, tuple))
     with raising_together(group):
-        require_together(_CALL, kappa=getval(kappa), c=getval(c))
-        fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
+        if faces and len(kappa) != ndim:
+            raise ValueError(f"{_CALL}: kappa must have one array of faces per dimension, {ndim}, but has {len(kappa)}.")
+        require_together(_CALL, kappa=getval(kappa[0] if faces else kappa), c=getval(c))
+        if faces:
+            shapes = [tuple(n + (axis == other) for other, n in enumerate(local)) for axis in range(ndim)]
+            kappa = [_field(domain, x, f"kappa[{k}]", False, [shape]) for k, (x, shape) in enumerate(zip(kappa, shapes))]
+        else:
+            kappa = _field(domain, kappa, "kappa", False, [local, (ndim, *local)])
+        c = _field(domain, c, "c", True, [local])
         for axis, (n, wraps) in enumerate(zip(domain.shape, domain.periodic)):
             if wraps and n % 2:
                 raise ValueError(
                     f"{_CALL}: a periodic dimension must have an even number of points, but dimension {axis} has {n}. "
                     "Choose a multiple of a high power of two, which allows the most levels."
                 )
-    return fields[0], fields[1]
+    if faces:
+        _require_equal_copies(domain, kappa, group)
+    return kappa, c
 
 
-def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) -> bool:
+def _require_equal_copies(domain: Domain, faces: list[LocalArray], group: Channel) -> None:
+    """Raise a ValueError on all ranks if the values of a face between two ranks differ; collective."""
+    ndim, block = len(faces), tuple(slice(0, n) for n in domain.local_shape)
+    padded = domain.exchange(np.stack([field[block] for field in faces]), corners=False)  # faces before points
+    error = None
+    for axis, field in enumerate(faces):
+        last, other = (layers_of(x, axis, ndim, cut)(-1, None) for x, cut in ((field, False), (padded[axis], True)))
+        if domain.neighbours[axis][1] is not None and not np.allclose(last, other, rtol=1e-6, atol=0.0):
+            error = ValueError(
+                f"{_CALL}: kappa[{axis}] on the faces after the last points of rank {group.rank} differs from the values "
+                "of the next rank on the same faces. Compute it from fields with a halo: see Domain.exchange."
+            )
+    raise_together(group, error)
+
+
+def has_constants(of_one: LocalArray, mean_zero: bool, group: Channel) -> bool:
     """Return whether the operator's kernel contains constants; collective.
 
-    Raise a ValueError on all ranks if `mean_zero` differs from the result, or differs between ranks.
+    `of_one`: this rank's block of the product with the constant one. Raise a ValueError on all ranks if `mean_zero` differs
+    from the result, or differs between ranks.
     """
-    has_fixed_side = any(side for pair in sides.fixed for side in pair)
-    # The sides are the same on all ranks, but c differs between ranks.
-    largest, some_true, some_false = allreduce(group, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
+    local = np.array([of_one.max(), mean_zero, not mean_zero], float)
+    largest, some_true, some_false = allreduce(group, local, MAX, _CALL)
     if some_true and some_false:
         raise agreed(group, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
-    singular = not has_fixed_side and float(largest) == 0.0
+    singular = float(largest) == 0.0
     if singular and not mean_zero:
         text = (
-            "the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant can be "
-            "added to any solution. Use mean_zero=True for the solution with mean zero, boundary='dirichlet' on "
-            "a side, or a small c."
+            "the operator is singular: no side has boundary='dirichlet' or 'robin', and c is zero everywhere, so a "
+            "constant can be added to any solution. Use mean_zero=True for the solution with mean zero, "
+            "boundary='dirichlet' on a side, or a small c."
         )
         raise agreed(group, ValueError(f"{_CALL}: {text}"))
     if mean_zero and not singular:
-        text = "this operator has a side with u = 0, or c > 0 somewhere: its solution is unique. Omit mean_zero."
+        text = "u or α > 0 is given on a side, or c > 0 somewhere: the solution is unique. Omit mean_zero."
         raise agreed(group, ValueError(f"{_CALL}: mean_zero=True is for singular operators, but {text}"))
     return singular
 
 
-def contrast(kappa: LocalArray, group: Channel) -> float:
+def contrast(kappa: Coefficient, group: Channel) -> float:
     """Return the ratio of the largest κ to the smallest κ on all ranks; collective."""
+    fields = kappa if isinstance(kappa, list) else [kappa]
     # The minimum is -max(-κ), so that one reduction computes both.
-    highest, lowest = allreduce(group, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
+    local = np.array([max(x.max() for x in fields), -min(x.min() for x in fields)])
+    highest, lowest = allreduce(group, local, MAX, _CALL)
     with np.errstate(over="ignore"):
         return float(highest / -lowest)
 
 
-def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> LocalArray:
+def _field(domain: Domain, value: object, name: str, zero_allowed: bool, shapes: list[Shape]) -> LocalArray:
     if isbox(value):
         raise TypeError(
             f"{_CALL}: {name} is traced, but a preconditioner isn't differentiated. Pass mpiad.stop_gradient({name}), or "
@@ -88,17 +115,17 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
     array = np.asarray(on_host(value))
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{_CALL}: {name} must be real numbers, but got {type(value).__name__} of dtype {array.dtype}.")
-    if array.shape not in ((), domain.local_shape):
+    if array.shape not in [(), *shapes] or (not array.shape and domain.local_shape not in shapes):
         raise ValueError(
-            f"{_CALL}: {name} must be a number or an array of shape {domain.local_shape}, this rank's block, but has shape "
-            f"{array.shape}."
+            f"{_CALL}: {name} must be a number or an array of shape {' or '.join(map(str, shapes))}, of this rank, "
+            f"but has shape {array.shape}."
         )
-    field = np.broadcast_to(array, domain.local_shape).astype(np.float64)
+    field = np.broadcast_to(array, array.shape or domain.local_shape).astype(np.float64)
     usable = np.isfinite(field) & (field >= 0.0 if zero_allowed else field > 0.0)
     if not usable.all():
         kind = ValueError if np.isfinite(field).all() else NotFiniteError
         first = np.unravel_index(int(np.argmin(usable)), field.shape)
-        index = tuple(int(i) + cells.start for i, cells in zip(first, domain.owned))
+        index = tuple(int(i) + cells.start for i, cells in zip(first[-len(domain.shape) :], domain.owned))
         raise kind(
             f"{_CALL}: {name} must be {'zero or more' if zero_allowed else 'positive'} and finite, but is "
             f"{float(field[first])!r} at point {index} of the grid, and invalid at {int(np.count_nonzero(~usable))} of "
@@ -124,20 +151,21 @@ class Multigrid:
     ----------
     domain : Domain
         Periodic dimensions must have an even number of points; coarsening ends when this number becomes odd.
-    kappa : array of shape local_shape, or number
-        The coefficient κ. It must be positive, and may jump by orders of magnitude between neighboring points.
+    kappa
+        The coefficient κ, as for `Elliptic`. It must be positive, and may jump by orders of magnitude between neighboring
+        points.
     c : array of shape local_shape, or number
         Zero or more.
     spacing, boundary, centred
         As in `Elliptic`.
     mean_zero : bool
         Whether to return the solution with mean zero. Required if the operator's kernel contains constants (no side with
-        "dirichlet", and c = 0). The mean of right-hand sides is subtracted, since otherwise no solution exists.
+        "dirichlet" or "robin", and c = 0). The mean of right-hand sides is subtracted, since otherwise no solution exists.
 
     Attributes
     ----------
     operator : Elliptic
-    kappa, c : array of shape local_shape
+    kappa, c : array or list of arrays
         The coefficients, in double precision on the host.
     history : list of float
         The norm of the residual of all systems together, at the start and after each iteration of the last `solve`.
@@ -169,7 +197,7 @@ class Multigrid:
     def __init__(
         self,
         domain: Domain,
-        kappa: LocalArray | float,
+        kappa: Coefficient,
         c: LocalArray | float = 0.0,
         *,
         spacing: float | Sequence[float] = 1.0,
@@ -182,16 +210,19 @@ class Multigrid:
             self.domain = self.operator.domain
             self._channel = channel(domain.comm, "linalg.Multigrid")
             self.kappa, self.c = coefficients(self.domain, kappa, c, self._channel)
-            self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._channel)
+            self._faces = [np.asarray(on_host(stop_gradient(part))) for part in self.operator.faces(self.kappa)]
+            of_constant = self.operator.product(np.ones(self.domain.local_shape), self.c, self._faces)
+            self.mean_zero = has_constants(of_constant, mean_zero, self._channel)
             distribution = distribution_of(Partition(self.domain.shape, self.domain.dims, self.domain.periodic))
             self._layout = layout_of(distribution.box(self.domain.position))
             self._level = self._levels(distribution)
-        self._coefficients, self._copies = Constants(self.kappa, self.c), dict[ArrayModule, Level]()
+        self._coefficients, self._copies = Constants(self.c, *self._faces), dict[ArrayModule, Level]()
         self.history: list[float] = []
 
     def matvec(self, u: LocalArray) -> LocalArray:
         """Return this rank's block of the product of the operator with `u`; differentiable with respect to `u`."""
-        return self.operator(u, *self._coefficients.on(arrays_of(stop_gradient(u))))
+        c, *faces = self._coefficients.on(arrays_of(stop_gradient(u)))
+        return self.operator.product(u, c, faces)
 
     def __call__(self, r: LocalArray) -> LocalArray:
         """Return an approximate solution for a right-hand side, by one symmetric V-cycle.
@@ -353,13 +384,16 @@ class Multigrid:
 
     def _levels(self, distribution: Distribution) -> Level:
         ndim = len(self.domain.shape)
-        # The diagonal is the sum of all couplings, of the contributions of sides, and of c.
-        diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
-        for axis, (before, after) in enumerate(self.operator.couplings(self.kappa)):
-            diagonal = diagonal + before + after
-            for step, coupling in ((-1, before), (1, after)):
-                offset = tuple(step if other == axis else 0 for other in range(ndim))
-                couplings[offset] = coupling
+        # The diagonal is the sum of c and the coefficients of all faces; there is no coupling across physical sides.
+        diagonal, couplings = self.c, {}
+        for axis, (step, faces) in enumerate(zip(self.operator.sides.spacing, self._faces)):
+            of_faces = layers_of(faces / step**2, axis, ndim, cut=False)
+            diagonal = diagonal + of_faces(0, -1) + of_faces(1, None)
+            for end, offset in enumerate((-1, 1)):
+                coupling = of_faces(end, end - 1 or None).copy()
+                if self.domain.neighbours[axis][end] is None:
+                    layers_of(coupling, axis, ndim, cut=False)(-end, None if end else 1)[...] = 0.0
+                couplings[tuple(offset if other == axis else 0 for other in range(ndim))] = coupling
         stencil = stencil_of(self._layout, list(couplings), [diagonal, *couplings.values()])
         doubled = _DOUBLED if contrast(self.kappa, self._channel) > _SMOOTH else 0
         plan = Plan(self._channel.rank, self.domain.comm, self.mean_zero, doubled, are_compiled(diagonal.size))

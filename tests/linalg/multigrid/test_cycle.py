@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from elliptic_matrix import blocks, elliptic_matrix
+from elliptic_matrix import blocks, elliptic_matrix, fixed_sides
 from mpi4py import MPI
 
 import mpiad
@@ -41,7 +41,7 @@ def test_symmetric_and_positive(shape, settings, periodic, twice, rank_rng, monk
     np.testing.assert_allclose(found, found.T, rtol=1e-9, atol=1e-12 * abs(found).max())
     assert np.linalg.eigvalsh((found + found.T) / 2)[0] > 0
     # A cycle reduces the error in the energy norm: all eigenvalues of B A are between 0 and 1.
-    fixed = multigrid.operator.sides.fixed
+    fixed = fixed_sides(multigrid.operator.sides)
     matrix = elliptic_matrix(kappa, 0.01, settings.get("spacing", 1.0), fixed, False, periodic).toarray()
     eigenvalues = np.linalg.eigvals(found @ matrix).real
     assert 0 < eigenvalues.min() and eigenvalues.max() < 1 + 1e-9

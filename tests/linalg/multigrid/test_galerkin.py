@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from elliptic_matrix import blocks, elliptic_matrix, interpolation_matrix
+from elliptic_matrix import blocks, elliptic_matrix, fixed_sides, interpolation_matrix
 
 import mpiad.linalg.multigrid.hierarchy as levels
 from mpiad.domain import Domain
@@ -48,7 +48,7 @@ def test_operators_of_all_levels(shape, settings, more, shortest, rank_rng, monk
     kappa = blocks(shape, rank_rng(100), 5) * rank_rng(101).uniform(1, 2, shape)
     domain = Domain(shape, periodic=periodic)
     multigrid = Multigrid(domain, kappa[domain.owned], c, **settings)
-    fixed = multigrid.operator.sides.fixed
+    fixed = fixed_sides(multigrid.operator.sides)
     matrix = elliptic_matrix(kappa, c, settings.get("spacing", 1.0), fixed, settings.get("centred", False), periodic)
 
     level, depth = multigrid._level, 0

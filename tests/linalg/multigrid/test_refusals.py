@@ -46,9 +46,13 @@ def test_negative_c(domain):
 @pytest.mark.parametrize(
     ("error", "match", "settings"),
     [
-        (ValueError, "singular: no side has boundary='dirichlet' and c is zero .* mean_zero=True", {"boundary": "neumann"}),
+        (
+            ValueError,
+            "singular: no side has boundary='dirichlet' or 'robin', and .* mean_zero=True",
+            {"boundary": "neumann"},
+        ),
         (ValueError, "mean_zero=True is for singular operators", {"mean_zero": True}),
-        (ValueError, "boundary must be .* but got 'robin'", {"boundary": "robin"}),
+        (ValueError, "boundary must be .* but got 'mixed'", {"boundary": "mixed"}),
         (ValueError, "boundary has 3 entries for a grid of 2", {"boundary": ("neumann",) * 3}),
         (ValueError, "two sides, but boundary has 3 entries", {"boundary": ("neumann", ("dirichlet",) * 3)}),
         (ValueError, "spacing must be positive and finite, but got -1", {"spacing": -1}),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from diffusion import Diffusion
-from elliptic_matrix import blocks, elliptic_matrix
+from elliptic_matrix import blocks, elliptic_matrix, fixed_sides
 from scipy.sparse.linalg import splu
 
 import mpiad
@@ -37,7 +37,7 @@ def test_solutions_are_those_of_factors(shape, settings, periodic, many_levels, 
     multigrid = Multigrid(domain, kappa[domain.owned], 0.01, **settings)
     found = multigrid.solve(b[mine], rtol=1e-11)
     sides = multigrid.operator.sides
-    factors = splu(elliptic_matrix(kappa, 0.01, sides.spacing, sides.fixed, sides.centred, periodic).tocsc())
+    factors = splu(elliptic_matrix(kappa, 0.01, sides.spacing, fixed_sides(sides), sides.centred, periodic).tocsc())
     for index in np.ndindex(2, 2):
         expected = factors.solve(b[index].ravel()).reshape(shape)
         np.testing.assert_allclose(found[index], expected[domain.owned], rtol=1e-7, atol=1e-8 * abs(expected).max())
