@@ -13,12 +13,16 @@ Applied Mathematics 25 (1989), algorithm 2.2 with s = 1.
 
 from __future__ import annotations
 
+from typing import Any
+
+import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
-from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products, scale_and_add
+from mpiad.linalg.vectors import add_scaled, column, combined, is_nearly_real, on_host, products, scale_and_add
+from mpiad.programs import jit
 
 # Restarted GMRES with one reduction per iteration.
 #
@@ -204,57 +208,92 @@ def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
 
 
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Solve symmetric (complex: Hermitian) positive definite systems; this is a `Method`, and updates the residual r."""
-    p, s = np.zeros_like(r), np.zeros_like(r)
-    # Initially infinite, so that β is zero in the first iteration.
-    rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
-    shortest, norms_before, norm_known = np.full(len(x), np.inf), norms, True
+    """Solve symmetric (complex: Hermitian) positive definite systems; this is a `Method`."""
+    start, p, s = x, np.zeros_like(r), np.zeros_like(r)
+    infinite = np.full(len(x), np.inf)
+    # Initially r·z is infinite, so that β is zero in the first iteration.
+    numbers, norm_known = np.stack([infinite, np.zeros(len(x)), norms, infinite, targets]), True
     while not (norm_known and (norms <= targets).all()):
-        z = system.precondition(r)
-        w = system.apply(z)
-        rr, rz, wz = system.dots((r, r), (r, z), (w, z))
-        system.require_finite(rr, r, "the residual")
-        system.require_finite(rz, z, "the result of preconditioner")
-        system.require_finite(wz, w, "the result of matvec")
+        before = r, numbers
+        x, r, p, s, numbers, sums, counts = system.run(_cg_iteration, x, r, p, s, numbers)
+        invalid, large, far = counts.tolist()
+        if invalid:
+            _explain_cg(system, *before, sums)
         if not norm_known:
-            norms_before, norms = norms, np.sqrt(rr.real)
+            norms = numbers[2]
             system.note(norms)
-            if (norms <= targets).all():
-                break
-        active = norms > targets
+        if not large:
+            break
         require_iterations(system, targets)
-        invalid = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
-        if invalid.any():
-            product = complex(rz[invalid][0])
-            text = f"{product.real:.3e}" if product.imag == 0.0 else f"{product:.3e}"
-            system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {text} for a nonzero residual r")
-        # In a converged system, the step is zero, and the direction is the preconditioned residual.
-        beta = np.where(active, rz.real / rz_before, 0.0)
-        # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
-        curvature = wz.real - beta * beta * curvature_before
-        shortest = _require_curvature(system, curvature, wz, rz.real, shortest, active)
-        scale_and_add(p, beta, z)
-        scale_and_add(s, beta, w)
-        alpha = np.where(active, rz.real, 0.0) / np.where(active, curvature, 1.0)
-        add_scaled(x, alpha, p)
-        add_scaled(r, -alpha, s)
-        rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # If the norm would come within twice the target after a decrease by the same factor as in the last step, it is
-        # computed by an additional reduction.
-        norm_known = bool((norms * norms <= 2.0 * targets * norms_before).all())
+        norm_known = not far
         if norm_known:
-            norms_before, norms = norms, system.norms(r)
+            norms = system.norms(r)
             system.note(norms)
+    start[...] = x
     return True
 
 
-def _require_curvature(
-    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, shortest: np.ndarray, active: np.ndarray
-) -> np.ndarray:
-    """Check that the curvature p·Ap is positive; return each system's shortest step length so far."""
+def _cg_iteration(
+    system: Any, x: LocalArray, r: LocalArray, p: LocalArray, s: LocalArray, numbers: LocalArray
+) -> tuple[LocalArray, ...]:
+    """Return the next vectors and numbers, the sums, and three counts of systems.
+
+    The counts are those of systems with invalid sums, with residuals above the target, and far above it. The rows of
+    `numbers` are, for each system: r·z and p·Ap of the last iteration, the norm of r before it, the shortest step so far,
+    and the target.
+    """
+    rz_before, curvature_before, norms_before, shortest, targets = numbers
+    z = system.precondition(r)
+    w = system.apply(z)
+    sums = system.dots((r, r), (r, z), (w, z))
+    rr, rz, wz = sums.real
+    norms = anp.sqrt(rr)
+    # In a converged system, the step is zero, and the direction is the preconditioned residual.
+    active = norms > targets
+    beta = anp.where(active, rz / rz_before, 0.0)
+    # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
+    curvature = wz - beta * beta * curvature_before
+    alpha = anp.where(active, rz, 0.0) / anp.where(active, curvature, 1.0)
+    # The operator maps the direction of a very long step to zero, up to rounding.
+    is_valid = (rz > 0.0) & (curvature > 0.0) & (alpha * np.finfo(r.dtype).eps <= shortest) & is_nearly_real(sums)
+    x, r, p, s = system.updated(_cg_update, (x, r, p, s, z, w), (alpha, beta))
+    numbers = [anp.where(active, rz, np.inf), anp.where(active, curvature, 0.0), norms,
+               anp.where(active, anp.minimum(shortest, alpha), shortest), targets]  # fmt: skip
+    is_finite = anp.isfinite(rr) & anp.isfinite(rz) & anp.isfinite(wz)
+    # If the norm would come within twice the target after a decrease by the same factor as in the last step, it is
+    # computed by an additional reduction.
+    is_far = norms * norms > 2.0 * targets * norms_before
+    counts = anp.sum(1.0 * anp.stack([~is_finite | active & ~is_valid, active, is_far]), axis=1)
+    return x, r, p, s, anp.stack(numbers), sums, counts
+
+
+@jit
+def _cg_update(
+    x: LocalArray, r: LocalArray, p: LocalArray, s: LocalArray, z: LocalArray, w: LocalArray, alpha: Array, beta: Array
+) -> tuple[LocalArray, ...]:
+    p, s = beta * p + z, beta * s + w
+    return x + alpha * p, r - alpha * s, p, s
+
+
+def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.ndarray) -> None:
+    """Raise the error of an iteration with invalid numbers, on all ranks; the arguments precede its vector updates."""
+    system.require_no_failure(sums)
+    z = system.precondition(r)
+    w = system.apply(z)
+    (rr, rz, wz), (rz_before, curvature_before, *_, targets) = sums, numbers
+    system.require_finite(rr, r, "the residual")
+    system.require_finite(rz, z, "the result of preconditioner")
+    system.require_finite(wz, w, "the result of matvec")
+    active = np.sqrt(rr.real) > targets
+    invalid = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
+    if invalid.any():
+        product = complex(rz[invalid][0])
+        text = f"{product.real:.3e}" if product.imag == 0.0 else f"{product:.3e}"
+        system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {text} for a nonzero residual r")
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
         value = complex(wz[active][0])
         system.fail(f"it needs a Hermitian operator, but z·Az = {value:.3e} is not real. Take method='gmres'")
+    curvature = wz.real - (rz.real / rz_before) ** 2 * curvature_before
     invalid = active & (curvature <= 0.0)
     if invalid.any():
         value = float(curvature[invalid][0])
@@ -262,9 +301,5 @@ def _require_curvature(
         cause = cause if value else "it is singular."
         problem = f"it needs a symmetric positive definite operator, but p·Ap = {value:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")
-    step = rz / np.where(active, curvature, np.inf)
-    # The operator maps the direction of such a long step to zero, up to rounding.
-    if (active & (step * np.finfo(system.dtype).eps > shortest)).any():
-        cause = diagnosis(system) or "the ratio of its largest and smallest curvature exceeds floating-point precision."
-        system.fail(f"the operator is singular to working precision: {cause}")
-    return np.where(active, np.minimum(shortest, step), shortest)
+    cause = diagnosis(system) or "the ratio of its largest and smallest curvature exceeds floating-point precision."
+    system.fail(f"the operator is singular to working precision: {cause}")

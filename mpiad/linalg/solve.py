@@ -12,6 +12,7 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
+from mpiad.linalg.compiled_iteration import Operator
 from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
 from mpiad.linalg.system import Settings, System, agree_on, preconditioner_error, settings_error
@@ -85,19 +86,25 @@ class Problem(NamedTuple):
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
+        apply, precondition = self._functions(params, b, failures.attempt)
+        operator = None
+        if not self.transposed:
+            read = self.matvec, self.preconditioner
+            operator = Operator(read, params, lambda params: self._functions(params, b, failures.attempt))
+        return System(apply, precondition, b, self.settings, failures=failures, operator=operator)
+
+    def _functions(self, params: tuple, b: LocalArray, attempt: Function) -> tuple[Function, Function | None]:
+        """Return the product and the preconditioner; `attempt`: of the failures."""
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
             # The operator is traced here, so that an exception of the user's function is raised before a reverse pass.
-            apply = failures.attempt(
-                "matvec", lambda like: transposed_matvec(self.matvec, params, like), b, again=lambda: b
-            )
+            apply = attempt("matvec", lambda like: transposed_matvec(self.matvec, params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
-            precondition = failures.attempt(
-                "transpose", transposed_preconditioner, self.preconditioner, self.preconditioner_transpose, params, b
-            )
+            given = self.preconditioner, self.preconditioner_transpose, params, b
+            precondition = attempt("transpose", transposed_preconditioner, *given)
         elif self.preconditioner is not None:
             precondition = bind_params(self.preconditioner, params)
-        return System(apply, precondition, b, self.settings, failures=failures)
+        return apply, precondition
 
     def new_failures(self) -> DeferredFailures:
         """Return a collector of the failures of this rank's user functions in one call."""

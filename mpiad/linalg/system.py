@@ -19,8 +19,10 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
+from mpiad.linalg.compiled_iteration import Iteration, Operator, compiled
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
+from mpiad.programs.function import Jitted
 from mpiad.transport import MAX, channel
 from mpiad.transport.core.agreement import agreed, raise_first, raise_together, require_same
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array, named
@@ -108,7 +110,7 @@ class System:
 
     def __init__(
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
-        failures: DeferredFailures | None = None,
+        failures: DeferredFailures | None = None, operator: Operator | None = None,
     ):  # fmt: skip
         self.settings = settings
         # The failures of this rank's user functions in the enclosing call.
@@ -116,6 +118,8 @@ class System:
         self.usable: LocalArray | None = None  # argument for repeating a failed call of the operator; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
+        self._operator = operator  # from which iterations are compiled; None if they are interpreted
+        self._programs: dict[Iteration, Iteration | None] = {}
         self._shape, self.dtype = like.shape, like.dtype
         self._xp: Any = arrays_of(like)
         self.count = math.prod(like.shape[: settings.batch])
@@ -189,6 +193,24 @@ class System:
             )
         return TypeError(f"{subject} must return floats, but returned dtype {out.dtype}.")
 
+    def run(self, iteration: Iteration, *state: LocalArray) -> Any:
+        """Return ``iteration(self, *state)``, by a program if the iteration can be compiled."""
+        if iteration not in self._programs:
+            can_compile = self._operator is not None and self._xp is None and self.dtype.kind == "f"
+            self._programs[iteration] = (
+                compiled(iteration, self._operator, self._shape, self.settings.comm, state) if can_compile else None
+            )
+        program = self._programs[iteration]
+        if program is None:
+            return iteration(self, *state)
+        self._may_have_raised = False
+        return program(*state)
+
+    def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]) -> Any:
+        """Return ``update(*vectors, *numbers)`` for rows and one number per row; on the host, by one compiled loop."""
+        columns = [column(vectors[0], a.astype(self.dtype)) for a in numbers]
+        return (update.fun if self._xp is not None or self.dtype.kind == "c" else update)(*vectors, *columns)
+
     def full(self, value: float) -> LocalArray:
         """Return rows filled with one number, on the device of b."""
         shape = self.count, self.length
@@ -207,9 +229,13 @@ class System:
         with self.failures:
             sums = mpi_allreduce(doubles, comm=self.settings.comm)
         self._may_have_raised = False
+        self.require_no_failure(sums)
+        return sums
+
+    def require_no_failure(self, sums: np.ndarray) -> None:
+        """Raise on all ranks if sums aren't finite since a user function has failed on any rank."""
         if not np.isfinite(sums).all():
             self.failures.raise_together()
-        return sums
 
     def settle(self) -> None:
         """Raise on all ranks if a user function has failed on any rank since the last sum."""

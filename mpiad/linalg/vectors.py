@@ -48,6 +48,13 @@ def scale_and_add(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
     y += x
 
 
+def is_nearly_real(sums: np.ndarray) -> LocalArray:
+    """Return, for each column of sums, whether the imaginary parts are at most effects of rounding."""
+    if sums.dtype.kind != "c":
+        return True
+    return (np.abs(sums.imag) <= 1e-3 * np.abs(sums)).all(axis=0)
+
+
 def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
     """Return this rank's part of inner products x* y of pairs (x, y) of rows (k, n); shape (len(pairs), k)."""
     if all(type(x) is np.ndarray for x, _ in pairs):

@@ -28,11 +28,10 @@ from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.closure import Watch, are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.fusion import Loop
 from mpiad.programs.message_numbers import message_counts
-from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own
+from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own, traced_parts
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.trace_run import Arguments, Noting, TraceRun, arguments_of
+from mpiad.programs.trace_run import Arguments, TraceRun, arguments_of
 from mpiad.programs.traced_array import Abandoned
-from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -327,7 +326,7 @@ class Jitted:
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
         entry, watch = self._cache.entry_or_watch(
-            given.key, given, args, lambda watch: entry_by_shapes(given, self._trace_parts, watch)
+            given.key, given, args, lambda watch: entry_by_shapes(self.fun, given, watch)
         )
         if entry is not None:
             return self._replayed(entry, given, args, kwargs)
@@ -353,18 +352,12 @@ class Jitted:
     def _traced(self, given: Arguments, args: tuple, kwargs: dict, watch: Watch) -> Any:
         trace = TraceRun(given)
         try:
-            parts, build = self._trace_parts(trace)
+            parts, build = traced_parts(self.fun, trace)
         except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
             return self._cache.run_again(trace, given.key, error, args, kwargs)
         self._cache.compile(given.key, trace.recorder, parts, build, watch)
         # Results of a trace may be views of arguments and of each other, and are therefore copied.
         return build([own(leaf) for leaf in parts[0]])
-
-    def _trace_parts(self, trace: TraceRun) -> tuple:
-        with Noting(trace.recorder):
-            args, kwargs = trace.given.build(trace.leaves())
-            leaves, build = flatten(self.fun(*args, **kwargs))
-        return [leaves], build
 
 
 class _ByNumbers(NamedTuple):

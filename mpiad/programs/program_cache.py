@@ -20,10 +20,11 @@ from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.fusion import Fusion
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.trace_run import Arguments, PlayingBack, TraceRun, raise_own
+from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of
 from mpiad.programs.traced_array import Abandoned, Traced
 from mpiad.programs.transforms import Program, recorded
+from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, Used, communications, is_watched
 from mpiad.transport.world import level_of_repeats
@@ -82,25 +83,52 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable
     return Entry(Replays(schedule), inside, constants, build, watch, *communication)
 
 
-def entry_by_shapes(given: Arguments, trace_parts: Callable[[TraceRun], tuple[Any, ...]], watch: Watch) -> Entry | None:
+def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | None:
     """Compile a function from the shapes of its arguments, without running it; return None if that fails.
 
-    Return None also if all arguments are small. `trace_parts(trace)` traces the function, and returns the arguments `parts`
-    and `build` of `entry_of`.
+    Return None also if all arguments are small.
     """
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
     try:
-        with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-            parts, build = trace_parts(trace)
-            # For complex numbers a warning must be logged, which the trace that runs the function does.
-            if trace.recorder.complex_line():
-                return None
-            return entry_of(trace.recorder, parts, build, watch)
+        return _entry_of_shapes(fun, trace, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
         raise_own(trace.recorder, error)
         return None
+
+
+def _entry_of_shapes(fun: Function, trace: TraceRun, watch: Watch) -> Entry | None:
+    with np.errstate(all="ignore"):  # the values are those of uninitialized memory
+        parts, build = traced_parts(fun, trace)
+        # For complex numbers a warning must be logged, which the trace that runs the function does.
+        return None if trace.recorder.complex_line() else entry_of(trace.recorder, parts, build, watch)
+
+
+def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
+    """Return the program of a function for arguments of these shapes; None if the function can't or needn't be compiled.
+
+    The function isn't run, so an exception in it only means that it can't be compiled. `objects`: those that it reads
+    besides its arguments; if its trace changes one of them, for example a counter of calls, it isn't compiled.
+    """
+    try:
+        watch = watch_of(_nothing, (), objects)
+        entry = _entry_of_shapes(fun, TraceRun(given, ShapeRecorder), watch)
+    except (Abandoned, Unfollowed, HoldsTraced, Exception):  # noqa: BLE001
+        return None
+    is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
+    return entry if is_usable else None
+
+
+def _nothing() -> None: ...
+
+
+def traced_parts(fun: Function, trace: TraceRun) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Trace a function, and return the arguments `parts` and `build` of `entry_of`."""
+    with Noting(trace.recorder):
+        args, kwargs = trace.given.build(trace.leaves())
+        leaves, build = flatten(fun(*args, **kwargs))
+    return [leaves], build
 
 
 def is_shown() -> bool:

@@ -28,7 +28,10 @@ class Trap:
             raise FloatingPointError(f"no {name}")
 
     def around(self, name, fun, first=False):
+        uncompiled = iter(())  # a function that reads an iterator isn't compiled, so its calls can be counted
+
         def called(*args):
+            next(uncompiled, None)
             if first:
                 self.spring(name)
             out = fun(*args)

@@ -1,0 +1,140 @@
+"""Programs of the iterations of Krylov methods: each contains a method's vector updates, the operator and the sums.
+
+A method is written as array code of one iteration, ``iteration(system, *state)``. An interpreted solve passes the
+`System`, whose calls of the user's functions are checked. A trace passes a `TracedSystem`, and runs the user's functions
+once, on traced arrays. The program is the same for all solves with an operator that reads the same objects, at any values
+of its params.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Array, Comm, Function, LocalArray, Tree
+from mpiad.primitives import mpi_allreduce
+from mpiad.programs.function import Jitted
+from mpiad.programs.program_cache import Entry, count, is_shown, optional_program
+from mpiad.programs.trace_run import Arguments, arguments_of
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.core.tracing import tracing
+
+Iteration = Callable[..., tuple]
+
+
+class Operator(NamedTuple):
+    """The user's functions of a system, and their params."""
+
+    read: tuple  # the objects that determine the system's functions, apart from the params
+    params: tuple
+    bound: Callable[[tuple], tuple[Function, Function | None]]  # returns the product and preconditioner for given params
+
+
+class TracedSystem:
+    """The system in a trace of an iteration."""
+
+    def __init__(self, operator: Operator, params: tuple, shape: tuple[int, ...], comm: Comm):
+        self._apply, self._precondition = operator.bound(params)
+        self._shape, self._comm = shape, comm
+
+    def apply(self, u: LocalArray) -> LocalArray:
+        """Return the operator's product with rows."""
+        return self._called(self._apply, u)
+
+    def precondition(self, r: LocalArray) -> LocalArray:
+        """Return the preconditioned rows."""
+        return r if self._precondition is None else self._called(self._precondition, r)
+
+    def _called(self, fun: Function, rows: LocalArray) -> LocalArray:
+        out = fun(anp.reshape(rows, self._shape))
+        if out.shape != self._shape or out.dtype.kind != "f":
+            raise TypeError  # an interpreted iteration raises the error
+        return anp.reshape(out.astype(rows.dtype), rows.shape)
+
+    def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
+        """Return inner products over all ranks, in double precision, of pairs of rows, shape (pairs, k)."""
+        local = [anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs]
+        return mpi_allreduce(anp.stack(local), comm=self._comm)
+
+    def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Any:
+        """Return ``update(*vectors, *numbers)`` for rows and one number per row."""
+        return update.fun(*vectors, *[anp.reshape(a.astype(vectors[0].dtype), (-1, 1)) for a in numbers])
+
+
+class _Known(NamedTuple):
+    key: tuple
+    read: tuple
+    entry: Entry | None  # None if the iteration can't be compiled
+
+
+_MOST_KNOWN = 32
+_MOST_ALIKE = 4  # operators with the same code and shapes, but other objects, that are compiled; more are interpreted
+_known: list[_Known] = []  # the latest first
+
+
+def compiled(
+    iteration: Iteration, operator: Operator, shape: tuple[int, ...], comm: Comm, state: tuple
+) -> Callable[..., Any] | None:
+    """Return the program of an iteration, a function of the state; None if it must be interpreted."""
+    if is_shown():  # reports contain the user's calls
+        return None
+    try:
+        given = arguments_of((operator.params, *state), {})
+    except TypeError:  # an argument can't be compared
+        return None
+    key = iteration, given.key, shape, comm, tuple(getattr(fun, "__code__", type(fun)) for fun in operator.read)
+    same = [known for known in _known if known.key == key]
+    found = next((k for k in same if _are_alike(k.read, operator.read) and (k.entry is None or k.entry.is_current())), None)
+    if found is not None:
+        _known.remove(found)
+    else:
+        entry = None
+        if len(same) < _MOST_ALIKE:
+
+            def traced(params: Tree, *state: LocalArray) -> tuple:
+                return iteration(TracedSystem(operator, params, shape, comm), *state)
+
+            entry = optional_program(traced, given, operator.read)
+        found = _Known(key, operator.read, entry)
+    _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
+    return None if found.entry is None else _runner(found.entry, given, len(state))
+
+
+def _runner(entry: Entry, given: Arguments, states: int) -> Callable[..., Any]:
+    if tracing.channels is not None:
+        tracing.channels |= entry.channels
+    params = [given.leaves[k] for k in given.traced[:-states]]
+    replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
+
+    def run(*state: LocalArray) -> list[Array]:
+        replay = free.pop() if free else replays.take()
+        count(entry.communications)
+        made = replay.first(*params, *state)
+        replays.give_back(replay)
+        return made
+
+    return run
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two objects are the same, or functions with the same code that read the same objects."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (float, str, bool)):
+        return one == other
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_are_alike, one, other))
+    if not isinstance(one, FunctionType):
+        return False
+    same = one.__code__ is other.__code__ and one.__globals__ is other.__globals__ and not one.__dict__ | other.__dict__
+    return same and all(_are_alike(_parts(one)[k], _parts(other)[k]) for k in range(3))
+
+
+def _parts(fun: FunctionType) -> tuple:
+    return fun.__defaults__, fun.__kwdefaults__, tuple(cell.cell_contents for cell in fun.__closure__ or ())
