@@ -1,6 +1,6 @@
 """An implicit step of the heat equation: mpiad's matrix-free CG and SciPy with an assembled matrix.
 
-    python benchmarks/implicit_step.py [--cells 18 64 256]
+    python benchmarks/implicit.py [--cells 18 64 256]
 
 (I - τ Δ) u⁺ = u on n² cells with zero boundary values and τ = 10 cells², one rank, relative residual 1e-8. mpiad
 solves it by `linalg.solve` with CG, interpreted, and by `linalg.factorized`; SciPy by its CG and with an LU factorization

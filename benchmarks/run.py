@@ -55,7 +55,7 @@ JOBS = (
     Job("primitives.py", 2, 90),
     Job("gradient_cost.py", 1, 180),
     Job("gradient_cost.py", 2, 90),
-    Job("implicit_step.py", 1, 40),
+    Job("implicit.py", 1, 40),
     Job("local_adjoints.py", 1, 80),
     Job("beside_peers.py", 1, 180, "--rounds 2"),
     Job("guard.py", 2, 60),
