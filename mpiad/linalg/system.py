@@ -196,10 +196,10 @@ class System:
     def run(self, iteration: Iteration, *state: LocalArray) -> Any:
         """Return ``iteration(self, *state)``, by a program if the iteration can be compiled."""
         if iteration not in self._programs:
-            can_compile = self._operator is not None and self._xp is None and self.dtype.kind == "f"
-            self._programs[iteration] = (
-                compiled(iteration, self._operator, self._shape, self.settings.comm, state) if can_compile else None
-            )
+            program = None
+            if self._operator is not None and self._xp is None and self.dtype.kind == "f":
+                program = compiled(iteration, self._operator, self._shape, self.settings.comm, state)
+            self._programs[iteration] = program
         program = self._programs[iteration]
         if program is None:
             return iteration(self, *state)

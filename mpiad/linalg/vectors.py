@@ -48,11 +48,11 @@ def scale_and_add(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
     y += x
 
 
-def is_nearly_real(sums: np.ndarray) -> LocalArray:
+def is_nearly_real(sums: np.ndarray) -> Array:
     """Return, for each column of sums, whether the imaginary parts are at most effects of rounding."""
     if sums.dtype.kind != "c":
         return True
-    return (np.abs(sums.imag) <= 1e-3 * np.abs(sums)).all(axis=0)
+    return (np.abs(np.imag(sums)) <= 1e-3 * np.abs(sums)).all(axis=0)
 
 
 def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
