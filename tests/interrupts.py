@@ -870,10 +870,10 @@ NAMED = {
     trace_run: "TraceRun.run_on_tape raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "_Playback.communicate _Playback._next _Playback._untraced",
-    function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced "
-    "Jitted._trace_parts",
+    function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced",
     program_cache: "ProgramCache.entry_or_watch ProgramCache.optional_entry ProgramCache.derived_entry "
-    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current entry_of count",
+    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current entry_of count "
+    "optional_program traced_parts",
     calls_on_tape: "_traced_on_tape",
     transforms: "Evaluation.run Evaluation._called _Parts.run recorded vjp jvp_of_vjp vjp_of_vjp",
     recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
@@ -884,6 +884,7 @@ NAMED = {
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",
+    "mpiad.linalg.compiled_iteration": "compiled _runner",
 }  # fmt: skip
 
 
