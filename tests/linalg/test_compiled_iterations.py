@@ -1,0 +1,194 @@
+"""Iterations of conjugate gradients that are compiled with the user's functions, compared with dense solves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import mpiad
+from mpiad.linalg import compiled_iteration, solve
+
+SETTINGS = {"method": "cg", "rtol": 1e-12}
+
+
+def sizes(size):
+    return [4 + 2 * rank for rank in range(size)]
+
+
+def block(rank, seed=0):
+    """A symmetric positive definite matrix of one rank, and a vector through which the ranks are coupled."""
+    n = 4 + 2 * rank
+    rng = np.random.default_rng([seed, rank])
+    a = rng.standard_normal((n, n))
+    return a @ a.T + n * np.eye(n), rng.standard_normal(n)
+
+
+def coupled(matrix, vector, u):
+    return _with_coupling(anp.dot(matrix, u), vector, u)
+
+
+def _with_coupling(product, vector, u):
+    return product + vector * mpiad.mpi_allreduce(anp.dot(vector, u))
+
+
+def dense_solution(size, rank, b, matrices, factor=1.0):
+    """Return this rank's part of the solution of the whole system, and the part of A⁻¹ w for w = 1, 2, 3, …"""
+    whole = np.zeros((sum(sizes(size)),) * 2)
+    offsets = np.cumsum([0, *sizes(size)])
+    for k, matrix in enumerate(matrices):
+        whole[offsets[k] : offsets[k + 1], offsets[k] : offsets[k + 1]] = matrix
+    v = np.concatenate([block(k)[1] for k in range(size)])
+    return np.linalg.solve(factor * (whole + np.outer(v, v)), np.concatenate(b))[offsets[rank] : offsets[rank + 1]]
+
+
+@pytest.fixture
+def right_sides(size):
+    return [np.random.default_rng([5, rank]).standard_normal(n) for rank, n in enumerate(sizes(size))]
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The results of all attempts to compile an iteration: None if it must be interpreted."""
+    found = []
+    original = compiled_iteration.optional_program
+
+    def spied(*args):
+        found.append(original(*args))
+        return found[-1]
+
+    monkeypatch.setattr(compiled_iteration, "optional_program", spied)
+    monkeypatch.setattr(compiled_iteration, "_known", [])
+    return found
+
+
+@pytest.mark.unguarded
+def test_one_program_serves_all_values_of_params(right_sides, programs, rank, size):
+    _, v = block(rank)
+
+    def matvec(u, matrix, factor):
+        return factor * coupled(matrix, v, u)
+
+    for seed, factor in ((0, 1.0), (1, 3.0), (2, 0.5)):
+        x = solve(matvec, right_sides[rank], block(rank, seed)[0], factor, **SETTINGS)
+        expected = dense_solution(size, rank, right_sides, [block(k, seed)[0] for k in range(size)], factor)
+        np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
+    assert len(programs) == 1 and programs[0] is not None
+
+
+@pytest.mark.unguarded
+def test_derivatives(right_sides, programs, rank, size):
+    matrix, v = block(rank)
+    weights = [np.arange(1.0, n + 1) for n in sizes(size)]
+
+    def loss(matrix, b):
+        x = solve(lambda u, matrix: coupled(matrix, v, u), b, matrix, **SETTINGS)
+        return anp.sum(weights[rank] * x**2)
+
+    by_matrix, by_b = mpiad.grad(loss, (0, 1), objective="sum")(matrix, right_sides[rank])
+    matrices = [block(k)[0] for k in range(size)]
+    everywhere = [dense_solution(size, k, right_sides, matrices) for k in range(size)]
+    cotangents = [2.0 * w * x for w, x in zip(weights, everywhere)]
+    adjoint = dense_solution(size, rank, cotangents, matrices)
+    np.testing.assert_allclose(by_b, adjoint, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(by_matrix, -np.outer(adjoint, everywhere[rank]), rtol=1e-8, atol=1e-10)
+    assert any(program is not None for program in programs)
+
+
+def changes(rank):
+    """Yield functions of u, each after a change of what it reads, with the seed and the factor of its operator."""
+    read = SimpleNamespace(matrix=block(rank)[0], factor=1.0)
+    _, v = block(rank)
+    table = {"matrix": read.matrix}
+
+    def by_attributes(u):
+        return read.factor * coupled(read.matrix, v, u)
+
+    def by_table(u):
+        return coupled(table["matrix"], v, u)
+
+    yield by_attributes, 0, 1.0
+    read.matrix[:] = block(rank, 1)[0]
+    yield by_attributes, 1, 1.0
+    read.factor = 2.5
+    yield by_attributes, 1, 2.5
+    read.matrix = block(rank, 2)[0]
+    yield by_attributes, 2, 2.5
+    yield by_table, 1, 1.0
+    table["matrix"] = block(rank, 3)[0]
+    yield by_table, 3, 1.0
+    for seed in range(7):
+        matrix = block(rank, seed)[0]
+        yield (lambda u, matrix=matrix: coupled(matrix, v, u)), seed, 1.0
+        yield (lambda u: coupled(matrix, v, u)), seed, 1.0  # noqa: B023
+
+
+def test_changes_of_what_a_function_reads_are_noticed(right_sides, rank, size):
+    for matvec, seed, factor in changes(rank):
+        x = solve(matvec, right_sides[rank], **SETTINGS)
+        expected = dense_solution(size, rank, right_sides, [block(k, seed)[0] for k in range(size)], factor)
+        np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_preconditioner_that_changes(right_sides, rank, size):
+    matrix, v = block(rank)
+    diagonal = np.diag(matrix).copy()
+    expected = dense_solution(size, rank, right_sides, [block(k)[0] for k in range(size)])
+    counts = []
+    for _ in range(2):
+        norms = []
+        given = {**SETTINGS, "preconditioner": lambda r: r / diagonal, "callback": norms.append}
+        np.testing.assert_allclose(solve(lambda u: coupled(matrix, v, u), right_sides[rank], **given), expected, rtol=1e-9)
+        counts.append(len(norms))
+        diagonal[:] = np.geomspace(1.0, 1e4, len(diagonal))
+    assert counts[1] > counts[0]
+
+
+def test_branches_on_params_and_counters(right_sides, rank, size):
+    """A function with an effect is interpreted, and one that decides by a param takes its branch in each solve."""
+    (matrix, v), calls = block(rank), []
+
+    def deciding(u, sign):
+        return coupled(matrix, v, u) if sign > 0 else 3.0 * coupled(matrix, v, u)
+
+    def counting(u):
+        calls.append(None)
+        return coupled(matrix, v, u)
+
+    expected = dense_solution(size, rank, right_sides, [block(k)[0] for k in range(size)])
+    for sign in (1.0, -1.0, 1.0):
+        x = solve(deciding, right_sides[rank], sign, **SETTINGS)
+        np.testing.assert_allclose(x, expected if sign > 0 else expected / 3.0, rtol=1e-9, atol=1e-11)
+    norms = []
+    x = solve(counting, right_sides[rank], callback=norms.append, **SETTINGS)
+    np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
+    assert len(calls) >= len(norms) - 1 > 2
+
+
+def test_ranks_that_interpret_among_others_that_compile(right_sides, rank, size):
+    matrix, v = block(rank)
+    sparse = sp.csr_matrix(matrix)
+
+    def of_another_library(u):
+        return _with_coupling(sparse @ np.asarray(u), v, u)
+
+    expected = dense_solution(size, rank, right_sides, [block(k)[0] for k in range(size)])
+    for _ in range(2):
+        matvec = of_another_library if rank == size - 1 else lambda u: coupled(matrix, v, u)
+        np.testing.assert_allclose(solve(matvec, right_sides[rank], **SETTINGS), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_errors_are_those_of_interpreted_iterations(right_sides, rank, size):
+    matrix, v = block(rank)
+    b = right_sides[rank]
+    with pytest.raises(mpiad.errors.ConvergenceError, match="symmetric positive definite operator, but p·Ap = -"):
+        solve(lambda u: -coupled(matrix, v, u), b, **SETTINGS)
+    with pytest.raises(mpiad.errors.ConvergenceError, match="positive definite preconditioner, but r·z = -"):
+        solve(lambda u: coupled(matrix, v, u), b, preconditioner=lambda r: -r, **SETTINGS)
+    with pytest.raises(mpiad.errors.NotFiniteError, match=r"the result of matvec is not finite: \d of \d+ entries"):
+        solve(lambda u: anp.log(-1.0 - u * u) if rank == size - 1 else 1.0 * u, b, **SETTINGS)
+    with pytest.raises(mpiad.errors.ConvergenceError, match="maxiter"):
+        solve(lambda u: coupled(matrix, v, u), b, maxiter=2, **SETTINGS)
