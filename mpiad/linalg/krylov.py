@@ -285,12 +285,12 @@ def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.nda
     system.require_finite(rz, z, "the result of preconditioner")
     system.require_finite(wz, w, "the result of matvec")
     active = np.sqrt(rr.real) > targets
-    invalid = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
+    invalid = active & ((rz.real <= 0.0) | np.logical_not(is_nearly_real(sums[1:2])))
     if invalid.any():
         product = complex(rz[invalid][0])
         text = f"{product.real:.3e}" if product.imag == 0.0 else f"{product:.3e}"
         system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {text} for a nonzero residual r")
-    if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
+    if (active & np.logical_not(is_nearly_real(sums[2:]))).any():
         value = complex(wz[active][0])
         system.fail(f"it needs a Hermitian operator, but z·Az = {value:.3e} is not real. Take method='gmres'")
     curvature = wz.real - (rz.real / rz_before) ** 2 * curvature_before
