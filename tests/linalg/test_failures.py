@@ -140,6 +140,10 @@ FORWARD = {
     "multigrid-callback-1": lambda t, b, n: Multigrid(blocks(n)[0], 1.0).solve(
         blocks(n)[1], callback=t.around("callback", lambda norm: None)
     ),
+    # In the last iteration, after which the solve itself would raise.
+    "limited-callback-2": lambda t, b, n: Multigrid(blocks(n)[0], 1.0).solve(
+        blocks(n)[1], rtol=1e-14, maxiter=2, callback=t.around("callback", lambda norm: None)
+    ),
     "elliptic-callback-2": lambda t, b, n: solve_elliptic(
         blocks(n)[0], 1.0, blocks(n)[1], callback=t.around("callback", lambda norm: None)
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from mpiad._typing import Array
@@ -36,13 +38,18 @@ def _converted(x: Array, call: str) -> Array:
         if x.dtype not in _DTYPES:
             raise _of_other_dtype(call, "x", x)
         return arrays.contiguous(x)
-    if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
+    if _is_masked(x) or not isinstance(x, (np.ndarray, *_SCALARS)):
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
     # np.ascontiguousarray would add a dimension to an array without dimensions.
     array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
     if array.dtype not in _DTYPES:
         raise _of_other_dtype(call, "x", array)
     return array
+
+
+def _is_masked(x: Array) -> bool:
+    # NumPy loads this module at its first use; until then there are no masked arrays.
+    return "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray)
 
 
 def _of_other_dtype(call: str, argument: str, x: Array) -> TypeError:
@@ -63,7 +70,7 @@ def conversion(dtype: np.dtype, argument: str) -> str:
 def _advice(x: Array) -> str:
     if x is None:
         return "Only ranks whose x isn't used may pass None."
-    if isinstance(x, np.ma.MaskedArray):
+    if _is_masked(x):
         return "Send its data and its mask separately."
     if isinstance(x, (list, tuple)):
         return "Make it an array with autograd.numpy.array, or send its items one by one."
