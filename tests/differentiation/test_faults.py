@@ -1,8 +1,11 @@
 """An exception that leaves a trace or a reverse pass: what is refused, how it is mended, what is as before."""
 
+from collections.abc import Iterator
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from autograd.extend import defvjp, primitive
 from autograd.tracer import trace_stack
 from mpi4py import MPI
@@ -221,20 +224,22 @@ def test_an_exception_after_any_communication(kind, call, rank, size, rank_rng):
     check_program(rank, size, rank_rng)
 
 
+BEFORE = [
+    "mpi_allreduce(x)", "domain.exchange(x)", "mpiad.mpi_sendrecv(x, 1, 0)", "solve(lambda u: 2 * u, x)",
+    "eigsh(lambda u: 2 * u, x, 1)", "inner(x)",
+]  # fmt: skip
+
+
+def befores() -> Iterator[ParameterSet]:
+    """Yield calls without and with a timeout, which changes how ranks wait, whatever they wait in."""
+    for before in BEFORE:
+        yield pytest.param(before, "", id=before)
+        marks = [] if before in ("mpi_allreduce(x)", "solve(lambda u: 2 * u, x)") else [pytest.mark.thorough]
+        yield pytest.param(before, "5", marks=marks, id=f"{before}-5")
+
+
 @pytest.mark.launches
-@pytest.mark.parametrize("timeout", ["", "5"])
-@pytest.mark.parametrize(
-    "before",
-    [
-        "mpi_allreduce(x)",
-        "domain.exchange(x)",
-        "mpiad.mpi_sendrecv(x, 1, 0)",
-        "solve(lambda u: 2 * u, x)",
-        "eigsh(lambda u: 2 * u, x, 1)",
-        "inner(x)",
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("before", "timeout"), befores())
 def test_no_wrong_number_where_one_rank_catches(before, timeout, mpirun):
     """Rank 0 waits in the sum of the loss, and rank 1's next sum is refused: no rank prints one."""
     program = f"""
