@@ -239,7 +239,7 @@ def befores() -> Iterator[ParameterSet]:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(("before", "timeout"), befores())
+@pytest.mark.parametrize(("before", "timeout"), list(befores()))
 def test_no_wrong_number_where_one_rank_catches(before, timeout, mpirun):
     """Rank 0 waits in the sum of the loss, and rank 1's next sum is refused: no rank prints one."""
     program = f"""
