@@ -527,7 +527,7 @@ class _Call:
         if of.record is None:
             given, by, trace = iter(of.gs), self._by, TraceRun(self._given)
             first, second = self._playing_back(self._played), self._playing_back(of.played)
-            with suspended(body=False), OrderedTape(of_cotangents=by.parts == 3) as tape:
+            with suspended(), OrderedTape(of_cotangents=by.parts == 3) as tape:
                 leaves = [_variable(tape, x) if k in by.outer else x for k, x in enumerate(self._values)]
                 with first:
                     run = trace.run_on_tape(self._cache.fun, by.inner, leaves)
@@ -543,7 +543,7 @@ class _Call:
 
     def _interpreted(self) -> TracedRun:
         if self._run is None:
-            with suspended(body=False), self._playing_back(self._played):
+            with suspended(), self._playing_back(self._played):
                 self._run = TraceRun(self._given).run_on_tape(self._cache.fun, self._by.inner, self._values)
         return self._run
 

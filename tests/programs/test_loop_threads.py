@@ -85,7 +85,7 @@ def test_threads_of_the_user_that_compute_at_the_same_time(as_if_threads):
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("ranks", "wanted", "expected"), [(1, None, 8), (3, None, 2), (16, None, 1), (2, "2", 2), (4, "6", 2)]
+    ("ranks", "wanted", "expected"), [(1, None, 8), (3, None, 2), (16, None, 1), (2, "2", 2), (4, "6", 2), (2, "1", 1)]
 )
 def test_a_rank_takes_its_share_of_the_cores(ranks, wanted, expected, monkeypatch):
     monkeypatch.setattr(resources, "_share", 1)

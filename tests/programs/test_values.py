@@ -192,6 +192,20 @@ def test_parts_without_entries():
     )
 
 
+NUMBERS = [
+    lambda x: anp.where(x >= 0.1, x, 2.0 * x), lambda x: anp.where(x > 0.0, 0.1, 0.3), lambda x: (x > 0.0) * 0.1,
+]  # fmt: skip
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("fun", NUMBERS, ids=["comparison", "choice", "product"])
+def test_numbers_beside_conditions_are_doubles(fun):
+    """0.1 and its value in single precision differ by 1.5e-9."""
+    x, compiled = np.array([-0.3, 0.1, 0.7]), mpiad.jit(fun)
+    for _ in range(2):  # the second call runs the compiled program
+        np.testing.assert_array_equal(compiled(x), fun(x))
+
+
 @pytest.mark.serial
 def test_single_precision_stays_single():
     """Also among doubles and booleans, and where two sums in different precisions stand side by side."""

@@ -127,6 +127,21 @@ def case(request, rank_rng):
     return Case(*request.param, rank_rng(100))
 
 
+def test_several_given_values(rank_rng):
+    """Right-hand sides along a first axis, with given values of their own."""
+    case = Case("points", True, rank_rng(100))
+    several = {name: rank_rng(101).standard_normal((3, *case.whole[name].shape)) for name in ("b", "g", "q", "robin")}
+    rows, columns = case.domain.owned
+    x = case.local(case.whole) | {
+        "b": several["b"][:, rows, columns], "g": several["g"][:, None, columns], "q": several["q"][:, None, columns],
+        "robin": several["robin"][:, rows, None],
+    }  # fmt: skip
+    u = case.solve(x)
+    for k in range(3):
+        expected = case.reference(case.whole | {name: value[k] for name, value in several.items()})
+        np.testing.assert_allclose(u[k], expected.reshape(SHAPE)[case.domain.owned], rtol=1e-7, atol=1e-9)
+
+
 def moved(whole, direction, step, names=NAMES):
     def at(x, d):
         return [a + step * b for a, b in zip(x, d)] if type(x) is list else x + step * d
