@@ -85,8 +85,9 @@ def _side(entry: Any, call: str) -> Side:
 def _check_values(side: Side, shape: tuple[int, ...], call: str) -> None:
     for name, value in (("alpha", side.alpha), ("the given value", 0.0 if side.given is None else side.given)):
         array = np.asarray(on_host(stop_gradient(value)))
-        lead = () if name == "alpha" else array.shape[: -len(shape)]
-        fits = len(array.shape) <= len(lead + shape) and all(n in (1, m) for n, m in zip(array.shape[::-1], shape[::-1]))
+        # Values may have leading axes, for several right-hand sides.
+        fits = all(n in (1, m) for n, m in zip(array.shape[::-1], shape[::-1]))
+        fits &= name != "alpha" or array.ndim <= len(shape)
         if array.dtype.kind not in "fiu" or not fits:
             raise ValueError(
                 f"{call}: {name} of a side must be a real number or an array that broadcasts to this rank's part of the "
