@@ -527,7 +527,7 @@ class _Call:
         if of.record is None:
             given, by, trace = iter(of.gs), self._by, TraceRun(self._given)
             first, second = self._playing_back(self._played), self._playing_back(of.played)
-            with suspended(), OrderedTape(of_cotangents=by.parts == 3) as tape:
+            with suspended(), OrderedTape() as tape:
                 leaves = [_variable(tape, x) if k in by.outer else x for k, x in enumerate(self._values)]
                 with first:
                     run = trace.run_on_tape(self._cache.fun, by.inner, leaves)
