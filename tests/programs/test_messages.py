@@ -183,6 +183,27 @@ def test_second_derivatives(compiled, rank, size):
             assert_same(found[2](w), expected, 1e-11)
 
 
+@each_place
+@pytest.mark.unguarded
+def test_second_derivatives_where_an_argument_is_a_result(compiled, rank, size):
+    def inner(x):
+        return x, mpiad.mpi_exchange(anp.sum(x**3), (rank + 1) % size, (rank - 1) % size) * anp.sin(x)
+
+    def objective_of(part):
+        def fun(x):
+            same, other = part(x)
+            return mpiad.mpi_allreduce(anp.sum(other**2 * x)) + anp.sum(same**3)
+
+        return fun
+
+    given, v = mpiad.jit(inner) if compiled(rank) else inner, np.cos(X)
+    for x in (X + rank, X):
+        expected = mpiad.hvp(objective_of(inner), objective="sum")(x, v)
+        assert_same(mpiad.hvp(objective_of(given), objective="sum")(x, v), expected, 1e-11)
+        several = mpiad.make_hvp(objective_of(given), objective="sum")(x)[2](np.stack([v, 2 * v]), batch=True)
+        assert_same(several, np.stack([expected, 2 * expected]), 1e-11)
+
+
 # Four ranks divide a grid along two axes, which two of these show.
 GRIDS = [
     pytest.param((13,), 1, False, "zero", marks=pytest.mark.also_on(2)),
