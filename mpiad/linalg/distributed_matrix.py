@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import weakref
 from collections.abc import Sequence
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -49,31 +50,55 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 _CALL = "DistributedMatrix.from_operator"
 
 
-def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
+class _Probe(NamedTuple):
+    """Points of a color: a field that is 1 there, and the entries of the matrix that its image contains."""
+
+    field: np.ndarray
+    rows: np.ndarray  # numbers of this rank's points
+    columns: np.ndarray  # numbers of all ranks' points
+
+
+def operator_rows(matvec: Function, domain: Domain, params: tuple, call: str = _CALL) -> tuple[Any, int]:
     """Return this rank's rows of an operator's matrix, and this rank's number of columns; points are numbered by blocks."""
-    group = channel(domain.comm, _CALL)
+    group, failures, values = channel(domain.comm, call), DeferredFailures(domain.comm, call), []
+    if domain not in _probes:
+        _probes[domain] = _probes_of(domain)
+    total, probes = _probes[domain]
+    for probe in probes:
+        image = checked_product(matvec, probe.field, params, failures, call)
+        values.append(image.ravel()[probe.rows])
+        missing = np.count_nonzero(image) != np.count_nonzero(values[-1])
+        raise_together(group, _halo_error(image, probe, domain, call) if missing else None)
+    rows, columns = (np.concatenate([probe[k] for probe in probes]) for k in (1, 2))
+    count = math.prod(domain.local_shape)
+    matrix = scipy.sparse.csr_matrix((np.concatenate(values), (rows, columns)), (count, total))
+    matrix.eliminate_zeros()
+    return matrix, count
+
+
+_probes: weakref.WeakKeyDictionary[Domain, tuple[int, list[_Probe]]] = weakref.WeakKeyDictionary()
+
+
+def _probes_of(domain: Domain) -> tuple[int, list[_Probe]]:
+    """Return the number of all ranks' points, and a probe for each color; collective."""
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
-    numbers = (sum(counts[: group.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
+    start = int(sum(counts[: channel(domain.comm, _CALL).rank]))
     # Each halo cell gets the number of the point of which it is a copy, or -1 beyond a physical side.
-    neighbor_numbers = domain.exchange(numbers, -1.0)
+    numbers = domain.exchange((start + np.arange(count, dtype=float)).reshape(domain.local_shape), -1.0)
     colors = tuple(_color_count(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
-    entries: list[tuple[np.ndarray, ...]] = []
-    failures = DeferredFailures(domain.comm, _CALL)
+    probes = []
     for color in itertools.product(*map(range, colors)):
-        field = _has_color(domain, colors, color, (0,) * len(colors)).astype(float)
-        image = checked_product(matvec, field, params, failures, _CALL)
-        remaining = image != 0.0
+        entries, remaining = [], np.ones(domain.local_shape, bool)
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
             # In these rows, the neighbor at this offset is the only point of this color in the stencil.
-            selected = remaining & (neighbor_numbers[window] >= 0.0) & _has_color(domain, colors, color, offset)
-            entries.append((numbers[selected] - numbers.flat[0], neighbor_numbers[window][selected], image[selected]))
+            selected = remaining & (numbers[window] >= 0.0) & _has_color(domain, colors, color, offset)
+            entries.append((np.flatnonzero(selected), numbers[window][selected].astype(np.int64)))
             remaining &= ~selected
-        raise_together(group, _halo_error(remaining, domain))
-    rows, columns, values = (np.concatenate(part) for part in zip(*entries))
-    shape = count, int(sum(counts))
-    return scipy.sparse.csr_matrix((values, (rows.astype(np.int64), columns.astype(np.int64))), shape), count
+        field = _has_color(domain, colors, color, (0,) * len(colors)).astype(float)
+        probes.append(_Probe(field, *(np.concatenate(part) for part in zip(*entries))))
+    return int(sum(counts)), probes
 
 
 def _has_color(domain: Domain, colors: tuple[int, ...], color: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
@@ -105,12 +130,12 @@ def checked_product(
     return image
 
 
-def _halo_error(remaining: np.ndarray, domain: Domain) -> Exception | None:
-    if not remaining.any():
-        return None
-    point = tuple(int(k) for k in np.argwhere(remaining)[0])
+def _halo_error(image: np.ndarray, probe: _Probe, domain: Domain, call: str) -> Exception:
+    is_outside = image != 0.0
+    is_outside.flat[probe.rows] = False
+    point = tuple(int(k) for k in np.argwhere(is_outside)[0])
     return ValueError(
-        f"{_CALL}: at point {point} of a block, matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
+        f"{call}: at point {point} of a block, matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
         "(it adds a constant). Give the domain a halo as wide as the stencil of the operator."
     )
 

@@ -55,7 +55,7 @@ _MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is pro
 _RTOL = 1e-12  # of the iteration on several ranks
 
 
-class _Operator(NamedTuple):
+class Operator(NamedTuple):
     """The user's operator A(p) for blocks of shape `shape`."""
 
     matvec: Function
@@ -85,14 +85,14 @@ class _Operator(NamedTuple):
 
 @custom_operator
 def back_substitution(
-    b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
+    b: LocalArray, *variables: Array, factors: Factors, indices: tuple[int, ...], transposed: bool
 ) -> LocalArray:
     """Return the solution of A u = b or Aᵀ u = b; `variables`: the traced leaves of the params, at `indices`."""
     return factors.solved(b, transposed)
 
 
 def _adjoint(
-    ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
+    ans: LocalArray, b: LocalArray, *variables: Array, factors: Factors, indices: tuple[int, ...], transposed: bool
 ) -> Callable:
     def cotangents(multiplier: LocalArray) -> list:
         # In both cases, the function λᵀ A u of the params is differentiated.
@@ -111,7 +111,7 @@ def _adjoint(
 
 
 def _tangent(
-    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...],
+    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: Factors, indices: tuple[int, ...],
     transposed: bool,
 ) -> LocalArray:  # fmt: skip
     residual = tangent_of(b, gs[0])
@@ -127,15 +127,15 @@ defvjp_together(back_substitution, _adjoint)
 defjvp_together(back_substitution, _tangent)
 
 
-class _Factors:
+class Factors:
     """The factors of an operator with fixed params; `given`: the leaves of the params, which the user may change later."""
 
-    def __init__(self, operator: _Operator, given: list[Any], options: _Options):
+    def __init__(self, operator: Operator, given: list[Any], options: Options):
         self.operator, self.given, self.options = operator, given, options
         with restoring_state(), suspended():
             self.matrix = matrix = options.assembled(operator)
             if options.group.size == 1:
-                self._inverse: Any = _factors_of(matrix.local_rows())
+                self._inverse: Any = _factors_of(matrix.local_rows(), options.call)
             elif options.method == "gathered":
                 self._inverse = GatheredFactors(matrix)
             else:
@@ -149,7 +149,7 @@ class _Factors:
         """Return whether the params, and the objects in the operator's closure, are unchanged on this rank."""
         return self._watch is None or self._watch.is_the_same()
 
-    def is_for(self, operator: _Operator, options: _Options) -> bool:
+    def is_for(self, operator: Operator, options: Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
         same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
         return same and self._has_leaves(operator.leaves) and self.is_current()
@@ -157,7 +157,7 @@ class _Factors:
     def _has_leaves(self, leaves: list[Any]) -> bool:
         return all(same_bits(np.asarray(x), np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))
 
-    def again(self) -> _Factors:
+    def again(self) -> Factors:
         """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
         leaves = [np.array(x) for x in self.given]
         if _on_all(self.options, self._has_leaves(leaves)):
@@ -165,7 +165,15 @@ class _Factors:
                 f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
                 "object among the params, or call factorized again."
             )
-        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options)
+        return Factors(self.operator._replace(leaves=leaves), self.given, self.options)
+
+    def preconditioned(self, r: LocalArray, transposed: bool) -> LocalArray:
+        """Return A⁻¹ r or A⁻ᵀ r: exact on one rank, else an approximation, by one application of the preconditioner."""
+        if self.options.group.size == 1:
+            return self.solved(r, transposed)
+        return (self._inverse.T if transposed else self._inverse)(r.reshape(-1, math.prod(self.operator.shape))).reshape(
+            r.shape
+        )
 
     def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
         """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""
@@ -202,7 +210,7 @@ class Factorized:
      [0.5 0.5 0.5]]
     """
 
-    def __init__(self, factors: _Factors, variables: list[Array], indices: tuple[int, ...]):
+    def __init__(self, factors: Factors, variables: list[Array], indices: tuple[int, ...]):
         self._factors, self._variables, self._indices = factors, variables, indices
         self._transposed, self._other = False, None
         self.shape, self.matrix = factors.matrix.shape, factors.matrix
@@ -249,7 +257,7 @@ class Factorized:
         """
         return _solve(self, b, *self._variables)
 
-    def _current(self, b: Array) -> _Factors:
+    def _current(self, b: Array) -> Factors:
         """Check b, and return the factors, which are computed again if the params have changed in place."""
         factors, plain = self._factors, stop_gradient(b)
         shape, options = factors.operator.shape, factors.options
@@ -271,7 +279,7 @@ def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
     return back_substitution(b, *variables, factors=factors, indices=solve._indices, transposed=solve._transposed)
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """How an operator is factored; see `factorized`."""
 
     group: Channel
@@ -279,28 +287,29 @@ class _Options(NamedTuple):
     pattern: Any
     method: str
     matrix: DistributedMatrix | None
+    call: str = _CALL  # for messages
 
-    def assembled(self, operator: _Operator) -> DistributedMatrix:
+    def assembled(self, operator: Operator) -> DistributedMatrix:
         """Return the matrix of the operator; raise an error on all ranks if the pattern misses an entry."""
         if self.matrix is not None:
             return self.matrix.with_values(operator.leaves[0])
         params, count = tuple(operator.build(operator.leaves)), math.prod(operator.shape)
         if isinstance(self.pattern, Domain):
-            rows, columns = operator_rows(operator.matvec, self.pattern, params)
+            rows, columns = operator_rows(operator.matvec, self.pattern, params, self.call)
         else:
-            rows, columns = _rows_of(operator, params, self.pattern, self.group, self.comm), count
+            rows, columns = _rows_of(operator, params, self), count
         matrix = DistributedMatrix(rows, columns=columns, comm=self.comm)
-        _require_complete(operator, params, matrix, self.group)
+        _require_complete(operator, params, matrix, self)
         return matrix
 
 
 # The last operators with their factors, the newest first. A step of a time loop that calls `factorized` uses them again.
 # Their number is limited, since factors refer to their operator, and would keep it and themselves alive.
 _MOST_KEPT = 4
-_kept: list[tuple[Any, _Factors]] = []
+_kept: list[tuple[Any, Factors]] = []
 
 
-def _on_all(options: _Options, condition: bool) -> bool:
+def _on_all(options: Options, condition: bool) -> bool:
     """Return whether a condition holds on all ranks; collective."""
     if options.group.size == 1:
         return condition
@@ -313,20 +322,20 @@ def _host_error(name: str, value: Array) -> Exception | None:
     return TypeError(f"{_CALL} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
 
 
-def _rows_of(operator: _Operator, params: tuple, pattern: Any, group: Channel, comm: Comm) -> Any:
-    """Return this rank's rows, probed color by color; `pattern`: this rank's rows of the sparsity pattern, or None."""
-    count = math.prod(operator.shape)
-    counts = mpi_allgather(np.array(count), comm=comm)
-    start = int(sum(counts[: group.rank]))
+def _rows_of(operator: Operator, params: tuple, options: Options) -> Any:
+    """Return this rank's rows, probed color by color, with entries in this rank's rows of the sparsity pattern, or all."""
+    count, pattern = math.prod(operator.shape), options.pattern
+    counts = mpi_allgather(np.array(count), comm=options.comm)
+    start = int(sum(counts[: options.group.rank]))
     if pattern is None:
         pattern = scipy.sparse.csr_array(np.ones((count, count), bool))  # one rank only
     rows = scipy.sparse.csr_matrix(pattern)
-    colors = _colors(rows, group)
+    colors = _colors(rows, options.group)
     of_entry, row_of_entry = colors[rows.indices], np.repeat(np.arange(count), np.diff(rows.indptr))
-    values, failures = np.zeros(len(rows.indices)), DeferredFailures(comm, _CALL)
+    values, failures = np.zeros(len(rows.indices)), DeferredFailures(options.comm, options.call)
     for color in range(int(colors.max(initial=-1)) + 1):
         field = (colors[start : start + count] == color).astype(float).reshape(operator.shape)
-        image = checked_product(operator.matvec, field, params, failures, _CALL).ravel()
+        image = checked_product(operator.matvec, field, params, failures, options.call).ravel()
         chosen = of_entry == color
         values = values.astype(np.result_type(values, image), copy=False)
         values[chosen] = image[row_of_entry[chosen]]
@@ -348,16 +357,17 @@ def _colors(rows: Any, group: Channel) -> np.ndarray:
     return group.data.bcast(colors, 0)
 
 
-def _require_complete(operator: _Operator, params: tuple, matrix: DistributedMatrix, group: Channel) -> None:
+def _require_complete(operator: Operator, params: tuple, matrix: DistributedMatrix, options: Options) -> None:
     """Compare a product with the operator, in a random direction, with the matrix's; raise an error on all ranks."""
-    failures = DeferredFailures(matrix.comm, _CALL)
+    group, call = options.group, options.call
+    failures = DeferredFailures(matrix.comm, call)
     columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
     direction = np.random.default_rng(group.rank).standard_normal(len(columns))
 
     def difference(first: int, last: int) -> np.ndarray:
         own = np.where((columns >= first) & (columns < last), direction, 0.0)
         field = own.reshape(operator.shape)
-        image = checked_product(operator.matvec, field, params, failures, _CALL).ravel()
+        image = checked_product(operator.matvec, field, params, failures, call).ravel()
         scale = 1e-8 * max(1.0, float(np.abs(matrix.values).max(initial=0.0)))
         gap = np.abs(image - matrix.matvec(own))
         return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
@@ -375,21 +385,19 @@ def _require_complete(operator: _Operator, params: tuple, matrix: DistributedMat
         first, last = (first, middle) if left else (middle, last)
     row = int(matrix.offsets[0][rank]) + wrong[rank]
     raise ValueError(
-        f"{_CALL}: the matrix doesn't reproduce the operator: in row {row}, the entry of column {first} is missing in the "
+        f"{call}: the matrix doesn't reproduce the operator: in row {row}, the entry of column {first} is missing in the "
         "pattern, or matvec isn't linear. Pass a pattern with this entry, or a Domain with a wider halo."
     )
 
 
-def _factors_of(rows: Any) -> Any:
+def _factors_of(rows: Any, call: str) -> Any:
     try:
-        return factors_of(rows.tocsc(), f"{_CALL}: the matrix {rows.shape}")
+        return factors_of(rows.tocsc(), f"{call}: the matrix {rows.shape}")
     except ValueError as error:
         # The null vector of a singular matrix, by one inverse iteration with a small shift, is largest in these unknowns.
         shift = 1e-10 * max(float(np.abs(rows.data).max(initial=0.0)), 1.0)
         shifted = (rows + shift * scipy.sparse.eye_array(rows.shape[0])).tocsc()
-        vector = factors_of(shifted, _CALL).solve(
-            np.random.default_rng(0).standard_normal(rows.shape[0]).astype(rows.dtype)
-        )
+        vector = factors_of(shifted, call).solve(np.random.default_rng(0).standard_normal(rows.shape[0]).astype(rows.dtype))
         raise ValueError(f"{error} The null vector is largest in row {int(np.abs(vector).argmax())}.") from error
 
 
@@ -463,14 +471,14 @@ def factorized(
     leaves, build = flatten(params)
     indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
     plain = [stop_gradient(leaf) for leaf in leaves]
-    options = _Options(group, comm, pattern, method, matrix)
+    options = Options(group, comm, pattern, method, matrix)
     copies = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in plain]
-    operator = _Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
+    operator = Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
     known = [pair for pair in _kept if pair[0] is matvec]
     _kept[:] = [pair for pair in _kept if pair[0] is not matvec][: _MOST_KEPT - 1]
     factors: Any = known[0][1] if known and known[0][1].is_for(operator, options) else None
     if not _on_all(options, factors is not None):
-        factors = _Factors(operator, plain, options)
+        factors = Factors(operator, plain, options)
     _kept.insert(0, (matvec, factors))
     return Factorized(factors, [leaves[k] for k in indices], indices)
 
@@ -488,17 +496,24 @@ def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, gro
     if matrix:
         matvec._require_square("factorized")
         return
+    error = pattern_error(_CALL, "like", shape, pattern, group)
+    if error is not None:
+        raise error
+
+
+def pattern_error(call: str, name: str, shape: tuple[int, ...], pattern: Any, group: Channel) -> Exception | None:
+    """Return an error if a pattern doesn't fit operators on blocks like the argument `name`, which has a shape."""
+    count = math.prod(shape)
     if isinstance(pattern, Domain):
         if shape != pattern.local_shape:
-            raise ValueError(f"{_CALL}: like must have the domain's local shape, {pattern.local_shape}, but has {shape}.")
-        return
-    count = math.prod(shape)
-    if pattern is None and (group.size > 1 or count > _MOST_PROBED):
-        raise ValueError(
-            f"{_CALL}: without a pattern, the operator must be on one rank and have at most {_MOST_PROBED} unknowns, but "
+            return ValueError(f"{call}: {name} must have the domain's local shape, {pattern.local_shape}, but has {shape}.")
+    elif pattern is None and (group.size > 1 or count > _MOST_PROBED):
+        return ValueError(
+            f"{call}: without a pattern, the operator must be on one rank and have at most {_MOST_PROBED} unknowns, but "
             f"there are {group.size} rank(s), and {count} unknowns on this one. Pass the Domain, or a sparse matrix with "
             "the nonzero entries, as pattern=."
         )
-    if pattern is not None and (not scipy.sparse.issparse(pattern) or pattern.shape[0] != count):
+    elif pattern is not None and (not scipy.sparse.issparse(pattern) or pattern.shape[0] != count):
         shown = f"one of shape {pattern.shape}" if scipy.sparse.issparse(pattern) else type(pattern).__name__
-        raise TypeError(f"{_CALL}: pattern must be a Domain or a sparse matrix with {count} rows, but got {shown}.")
+        return TypeError(f"{call}: pattern must be a Domain or a sparse matrix with {count} rows, but got {shown}.")
+    return None

@@ -8,14 +8,18 @@ product with J, and u is one of the parameters, so the solves can be differentia
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
+from mpiad.linalg.factorized import Factors, Operator, Options, pattern_error
 from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
 from mpiad.linalg.solve import (
     METHODS,
@@ -31,8 +35,10 @@ from mpiad.linalg.vectors import block_error
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten
+from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed_among
 from mpiad.transport.core.tracing import opaque
+from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import DeferredFailures
 
@@ -133,6 +139,31 @@ def _search(
     return None
 
 
+class _SparseJacobian:
+    """A preconditioner: the factors of the Jacobian at one of the last iterates, for steps and for derivatives."""
+
+    def __init__(self, product: Function, arguments: Function, shape: tuple[int, ...], options: Options, reuse: int):
+        self._product, self._arguments, self._shape, self._options = product, arguments, shape, options
+        self._reuse, self._age, self._factors, self._transposed = reuse, 0, None, False
+
+    def update(self, leaves: list[Any]) -> None:
+        """Factor the Jacobian, given u and the leaves of the params, if the factors have served `reuse` further steps."""
+        self._age += 1
+        if self._factors is None or self._age > self._reuse:
+            operator = Operator(self._product, self._arguments, leaves, self._shape, False)
+            self._factors, self._age = Factors(operator, leaves, self._options), 0
+
+    def __call__(self, r: LocalArray) -> LocalArray:
+        return self._factors.preconditioned(r, self._transposed)
+
+    @property
+    def T(self) -> _SparseJacobian:
+        """The factors of the transpose."""
+        other = copy(self)
+        other._transposed = not self._transposed
+        return other
+
+
 _CALL = "linalg.newton"
 _DERIVATIVE_RTOL = 1e-10  # relative tolerance of the solves of derivatives if `rtol` is zero
 
@@ -152,13 +183,17 @@ def newton(
     maxiter: int = 50,
     restart: int = 30,
     linear_maxiter: int | None = None,
+    jacobian: str = "products",
+    pattern: Any = None,
+    reuse: int = 0,
     comm: Comm = None,
     callback: Callable[[float], Any] | None = None,
 ) -> LocalArray:
     """Solve residual(u, params) = 0 by Newton's method, with a block of u on each rank.
 
     The tolerance of each linear system is Eisenstat and Walker's second choice; products with the Jacobian use forward
-    mode. Each step is shortened until the residual decreases.
+    mode. Each step is shortened until the residual decreases. With ``jacobian="sparse"``, the Jacobian is computed as a
+    sparse matrix, and its factors precondition these systems and those of derivatives.
 
     Parameters
     ----------
@@ -184,6 +219,14 @@ def newton(
         Maximum number of steps.
     linear_maxiter : int, optional
         Maximum number of iterations per linear system.
+    jacobian : {"products", "sparse"}
+        With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`. SuperLU
+        factors it, on several ranks in overlapping blocks (see `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab",
+        and no preconditioner may be given.
+    pattern : Domain, or SciPy sparse matrix or array, optional
+        The nonzero entries of a sparse Jacobian, as in `factorized`.
+    reuse : int
+        The number of further steps that use the same factors. Linear systems with older factors take more iterations.
     comm : mpi4py intracommunicator, optional
     callback : callable, optional
         ``callback(norm)`` is called on every rank after each step, with the norm of the residual.
@@ -196,7 +239,8 @@ def newton(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, or if `residual` doesn't return finite floats of the shape of `u0` at `u0`.
+        On all ranks, if an argument is invalid, if `residual` doesn't return finite floats of the shape of `u0` at `u0`, or
+        if a sparse Jacobian is singular or has entries that aren't in `pattern` (the message names row and column).
     Exception
         On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
         text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
@@ -210,7 +254,8 @@ def newton(
 
     Adjoint
     -------
-    One linear solve Jᵀ λ = ū with the Jacobian at the solution, on all ranks; the params get -(∂F/∂params)ᵀ λ.
+    One linear solve Jᵀ λ = ū with the Jacobian at the solution, on all ranks; the params get -(∂F/∂params)ᵀ λ. With a sparse
+    Jacobian, the factors of the last step precondition it.
 
     References
     ----------
@@ -222,11 +267,13 @@ def newton(
     >>> print(np.round(mpiad.linalg.newton(lambda u, p: u**2 - p, np.ones(2), 4.0), 6))
     [2. 2.]
     """
+    comm = pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
     # These settings are for the solves of derivatives; each Newton step has its own tolerance.
     linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
-    settings = agree_on(settings, _arg_error(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
-    linear = linear._replace(preconditioned=settings.preconditioned)
+    error = _arg_error(residual, stop_gradient(u0), preconditioner, linear, settings)
+    error = error or _jacobian_error(jacobian, stop_gradient(u0), preconditioner, settings, pattern, reuse)
+    settings = agree_on(settings, error, preconditioner)
     leaves, build = flatten(params)
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
@@ -235,8 +282,13 @@ def newton(
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])
 
-    jacobian = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
-    return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), jacobian))
+    if jacobian == "sparse":
+        options = Options(channel(comm, _CALL), comm, pattern, "auto", None, _CALL)
+        preconditioner = _SparseJacobian(product, arguments, np.shape(stop_gradient(u0)), options, reuse)
+        settings = settings._replace(preconditioned=True)
+    linear = linear._replace(preconditioned=settings.preconditioned)
+    system = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
+    return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), system))
 
 
 class NonlinearProblem(NamedTuple):
@@ -259,6 +311,9 @@ def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     failures = problem.jacobian.new_failures()
 
     def linear(u: LocalArray, rtol: float) -> System:
+        preconditioner: Any = problem.jacobian.preconditioner
+        if isinstance(preconditioner, _SparseJacobian) and rtol < 1.0:
+            preconditioner.update([u, *leaves])
         # The solution isn't verified by a product, since the nonlinear residual is evaluated next.
         settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
         return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
@@ -311,3 +366,25 @@ def _arg_error(
         or settings_error(linear, METHODS, u0.ndim)
         or preconditioner_error([preconditioner], u0)
     )
+
+
+def _jacobian_error(
+    jacobian: object, u0: Array, preconditioner: Function | None, settings: Settings, pattern: Any, reuse: object
+) -> Exception | None:
+    if jacobian not in ("products", "sparse"):
+        return ValueError(f"{_CALL}: jacobian must be 'products' or 'sparse', but got {jacobian!r}.")
+    if not isinstance(reuse, Integral) or int(reuse) < 0:
+        return ValueError(f"{_CALL}: reuse must be an integer, zero or more, but got {reuse!r}.")
+    if jacobian == "products":
+        given = pattern is not None or reuse != 0
+        return TypeError(f"{_CALL}: pattern and reuse are for jacobian='sparse' only.") if given else None
+    if preconditioner is not None or settings.method == "cg":
+        return ValueError(
+            f"{_CALL}: jacobian='sparse' takes no preconditioner, since the factors are one, and method='gmres' or 'bicgstab', "
+            f"but got method={settings.method!r} and preconditioner={preconditioner!r}."
+        )
+    if is_device_array(u0):
+        return TypeError(
+            f"{_CALL}: jacobian='sparse' works on the host, but u0 is on a device: apply mpiad.device.to_host."
+        )
+    return pattern_error(_CALL, "u0", np.shape(u0), pattern, channel(settings.comm, _CALL))

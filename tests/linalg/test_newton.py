@@ -3,6 +3,8 @@
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy.sparse
+from mpi4py import MPI
 from transport_matrix import matrix
 
 import mpiad
@@ -22,6 +24,7 @@ class Burgers:
         self.domain, rng = Domain(SHAPE), rank_rng(100)
         self.nu, self.k, self.b = 0.6, 1.0 + rng.random(SHAPE), 1.5 * rng.standard_normal(SHAPE)
         self.weight, self.evaluations = rng.random(SHAPE), 0
+        self.settings = {}
         self.along = 0.3, rng.standard_normal(SHAPE), rng.standard_normal(SHAPE)
 
     def block(self, u):
@@ -41,7 +44,7 @@ class Burgers:
         return x["nu"] * (4 * u - v[:-2, 1:-1] - v[2:, 1:-1] - east - west) + u * (east - west) + x["k"] * u**3 - x["b"]
 
     def solved(self, x, **settings):
-        return newton(self.residual, np.zeros(self.domain.local_shape), x, rtol=1e-12, **settings)
+        return newton(self.residual, np.zeros(self.domain.local_shape), x, rtol=1e-12, **self.settings, **settings)
 
     def loss(self, x):
         return self.domain.sum(self.block(self.weight) * self.solved(x) ** 4)
@@ -90,7 +93,7 @@ def test_value_and_gradient(case, method):
     case.check(mpiad.grad(case.loss)(case.point), expected)
 
 
-def test_higher_derivatives(case):
+def check_higher_derivatives(case):
     of_u, *of_gradient = case.slopes()
     direction, close = case.local(*case.along), {"rtol": 1e-5, "atol": 1e-6}
     np.testing.assert_allclose(mpiad.jvp(case.solved, case.point, direction)[1], case.block(of_u), **close)
@@ -101,6 +104,51 @@ def test_higher_derivatives(case):
         return sum(anp.sum(g[name] * direction[name]) for name in g)
 
     case.check(mpiad.grad(slope, objective="sum")(case.point), of_gradient, close)
+
+
+def test_higher_derivatives(case):
+    check_higher_derivatives(case)
+
+
+def pattern_of(case, kind):
+    """Return the entries of the Jacobian of the whole grid: a domain, or this rank's rows of a matrix."""
+    if kind == "domain":
+        return case.domain
+    whole = scipy.sparse.csr_array(case.jacobian(np.full(SHAPE, 0.3), 1.0, np.ones(SHAPE)) != 0.0)
+    # Unknowns are numbered by blocks, rank by rank.
+    numbers = np.arange(whole.shape[0]).reshape(SHAPE)[case.domain.owned].ravel()
+    order = np.concatenate(MPI.COMM_WORLD.allgather(numbers))
+    return whole[numbers][:, order]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"reuse": 2}, {"reuse": 50, "method": "bicgstab"}], ids=["new factors", "kept twice", "kept"]
+)
+@pytest.mark.parametrize("kind", ["domain", "matrix"])
+def test_a_sparse_jacobian(case, kind, settings):
+    u, *expected = case.reference(case.nu, case.k, case.b)
+    case.settings = {"jacobian": "sparse", "pattern": pattern_of(case, kind), **settings}
+    np.testing.assert_allclose(case.solved(case.point), case.block(u), **CLOSE)
+    case.check(mpiad.grad(case.loss)(case.point), expected)
+    check_higher_derivatives(case)
+
+
+def test_factors_save_products(case):
+    """Five-point stencils have nine colors; on one rank a derivative takes a few products."""
+
+    def evaluations(**settings):
+        before, case.settings = case.evaluations, {"jacobian": "sparse", "pattern": case.domain, **settings}
+        case.solved(case.point)
+        return case.evaluations - before
+
+    steps = []
+    case.solved(case.point, callback=steps.append)
+    each_step, once = evaluations(), evaluations(reuse=50)
+    assert each_step > 9 * len(steps) / 2 and once < 0.8 * each_step
+    value, pull = mpiad.make_vjp(case.solved)(case.point)[::-1]
+    before = case.evaluations
+    pull(np.ones_like(value))
+    assert case.evaluations - before <= 12
 
 
 @pytest.mark.one_rank  # on ranks the gradient is compared with the reference's, which is sharper
@@ -190,6 +238,35 @@ def test_what_is_refused(case, rank, size):
         newton(lambda u: u - case.domain.mean(u) + 1.0, start)
     with pytest.raises(ConvergenceError, match=r"in step 3 the linear system wasn't solved \(.* within maxiter=2"):
         newton(case.residual, start, case.point, linear_maxiter=2)
+    assert mpiad.mpi_allreduce(1) == size
+
+
+def test_sparse_jacobians_that_are_refused(case, rank, size):
+    start = np.zeros(case.domain.local_shape)
+
+    def attempt(residual=case.residual, params=(case.point,), **settings):
+        newton(residual, start, *params, **{"jacobian": "sparse", "pattern": case.domain, **settings})
+
+    for settings, kind, text in (
+        ({"jacobian": "dense"}, ValueError, "jacobian must be 'products' or 'sparse', but got 'dense'"),
+        ({"jacobian": "products"}, TypeError, "pattern and reuse are for jacobian='sparse' only"),
+        ({"reuse": -1}, ValueError, "reuse must be an integer, zero or more, but got -1"),
+        ({"method": "cg"}, ValueError, "takes no preconditioner, .* but got method='cg'"),
+        ({"pattern": Domain((8, 5))}, ValueError, "u0 must have the domain's local shape"),
+        ({"pattern": np.eye(3)}, TypeError, "pattern must be a Domain or a sparse matrix with"),
+    ):
+        with pytest.raises(kind, match=f"newton: .*{text}"):
+            attempt(**settings)
+    with pytest.raises(ValueError, match="newton: reuse must be"):
+        attempt(reuse=-1 if rank == size - 1 else 0)
+    with pytest.raises(ValueError, match="depends on points beyond the halo"):
+        attempt(lambda u: u + 0.1 * case.domain.sum(u) - 1.0, ())
+    diagonal = scipy.sparse.eye_array(start.size, case.domain.shape[0] * case.domain.shape[1], k=0, format="csr")
+    if size == 1:
+        with pytest.raises(ValueError, match=r"newton: .* in row \d+, the entry of column \d+ is missing in the pattern"):
+            attempt(pattern=diagonal)
+        with pytest.raises(ValueError, match="newton: .*singular.* The null vector is largest in row"):
+            attempt(lambda u: u - case.domain.exchange(u, "edge")[1:-1, :-2] - 1.0, ())
     assert mpiad.mpi_allreduce(1) == size
 
 
