@@ -144,7 +144,8 @@ class _SparseJacobian:
 
     def __init__(self, product: Function, arguments: Function, shape: tuple[int, ...], options: Options, reuse: int):
         self._product, self._arguments, self._shape, self._options = product, arguments, shape, options
-        self._reuse, self._age, self._factors, self._transposed = reuse, 0, None, False
+        self._reuse, self._age, self._transposed = reuse, 0, False
+        self._factors: Any = None
 
     def update(self, leaves: list[Any]) -> None:
         """Factor the Jacobian, given u and the leaves of the params, if the factors have served `reuse` further steps."""
@@ -220,9 +221,9 @@ def newton(
     linear_maxiter : int, optional
         Maximum number of iterations per linear system.
     jacobian : {"products", "sparse"}
-        With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`. SuperLU
-        factors it, on several ranks in overlapping blocks (see `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab",
-        and no preconditioner may be given.
+        With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`.
+        SuperLU factors it, on several ranks in overlapping blocks (see `AdditiveSchwarz`). `method` must be "gmres" or
+        "bicgstab", and no preconditioner may be given.
     pattern : Domain, or SciPy sparse matrix or array, optional
         The nonzero entries of a sparse Jacobian, as in `factorized`.
     reuse : int
@@ -254,8 +255,8 @@ def newton(
 
     Adjoint
     -------
-    One linear solve Jᵀ λ = ū with the Jacobian at the solution, on all ranks; the params get -(∂F/∂params)ᵀ λ. With a sparse
-    Jacobian, the factors of the last step precondition it.
+    One linear solve Jᵀ λ = ū with the Jacobian at the solution, on all ranks; the params get -(∂F/∂params)ᵀ λ. With a
+    sparse Jacobian, the factors of the last step precondition it.
 
     References
     ----------
@@ -380,8 +381,8 @@ def _jacobian_error(
         return TypeError(f"{_CALL}: pattern and reuse are for jacobian='sparse' only.") if given else None
     if preconditioner is not None or settings.method == "cg":
         return ValueError(
-            f"{_CALL}: jacobian='sparse' takes no preconditioner, since the factors are one, and method='gmres' or 'bicgstab', "
-            f"but got method={settings.method!r} and preconditioner={preconditioner!r}."
+            f"{_CALL}: jacobian='sparse' takes no preconditioner, since the factors are one, and method='gmres' or "
+            f"'bicgstab', but got method={settings.method!r} and preconditioner={preconditioner!r}."
         )
     if is_device_array(u0):
         return TypeError(
