@@ -48,8 +48,9 @@ WORLD = MPI.COMM_WORLD
 # What runs on two ranks instead of three, which takes less than half the time on two cores: ranks compute
 # different parts there, but only their sums, or halos of a domain, depend on how many there are.
 ON_TWO = (
-    "ensemble", "inverse", "linalg", "optimize", "programs/test_falling_back.py", "programs/test_memory_plan.py",
-    "programs/test_opaque_calls.py", "programs/test_shape_recorder.py", "programs/test_transforms.py", "timestepping", "vi",
+    "ensemble", "inverse", "linalg", "optimize", "primitives/test_device.py", "programs/test_falling_back.py",
+    "programs/test_memory_plan.py", "programs/test_opaque_calls.py", "programs/test_overlap.py",
+    "programs/test_shape_recorder.py", "programs/test_transforms.py", "test_memory.py", "timestepping", "vi",
 )  # fmt: skip
 
 # What runs on a number of ranks in addition. Two ranks exchange what more send round, and each is the other's neighbour on
