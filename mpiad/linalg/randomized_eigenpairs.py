@@ -201,22 +201,27 @@ def ritz_pairs(
         block = space.add_random(draw, min(block_size, size))
         while True:
             fresh = space.expand(block)
-            spectrum, vectors, inside, outside = space.ritz(k)
+            spectrum, vectors, inside, others, rows = space.ritz(k)
+            outside = np.linalg.norm(rows, axis=0)
             values, largest = spectrum[:k], np.max(np.abs(spectrum))
             scale = np.maximum(np.abs(values), max(floor, _ZERO * largest))
-            residuals = (np.hypot(inside, outside) + np.finfo(float).eps * largest) / np.where(scale > 0.0, scale, 1.0)
+            residuals = (np.hypot(inside, outside) + 10.0 * np.finfo(float).eps * largest) / np.where(scale > 0.0, scale, 1.0)
             history, steps = [*history, float(np.max(residuals))], steps + 1
             # `inside` comes from errors of products, and further vectors don't decrease it.
             converged = outside <= np.maximum(np.maximum(tol * scale, inside), _ROUNDING * largest)
-            finished = len(values) == k and np.all(converged) and (steps > 1 or not fresh)
-            same = settled is not None and np.allclose(values, settled, rtol=tol, atol=tol * floor + _ZERO * largest)
-            if (finished and same) or len(space.expanded) >= ncv:
+            finished = len(values) == k and np.all(converged)
+            tested = finished and settled is not None and (steps > 1 or not fresh)
+            if tested and np.allclose(values, settled, tol, tol * floor + _ZERO * largest) or len(space.expanded) >= ncv:
                 break
-            if finished or not fresh:
+            if finished and fresh and steps == 1:
+                block = fresh
+            elif finished or not others:
                 settled, steps = values if finished else None, 0
-                fresh = space.add_random(draw, min(_BLOCK, size - len(space.basis)))
-                fresh = fresh or [j for j in range(size) if j not in space.expanded]
-            block = fresh[: ncv - len(space.expanded)]
+                block = space.add_random(draw, min(_BLOCK, size - len(space.basis))) or others
+            else:  # the directions that contribute most to the residuals of pairs above the tolerance
+                share = np.max(np.abs(rows) / np.where(converged, np.inf, scale), axis=1)
+                block = [others[j] for j in np.argsort(-share, kind="stable")[:block_size]]
+            block = block[: ncv - len(space.expanded)]
     kept = np.abs(values) > _ZERO * largest
     found = (vectors[:, kept].T @ space.basis[space.expanded]).reshape(-1, *like.shape)
     pairs = EigenPairs(values[kept], found, residuals[kept], len(space.expanded))
@@ -251,8 +256,9 @@ class _KrylovSpace:
         self.expanded += block
         return list(range(before, len(self.basis)))
 
-    def ritz(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return all Ritz values; k Ritz vectors, and norms of their residuals in expanded and in other directions."""
+    def ritz(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], np.ndarray]:
+        """Return all Ritz values; k Ritz vectors, the norms of their residuals in expanded directions; other directions, and
+        the components of the residuals in them."""
         square = self.projected[self.expanded]
         asymmetry, norm = np.linalg.norm(square - square.T), np.linalg.norm(self.projected)
         if not asymmetry <= _ASYMMETRY * norm:
@@ -261,8 +267,8 @@ class _KrylovSpace:
         values, vectors = np.linalg.eigh(0.5 * (square + square.T))
         values, vectors = values[::-1], vectors[:, ::-1][:, :k]
         inside = np.linalg.norm(square @ vectors - vectors * values[:k], axis=0)
-        outside = np.linalg.norm(np.delete(self.projected, self.expanded, 0) @ vectors, axis=0)
-        return values, vectors, inside, outside
+        others = sorted(set(range(len(self.basis))) - set(self.expanded))
+        return values, vectors, inside, others, self.projected[others] @ vectors
 
     def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> np.ndarray:
         """Add the orthonormalized directions of vectors, and return the coefficients of the vectors in the new basis.
@@ -286,7 +292,7 @@ class _KrylovSpace:
                 problem = f"a matrix Vᵀ B V has eigenvalues {values[0]:.3e} to {values[-1]:.3e}, asymmetry {asymmetry:.3e}"
                 text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {problem}."
                 raise agreed(self.group, ValueError(text))
-            norms = np.sqrt(np.maximum(values, _GRADED * values[-1]))
+            norms = np.sqrt(np.maximum(values, max(_GRADED * values[-1], np.finfo(float).tiny)))
             factor = factor @ rotation * norms
             sizes = np.linalg.norm(factor, axis=0)
             scale = max(scale, np.max(sizes))
@@ -301,7 +307,7 @@ class _KrylovSpace:
         return self._images("mass", self.mass, vectors, self.batch) if self.mass else vectors
 
     def _images(self, name: str, function: Product, vectors: LocalArray, batch: bool) -> LocalArray:
-        blocks, images = vectors.reshape(-1, *self.shape), []
+        blocks, images = vectors.reshape(len(vectors), *self.shape), []
         for part in [blocks[j : j + _BATCH] for j in range(0, len(blocks), _BATCH)] if batch else list(blocks):
             image = self.failures.attempt(
                 name, lambda v: np.asarray(function(v), dtype=float), part, again=partial(np.zeros_like, part)
