@@ -205,24 +205,28 @@ def ritz_pairs(
             outside = np.linalg.norm(rows, axis=0)
             values, largest = spectrum[:k], np.max(np.abs(spectrum))
             scale = np.maximum(np.abs(values), max(floor, _ZERO * largest))
-            residuals = (np.hypot(inside, outside) + 10.0 * np.finfo(float).eps * largest) / np.where(scale > 0.0, scale, 1.0)
+            residuals = (np.hypot(inside, outside) + 10.0 * np.finfo(float).eps * largest) / np.where(
+                scale > 0.0, scale, 1.0
+            )
             history, steps = [*history, float(np.max(residuals))], steps + 1
             # `inside` comes from errors of products, and further vectors don't decrease it.
             converged = outside <= np.maximum(np.maximum(tol * scale, inside), _ROUNDING * largest)
-            finished = len(values) == k and np.all(converged)
+            zero = max(_ZERO * largest, tol * floor)
+            kept = np.abs(values) > zero
+            leading = np.pad(values * kept, (0, k - len(values)))
+            finished = (len(values) == k or not np.all(kept)) and np.all(converged)
             tested = finished and settled is not None and (steps > 1 or not fresh)
-            if tested and np.allclose(values, settled, tol, tol * floor + _ZERO * largest) or len(space.expanded) >= ncv:
+            if (tested and np.allclose(leading, settled, tol, zero)) or len(space.expanded) >= ncv:
                 break
             if finished and fresh and steps == 1:
                 block = fresh
             elif finished or not others:
-                settled, steps = values if finished else None, 0
+                settled, steps = leading if finished else None, 0
                 block = space.add_random(draw, min(_BLOCK, size - len(space.basis))) or others
             else:  # the directions that contribute most to the residuals of pairs above the tolerance
                 share = np.max(np.abs(rows) / np.where(converged, np.inf, scale), axis=1)
                 block = [others[j] for j in np.argsort(-share, kind="stable")[:block_size]]
             block = block[: ncv - len(space.expanded)]
-    kept = np.abs(values) > _ZERO * largest
     found = (vectors[:, kept].T @ space.basis[space.expanded]).reshape(-1, *like.shape)
     pairs = EigenPairs(values[kept], found, residuals[kept], len(space.expanded))
     return pairs, float(spectrum[-1]), history

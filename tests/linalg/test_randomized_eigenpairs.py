@@ -97,7 +97,9 @@ def test_pairs_that_miss_the_tolerance_are_an_error_on_all_ranks(rank, size):
     n, rng = 60, np.random.default_rng(5)
     product, mine = on_pieces(np.diag(np.linspace(2.0, 1.0, n)), n, rank, size, [])
     like = np.zeros(len(mine))
-    with pytest.raises(mpiad.errors.ConvergenceError, match="5 of 5 pairs have .* after 12 products.* larger ncv") as caught:
+    with pytest.raises(
+        mpiad.errors.ConvergenceError, match="5 of 5 pairs have .* after 12 products.* larger ncv"
+    ) as caught:
         eigsh(product, like, 5, ncv=12)
     assert len(caught.value.history) == 3 and caught.value.history[-1] > 1e-6
     falling = np.diag(10.0 ** -np.arange(float(n)))
