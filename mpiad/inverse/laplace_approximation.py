@@ -151,7 +151,7 @@ def laplace_approximation(
     """
     checked_block(prior.domain, m, "laplace_approximation")
     pairs, least, _ = ritz_pairs(
-        product, m, k, prior.apply, prior.solve, tol, ncv, lambda n: prior.domain.normal((seed << 32) + n), batch,
+        product, m, k, prior.apply, prior.solve, tol, ncv, lambda n: prior.domain.normal((int(seed) << 32) + n), batch,
         prior.domain.comm, floor=1.0,
     )  # fmt: skip
     largest = np.max(pairs.values, initial=least)

@@ -176,12 +176,13 @@ def ritz_pairs(
     with raising_together(group):
         if like.dtype.kind != "f":
             raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
-        if not (isinstance(k, (int, np.integer)) and k >= 1):
-            raise ValueError(f"{_CALL}: k must be an integer, 1 or more, but got {k!r}.")
+        if not (isinstance(k, (int, np.integer)) and isinstance(ncv, (int, np.integer, type(None)))):
+            raise TypeError(f"{_CALL}: k and ncv must be integers, but got {k!r} and {ncv!r}.")
+        limit = 10 * k + 100 if ncv is None else ncv
+        if not 1 <= k <= limit:
+            raise ValueError(f"{_CALL}: k must be at least 1 and at most ncv={limit}, but got {k}.")
         if not (isinstance(tol, (int, float, np.number)) and 0.0 < tol < 1.0):
             raise ValueError(f"{_CALL}: tol must be a number between 0 and 1, but got {tol!r}.")
-        if not (ncv is None or isinstance(ncv, (int, np.integer)) and ncv >= k):
-            raise ValueError(f"{_CALL}: ncv must be an integer, k={k} or more, but got {ncv!r}.")
         if not (callable(seed) or isinstance(seed, (int, np.integer))):
             raise TypeError(f"{_CALL}: seed must be an integer or a function, but got {type(seed).__name__}.")
         if (mass is None) != (mass_solve is None):
@@ -191,42 +192,38 @@ def ritz_pairs(
     size = int(_total(group, np.array([float(like.size)]))[0])
     if k > size:
         raise agreed(group, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
-    ncv, block_size = min(ncv or 10 * k + 100, size), _BATCH if batch else _BLOCK
-    numbers, history, settled, steps = itertools.count(), [], None, 0
-    if not callable(seed):
-        generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), group.rank], np.uint64)))
-    draw = (lambda _: seed(next(numbers))) if callable(seed) else lambda v: generator.standard_normal(v.shape)
-    space = _KrylovSpace(group, DeferredFailures(comm, _CALL, apart=True), like.shape, product, mass, mass_solve, batch)
+    limit, block_size, history, steps, settled = min(limit, size), _BATCH if batch else _BLOCK, [], 0, np.full(k, np.nan)
+    key, numbers = np.array([0 if callable(seed) else int(seed), group.rank], np.uint64), itertools.count()
+    normal = np.random.Generator(np.random.Philox(key=key)).standard_normal
+    draw = (lambda _: seed(next(numbers))) if callable(seed) else (lambda v: normal(v.shape))
+    functions = {"seed": draw, "product": product, "mass": mass, "mass_solve": mass_solve}
+    space = _KrylovSpace(group, DeferredFailures(comm, _CALL, apart=True), like.shape, functions, batch)
     with restoring_state(), suspended():
-        block = space.add_random(draw, min(block_size, size))
+        block = space.add_random(min(block_size, size))
         while True:
             fresh = space.expand(block)
             spectrum, vectors, inside, others, rows = space.ritz(k)
-            outside = np.linalg.norm(rows, axis=0)
-            values, largest = spectrum[:k], np.max(np.abs(spectrum))
-            scale = np.maximum(np.abs(values), max(floor, _ZERO * largest))
-            residuals = (np.hypot(inside, outside) + 10.0 * np.finfo(float).eps * largest) / np.where(
-                scale > 0.0, scale, 1.0
-            )
+            outside, values, largest = np.linalg.norm(rows, axis=0), spectrum[:k], np.max(np.abs(spectrum))
+            zero = max(_ZERO * largest, tol * floor, np.finfo(float).tiny)
+            kept, scale = np.abs(values) > zero, np.maximum(np.abs(values), max(floor, zero))
+            residuals = (np.hypot(inside, outside) + 10.0 * np.finfo(float).eps * largest) / scale
             history, steps = [*history, float(np.max(residuals))], steps + 1
             # `inside` comes from errors of products, and further vectors don't decrease it.
             converged = outside <= np.maximum(np.maximum(tol * scale, inside), _ROUNDING * largest)
-            zero = max(_ZERO * largest, tol * floor)
-            kept = np.abs(values) > zero
+            finished = np.all(converged) and (len(values) == k or not np.all(kept))
             leading = np.pad(values * kept, (0, k - len(values)))
-            finished = (len(values) == k or not np.all(kept)) and np.all(converged)
-            tested = finished and settled is not None and (steps > 1 or not fresh)
-            if (tested and np.allclose(leading, settled, tol, zero)) or len(space.expanded) >= ncv:
+            same = (steps > 1 or not fresh) and np.allclose(leading, settled, tol, zero)
+            if (finished and same) or len(space.expanded) >= limit:
                 break
             if finished and fresh and steps == 1:
                 block = fresh
             elif finished or not others:
-                settled, steps = leading if finished else None, 0
-                block = space.add_random(draw, min(_BLOCK, size - len(space.basis))) or others
+                settled, steps = leading if finished else np.full(k, np.nan), 0
+                block = space.add_random(min(_BLOCK, size - len(space.basis))) or others
             else:  # the directions that contribute most to the residuals of pairs above the tolerance
                 share = np.max(np.abs(rows) / np.where(converged, np.inf, scale), axis=1)
                 block = [others[j] for j in np.argsort(-share, kind="stable")[:block_size]]
-            block = block[: ncv - len(space.expanded)]
+            block = block[: limit - len(space.expanded)]
     found = (vectors[:, kept].T @ space.basis[space.expanded]).reshape(-1, *like.shape)
     pairs = EigenPairs(values[kept], found, residuals[kept], len(space.expanded))
     return pairs, float(spectrum[-1]), history
@@ -236,33 +233,28 @@ class _KrylovSpace:
     """Orthonormal vectors, the rows of `basis`; B⁻¹A times row `expanded[j]` is column j of `projected` times `basis`."""
 
     def __init__(
-        self, group: Channel, failures: DeferredFailures, shape: tuple[int, ...], product: Product, mass: Product | None,
-        mass_solve: Product | None, batch: bool,
+        self, group: Channel, failures: DeferredFailures, shape: tuple[int, ...], functions: dict[str, Product | None],
+        batch: bool,
     ):  # fmt: skip
-        self.group, self.failures, self.shape, self.batch = group, failures, shape, batch
-        self.product, self.mass, self.mass_solve = product, mass, mass_solve
+        self.group, self.failures, self.shape, self.functions, self.batch = group, failures, shape, functions, batch
         self.basis, self.projected, self.expanded = np.zeros((0, math.prod(shape))), np.zeros((0, 0)), []
 
-    def add_random(self, draw: Product, count: int) -> list[int]:
+    def add_random(self, count: int) -> list[int]:
         """Add random directions, and return their positions in the basis."""
-        vectors, before = self._images("seed", draw, np.zeros((count, self.basis.shape[1])), False), len(self.basis)
-        self._add(vectors, self._weighted(vectors), 0.0)
-        return list(range(before, len(self.basis)))
+        vectors = self._images("seed", np.zeros((count, self.basis.shape[1])))
+        return self._add(vectors, self._images("mass", vectors), 0.0)[0]
 
     def expand(self, block: list[int]) -> list[int]:
         """Apply B⁻¹A to vectors of the basis, add the new directions, and return their positions."""
-        weighted = self._images("product", self.product, self.basis[block], self.batch)
-        images = self._images("mass_solve", self.mass_solve, weighted, self.batch) if self.mass_solve else weighted
-        before = len(self.basis)
-        coefficients = self._add(images, weighted, np.max(np.abs(self.projected), initial=0.0))
+        weighted = self._images("product", self.basis[block])
+        scale = np.max(np.abs(self.projected), initial=0.0)
+        fresh, coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
         rows = np.zeros((len(self.basis) - len(self.projected), len(self.expanded)))
-        self.projected = np.hstack([np.vstack([self.projected, rows]), coefficients])
-        self.expanded += block
-        return list(range(before, len(self.basis)))
+        self.projected, self.expanded = np.hstack([np.vstack([self.projected, rows]), coefficients]), self.expanded + block
+        return fresh
 
     def ritz(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], np.ndarray]:
-        """Return all Ritz values; k Ritz vectors, the norms of their residuals in expanded directions; other directions, and
-        the components of the residuals in them."""
+        """Return the Ritz values, k vectors, norms of their residuals in `expanded`, the other positions, components there."""
         square = self.projected[self.expanded]
         asymmetry, norm = np.linalg.norm(square - square.T), np.linalg.norm(self.projected)
         if not asymmetry <= _ASYMMETRY * norm:
@@ -274,16 +266,18 @@ class _KrylovSpace:
         others = sorted(set(range(len(self.basis))) - set(self.expanded))
         return values, vectors, inside, others, self.projected[others] @ vectors
 
-    def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> np.ndarray:
-        """Add the orthonormalized directions of vectors, and return the coefficients of the vectors in the new basis.
+    def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> tuple[list[int], np.ndarray]:
+        """Add directions of vectors, orthonormalized; return their positions, and the coefficients of the vectors.
 
         `weighted` = B vectors; directions are omitted if they are rounding errors of vectors or of `scale`.
         """
         coefficients = _gram(self.group, self.basis, weighted)
         scale = max(scale, np.max(np.abs(coefficients), initial=0.0))
         vectors, factor = vectors - coefficients.T @ self.basis, np.eye(len(vectors))
-        while len(vectors):  # at least twice: orthogonalization and Gram matrices lose digits the first time
-            weighted = self._weighted(vectors)
+        for _ in range(
+            8 if len(vectors) else 0
+        ):  # usually two passes: each loses digits if directions are nearly dependent
+            weighted = self._images("mass", vectors)
             correction = _gram(self.group, self.basis, weighted)
             vectors = vectors - correction.T @ self.basis
             correction = correction @ factor.T
@@ -299,20 +293,21 @@ class _KrylovSpace:
             norms = np.sqrt(np.maximum(values, max(_GRADED * values[-1], np.finfo(float).tiny)))
             factor = factor @ rotation * norms
             sizes = np.linalg.norm(factor, axis=0)
-            scale = max(scale, np.max(sizes))
-            kept = sizes > _ROUNDING * scale
+            kept = sizes > _ROUNDING * max(scale, np.max(sizes))
             factor, vectors = factor[:, kept], (rotation[:, kept] / norms[kept]).T @ vectors
-            if abs(values[0] - 1.0) < 0.1 and abs(values[-1] - 1.0) < 0.1:
+            if len(vectors) == 0 or np.max(np.abs(values - 1.0)) < 0.1:
                 break
         self.basis = np.concatenate([self.basis, vectors])
-        return np.concatenate([coefficients, factor.T])
+        return list(range(len(self.basis) - len(vectors), len(self.basis))), np.concatenate([coefficients, factor.T])
 
-    def _weighted(self, vectors: LocalArray) -> LocalArray:
-        return self._images("mass", self.mass, vectors, self.batch) if self.mass else vectors
-
-    def _images(self, name: str, function: Product, vectors: LocalArray, batch: bool) -> LocalArray:
-        blocks, images = vectors.reshape(len(vectors), *self.shape), []
-        for part in [blocks[j : j + _BATCH] for j in range(0, len(blocks), _BATCH)] if batch else list(blocks):
+    def _images(self, name: str, vectors: LocalArray) -> LocalArray:
+        function = self.functions[name]
+        if function is None:
+            return vectors
+        blocks, batch = vectors.reshape(len(vectors), *self.shape), self.batch and name != "seed"
+        images, width = np.zeros(blocks.shape), _BATCH if batch else 1
+        for j in range(0, len(blocks), width):
+            part = blocks[j : j + width] if batch else blocks[j]
             image = self.failures.attempt(
                 name, lambda v: np.asarray(function(v), dtype=float), part, again=partial(np.zeros_like, part)
             )
@@ -320,9 +315,10 @@ class _KrylovSpace:
                 shapes = f"the shape of its argument, {part.shape}, but returned one of {image.shape}"
                 text = f"{_CALL}: {name} must return an array of {shapes}. Does it belong to another grid?"
                 self.failures.note(ValueError(text))
-            images.append(part if image is None else image)
+            elif image is not None:
+                images[j : j + width] = image
         self.failures.raise_together()
-        return np.reshape(images, vectors.shape) if not batch else np.concatenate(images).reshape(vectors.shape)
+        return images.reshape(vectors.shape)
 
 
 def _gram(group: Channel, vectors_1: LocalArray, vectors_2: LocalArray) -> np.ndarray:
