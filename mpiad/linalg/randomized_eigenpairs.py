@@ -200,8 +200,8 @@ def ritz_pairs(
     space = _KrylovSpace(group, DeferredFailures(comm, _CALL, apart=True), like.shape, functions, batch)
     with restoring_state(), suspended():
         block = space.add_random(min(block_size, size))
-        while True:
-            fresh = space.expand(block)
+        while block:
+            fresh = space.expand(block[: limit - len(space.expanded)])
             spectrum, vectors, inside, others, rows = space.ritz(k)
             outside, values, largest = np.linalg.norm(rows, axis=0), spectrum[:k], np.max(np.abs(spectrum))
             zero = max(_ZERO * largest, tol * floor, np.finfo(float).tiny)
@@ -212,21 +212,18 @@ def ritz_pairs(
             converged = outside <= np.maximum(np.maximum(tol * scale, inside), _ROUNDING * largest)
             finished = np.all(converged) and (len(values) == k or not np.all(kept))
             leading = np.pad(values * kept, (0, k - len(values)))
-            same = (steps > 1 or not fresh) and np.allclose(leading, settled, tol, zero)
-            if (finished and same) or len(space.expanded) >= limit:
+            tested = finished and (steps > 1 or not fresh)  # random directions must be multiplied twice to be a test
+            if (tested and np.allclose(leading, settled, tol, zero)) or len(space.expanded) >= limit:
                 break
-            if finished and fresh and steps == 1:
-                block = fresh
-            elif finished or not others:
+            if tested or not others:
                 settled, steps = leading if finished else np.full(k, np.nan), 0
                 block = space.add_random(min(_BLOCK, size - len(space.basis))) or others
-            else:  # the directions that contribute most to the residuals of pairs above the tolerance
+            else:  # the directions that contribute most to the residuals of pairs above the tolerance, or the newest
                 share = np.max(np.abs(rows) / np.where(converged, np.inf, scale), axis=1)
-                block = [others[j] for j in np.argsort(-share, kind="stable")[:block_size]]
-            block = block[: limit - len(space.expanded)]
-    found = (vectors[:, kept].T @ space.basis[space.expanded]).reshape(-1, *like.shape)
-    pairs = EigenPairs(values[kept], found, residuals[kept], len(space.expanded))
-    return pairs, float(spectrum[-1]), history
+                order, count = np.argsort(share, kind="stable")[::-1], _BLOCK if finished else block_size
+                block = [others[j] for j in order[:count]]
+    found = (vectors[:, kept].T @ space.basis[space.expanded]).reshape(np.sum(kept), *like.shape)
+    return EigenPairs(values[kept], found, residuals[kept], len(space.expanded)), float(spectrum[-1]), history
 
 
 class _KrylovSpace:
@@ -247,14 +244,14 @@ class _KrylovSpace:
     def expand(self, block: list[int]) -> list[int]:
         """Apply B⁻¹A to vectors of the basis, add the new directions, and return their positions."""
         weighted = self._images("product", self.basis[block])
-        scale = np.max(np.abs(self.projected), initial=0.0)
+        scale = np.max(np.abs(self.projected), initial=np.finfo(float).tiny)
         fresh, coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
         rows = np.zeros((len(self.basis) - len(self.projected), len(self.expanded)))
         self.projected, self.expanded = np.hstack([np.vstack([self.projected, rows]), coefficients]), self.expanded + block
         return fresh
 
     def ritz(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], np.ndarray]:
-        """Return the Ritz values, k vectors, norms of their residuals in `expanded`, the other positions, components there."""
+        """Return the Ritz values, k vectors, norms of residuals in `expanded`, the other positions, components there."""
         square = self.projected[self.expanded]
         asymmetry, norm = np.linalg.norm(square - square.T), np.linalg.norm(self.projected)
         if not asymmetry <= _ASYMMETRY * norm:
@@ -285,8 +282,8 @@ class _KrylovSpace:
             gram = _gram(self.group, vectors, weighted)
             values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
             asymmetry, size = np.linalg.norm(gram - gram.T), max(np.linalg.norm(gram), _ROUNDING * scale**2)
-            changed = np.max(np.abs(correction), initial=0.0) > _ASYMMETRY * scale
-            if changed or not asymmetry <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
+            wrong = max(size, scale) == 0.0 or np.max(np.abs(correction), initial=0.0) > _ASYMMETRY * scale
+            if wrong or not asymmetry <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
                 problem = f"a matrix Vᵀ B V has eigenvalues {values[0]:.3e} to {values[-1]:.3e}, asymmetry {asymmetry:.3e}"
                 text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {problem}."
                 raise agreed(self.group, ValueError(text))

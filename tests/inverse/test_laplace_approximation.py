@@ -105,7 +105,11 @@ def test_too_few_pairs_are_warned_of(linear):
         laplace_approximation(product, prior.mean, prior, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        laplace_approximation(product, prior.mean, prior, 20)
+        full = laplace_approximation(product, prior.mean, prior, 20)
+    assert len(full.values) == 12 and full.products <= 20 and np.all(full.residuals <= 1e-6)
+    with pytest.warns(RuntimeWarning, match="4 of 4 pairs have relative residuals above tol=0.01 after 5 products"):
+        rough = laplace_approximation(product, prior.mean, prior, 4, tol=1e-2, ncv=5)
+    assert rough.products == 5 and np.all(rough.residuals > 1e-2)
 
 
 @pytest.mark.parametrize("least, warned", [

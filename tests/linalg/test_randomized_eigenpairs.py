@@ -176,6 +176,9 @@ def test_wrong_operators_are_refused_on_all_ranks(rank, size):
         eigsh(plain, like, 3, seed=lambda number: np.ones(len(mine) + (rank == size - 1)))
     with pytest.raises(ValueError, match="mass_solve its inverse"):
         eigsh(plain, like, 3, mass=plain, mass_solve=lambda v: 2.0 * v)
+    for singular in (0.0, 1.0 * (mine < n // 2)):
+        with pytest.raises(ValueError, match="mass must be symmetric and positive"):
+            eigsh(plain, like, 3, mass=lambda v: singular * v, mass_solve=lambda v: singular * v)  # noqa: B023
     with pytest.raises(ValueError, match="k must be at most 12"):
         eigsh(plain, like, 13)
     with pytest.raises(ValueError, match="mass_solve must return an array of the shape .*another grid"):
