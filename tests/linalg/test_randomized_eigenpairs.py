@@ -110,6 +110,20 @@ def test_pairs_that_miss_the_tolerance_are_an_error_on_all_ranks(rank, size):
     np.testing.assert_allclose(eigsh(disturbed, like, 2, tol=1e-4).values, [1.0, 0.1], rtol=1e-5)
 
 
+def test_residuals_contain_the_errors_of_an_inexact_solve(rank, size):
+    n, errors = 40, 1.0 + 5e-4 * np.random.default_rng(6).random(40)
+    u = np.linalg.qr(np.random.default_rng(7).standard_normal((n, n)))[0]
+    matrix = (u * 0.5 ** np.arange(n)) @ u.T
+    product, mine = on_pieces(matrix, n, rank, size, [])
+    pairs = eigsh(
+        product, np.zeros(len(mine)), 4, mass=lambda v: v, mass_solve=lambda v: errors[mine] * v, tol=0.01
+    )  # fmt: skip
+    vectors = np.concatenate(MPI.COMM_WORLD.allgather(pairs.vectors), axis=1)
+    residuals = np.linalg.norm(errors * (vectors @ matrix) - pairs.values[:, None] * vectors, axis=1) / pairs.values
+    assert np.max(residuals) > 1e-5
+    np.testing.assert_allclose(pairs.residuals, residuals, rtol=1e-3)
+
+
 class Own(KeyError):
     pass
 
