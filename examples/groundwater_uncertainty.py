@@ -192,7 +192,7 @@ def main():
     def several(vs: numpy.ndarray) -> numpy.ndarray:  # products with the misfit's Hessian
         return kept.vjp(kept.jvp(vs, batch=True), batch=True)
 
-    posterior = laplace_approximation(several, result.x, prior, options.pairs, oversample=10, batch=True)
+    posterior = laplace_approximation(several, result.x, prior, options.pairs, batch=True)
     tell("its uncertainty, too")
     samples = posterior.predict(lambda m: aquifer.observed(m)[left_out], options.draws, seed=100)
     heads = Heads(aquifer.heads[left_out], samples)

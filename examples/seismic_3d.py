@@ -269,8 +269,7 @@ def main():
     found = descents[0].result
     tell("found in both ways")
     kept = mpiad.linearize(ground.residuals)(found.x)
-    pairs = {"k": options.pairs, "oversample": max(options.pairs // 2, 2)}
-    posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), found.x, prior, **pairs)
+    posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), found.x, prior, options.pairs, tol=1e-2)
     deviation = numpy.sqrt(posterior.variance)
     least, mean = model.min(deviation), model.mean(deviation)
     tell("its uncertainty, too")

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, checked_block
-from mpiad.linalg.randomized_eigenpairs import ritz_pairs
+from mpiad.linalg.randomized_eigenpairs import EigenPairs, ritz_pairs, shortcoming
 
 # Tolerances for negative Ritz values: absolute (for H = R they would all be 1), and relative to the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
@@ -40,6 +40,10 @@ class Posterior:
         The eigenvalues λ in descending order; n is at most k.
     vectors : array, shape (n, *local_shape)
         This rank's blocks of the eigenvectors u, with uᵀ R u = 1.
+    residuals : array, shape (n,)
+        The norms of R⁻¹H u - λ u in the inner product of R, divided by the larger of λ and 1.
+    products : int
+        The number of fields to which H was applied.
 
     Examples
     --------
@@ -48,13 +52,14 @@ class Posterior:
     >>> prior = Bilaplacian(domain, correlation_length=8.0)
     >>> measured = np.arange(32)[domain.owned] == 16
     >>> product = lambda v: measured * v / 0.5**2
-    >>> posterior = laplace_approximation(product, np.zeros(domain.local_shape), prior, k=2, oversample=4)
+    >>> posterior = laplace_approximation(product, np.zeros(domain.local_shape), prior, k=2)
     >>> print(round(posterior.information_gain(), 4), round(0.5 * (np.log(5.0) - 4 / 5), 4))
     0.4047 0.4047
     """
 
-    def __init__(self, mean: LocalArray, prior: GaussianPrior, values: np.ndarray, vectors: LocalArray):
-        self.mean, self.prior, self.values, self.vectors = mean, prior, values, vectors
+    def __init__(self, mean: LocalArray, prior: GaussianPrior, pairs: EigenPairs):
+        self.mean, self.prior, self.vectors = mean, prior, pairs.vectors
+        self.values, self.residuals, self.products = np.maximum(pairs.values, 0.0), pairs.residuals, pairs.products
 
     @property
     def variance(self) -> LocalArray:
@@ -87,8 +92,8 @@ class Posterior:
 
 
 def laplace_approximation(
-    product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, oversample: int = 20,
-    seed: int = 0, batch: bool = False,
+    product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, tol: float = 1e-6,
+    ncv: int | None = None, seed: int = 0, batch: bool = False,
 ) -> Posterior:  # fmt: skip
     """Approximate the posterior by a Gaussian around its most probable field.
 
@@ -102,9 +107,12 @@ def laplace_approximation(
     prior : GaussianPrior
         The prior, whose cost isn't part of H.
     k : int
-        The number of eigenpairs. H is applied 2 (k + oversample) times.
-    oversample : int
-        The number of random directions in addition to k, as in `mpiad.linalg.eigsh`.
+        The largest number of eigenpairs. H is usually applied 1.2 k to 2.5 k times.
+    tol : float
+        Largest norm of the residual of an eigenpair, relative to the larger of λ and 1: eigenvalues far below 1 need no
+        relative accuracy, since they don't change the posterior.
+    ncv : int, optional
+        Largest number of products with H, as in `mpiad.linalg.eigsh`.
     seed : int
         Seed of the random directions. The directions don't depend on the number of ranks.
     batch : bool
@@ -122,8 +130,9 @@ def laplace_approximation(
     Warns
     -----
     RuntimeWarning
-        If the last eigenvalue exceeds 1, since k pairs then may not contain all information of the data; or if a Ritz value
-        is negative beyond rounding, since `product` then has the wrong sign or is indefinite. The value is replaced by 0.
+        If the last eigenvalue exceeds 1, since k pairs then may not contain all information of the data; if a residual is
+        above `tol`; or if a Ritz value is negative beyond rounding, since `product` then has the wrong sign or is
+        indefinite. The value is replaced by 0.
 
     Ranks
     -----
@@ -136,16 +145,21 @@ def laplace_approximation(
     >>> prior = Bilaplacian(domain, correlation_length=8.0)
     >>> measured = np.arange(32)[domain.owned] % 8 == 0
     >>> product = lambda v: measured * v / 0.1**2
-    >>> posterior = laplace_approximation(product, np.zeros(domain.local_shape), prior, k=6, oversample=8)
+    >>> posterior = laplace_approximation(product, np.zeros(domain.local_shape), prior, k=6)
     >>> print(posterior.values.shape, domain.max(np.where(measured, posterior.variance, 0.0)) < 0.011)
     (4,) True
     """
     checked_block(prior.domain, m, "laplace_approximation")
-    directions = prior.domain.normal(seed, (k + oversample,))
-    pairs, least = ritz_pairs(product, m, k, prior.apply, prior.solve, oversample, directions, batch, prior.domain.comm)
-    if least < -max(_ZERO, _ROUNDING * pairs.values[0]):
+    pairs, least, _ = ritz_pairs(
+        product, m, k, prior.apply, prior.solve, tol, ncv, lambda n: prior.domain.normal((int(seed) << 32) + n), batch,
+        prior.domain.comm, floor=1.0,
+    )  # fmt: skip
+    largest = np.max(pairs.values, initial=least)
+    if not np.all(pairs.residuals <= tol):
+        warnings.warn(f"laplace_approximation: {shortcoming(pairs, tol)}", RuntimeWarning, stacklevel=2)
+    if least < -max(_ZERO, _ROUNDING * largest):
         text = (
-            f"laplace_approximation: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's "
+            f"laplace_approximation: product has Ritz values from {least:.3g} to {largest:.3g} in the prior's "
             "inner product. Negative values are replaced by zero, as if there were no data in these directions. If all are "
             "negative, product has the wrong sign: it must be the product with the Hessian of the negative log-likelihood. "
             "Otherwise the Hessian is indefinite at m: use the Gauss-Newton product, JᵀJ."
@@ -158,4 +172,4 @@ def laplace_approximation(
             "The computed variance is too large: increase k."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)
+    return Posterior(m, prior, pairs)

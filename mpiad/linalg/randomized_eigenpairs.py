@@ -1,19 +1,26 @@
-"""`eigsh`: the largest eigenvalues of A u = λ B u by a randomized algorithm; A and B are given as matrix-vector products.
+"""`eigsh`: the largest eigenvalues of A u = λ B u by a block Krylov method; A and B are given as matrix-vector products.
 
-First, B⁻¹A is applied to k + p random directions, and the results are orthonormalized in the inner product of B. Second, A
-is projected onto the span of the results. The error is small if the eigenvalues decay rapidly, as for Hessians A of data
-misfits and precisions B of priors: if the ratio of successive eigenvalues is 0.8, the first 40 have relative errors below
-1e-3 for p = 20.
+B⁻¹A is symmetric in the inner product of B. The method begins with a block of random directions and builds an orthonormal
+basis Q of a Krylov space. Every new vector is orthogonalized against all former vectors (full reorthogonalization).
+B⁻¹A Q₁ = Q H holds up to rounding, in which Q₁ are the vectors of Q to which A was applied, and H contains the coefficients
+of the orthogonalization. Thus H yields both the Ritz pairs (θ, Q₁ y) and the norms of their residuals, |H y - θ y|.
+
+A Krylov space of a block of n vectors contains at most n eigenvectors of a multiple eigenvalue. So when the leading pairs
+have converged, new random directions are added, until they don't change the leading values any more.
 
 References
 ----------
-.. [1] A. K. Saibaba, J. Lee and P. K. Kitanidis, "Randomized algorithms for generalized Hermitian eigenvalue problems with
-   application to computing Karhunen-Loève expansion", Numer. Linear Algebra Appl. 23 (2016), algorithm 6.
-.. [2] N. Halko, P. G. Martinsson and J. A. Tropp, SIAM Review 53 (2011), section 5.
+.. [1] G. H. Golub and R. Underwood, "The block Lanczos method for computing eigenvalues", in: Mathematical Software III
+   (1977).
+.. [2] R. Li and Y. Zhang, "Convergence of the block Lanczos method for eigenvalue clusters", Numer. Math. 131 (2015).
+.. [3] A. K. Saibaba, J. Lee and P. K. Kitanidis, "Randomized algorithms for generalized Hermitian eigenvalue problems with
+   application to computing Karhunen-Loève expansion", Numer. Linear Algebra Appl. 23 (2016), for the inner product.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray
+from mpiad.errors import ConvergenceError
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, Channel, channel
@@ -31,8 +39,10 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
 _ASYMMETRY = 1e-3  # largest asymmetry of a projected matrix, relative to its norm: products may contain inexact solves
-_DEPENDENT = 1e-15  # vectors are dependent if an eigenvalue of their Gram matrix is below this fraction of the largest
-_BATCH = 16  # number of vectors per product; a product needs memory for about ten times as many vectors
+_ROUNDING = 1e-14  # residuals and directions below this fraction of the largest eigenvalue are rounding errors
+_ZERO = 1e-12  # eigenvalues below this fraction of the largest count as zero
+_GRADED = 1e-12  # smallest eigenvalue of a Gram matrix, relative to the largest, by which directions are scaled in one pass
+_BLOCK, _BATCH = 4, 8  # directions of the block; larger blocks find more copies of an eigenvalue and need more products
 
 Product = Callable[[LocalArray], LocalArray]
 
@@ -42,22 +52,28 @@ class EigenPairs(NamedTuple):
 
     Attributes
     ----------
-    values : array, shape (k,)
-        The eigenvalues, the largest first; the same on all ranks.
-    vectors : array, shape (k, *like.shape)
+    values : array, shape (n,)
+        The eigenvalues, the largest first; the same on all ranks. n is at most k.
+    vectors : array, shape (n, *like.shape)
         This rank's parts of the eigenvectors, which are orthonormal in the inner product of B.
+    residuals : array, shape (n,)
+        The norms of B⁻¹A u - λ u in the inner product of B, divided by abs(λ).
+    products : int
+        The number of vectors to which A was applied.
 
     Examples
     --------
     >>> from mpiad.linalg import eigsh
     >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
-    >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2, oversample=4)
+    >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2)
     >>> print(pairs.vectors.shape, np.allclose(mpiad.mpi_allreduce(pairs.vectors @ pairs.vectors.T), np.eye(2)))
     (2, 3) True
     """
 
     values: np.ndarray
     vectors: LocalArray
+    residuals: np.ndarray
+    products: int
 
 
 def eigsh(
@@ -67,12 +83,13 @@ def eigsh(
     *,
     mass: Product | None = None,
     mass_solve: Product | None = None,
-    oversample: int = 20,
-    seed: int | LocalArray = 0,
+    tol: float = 1e-6,
+    ncv: int | None = None,
+    seed: int | Callable[[int], LocalArray] = 0,
     batch: bool = False,
     comm: Comm = None,
 ) -> EigenPairs:
-    """Return approximations of the k largest eigenvalues of A u = λ B u, and of their eigenvectors, which are distributed.
+    """Return the k largest eigenvalues of A u = λ B u to a tolerance, and their eigenvectors, which are distributed.
 
     Parameters
     ----------
@@ -85,32 +102,39 @@ def eigsh(
     mass, mass_solve : callable, optional
         The products with B and with B⁻¹; B must be symmetric and positive definite. Pass both functions, or neither if B
         is the identity.
-    oversample : int
-        Number of random directions in addition to k. A is applied 2 (k + oversample) times.
-    seed : int, or array of shape (k + oversample, *like.shape)
-        Seed of the random directions, or this rank's parts of the directions. With directions from `Domain.normal`, for
-        example, the results don't depend on the number of ranks.
+    tol : float
+        Largest norm of the residual of a pair, relative to the eigenvalue. The relative error of an eigenvalue is at most
+        `tol`, and near `tol` squared if the eigenvalue is well separated.
+    ncv : int, optional
+        Largest number of vectors to which A is applied. The basis of about `ncv` vectors is kept; default 10 k + 100.
+    seed : int or callable
+        Seed of the random directions, or a function: ``seed(n)`` returns this rank's part of direction n = 0, 1, .... With
+        ``seed=domain.normal``, for example, the results don't depend on the number of ranks.
     batch : bool
-        Whether `product`, `mass` and `mass_solve` take up to 16 vectors at once, along a first axis, like the products of
-        `linearize` and `make_hvp` with ``batch=True``.
+        Whether `product`, `mass` and `mass_solve` take several vectors at once, along a first axis, like the products of
+        `linearize` and `make_hvp` with ``batch=True``. They then get blocks of up to 8 vectors.
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     EigenPairs
-        The eigenvalues and eigenvectors; fewer than k if the rank of A is lower.
+        The eigenvalues and eigenvectors, the residuals, and the number of products. Zero eigenvalues (below 1e-12 times the
+        largest) are omitted; so there are fewer than k pairs if fewer eigenvalues are different from zero.
 
     Raises
     ------
     TypeError, ValueError
         On all ranks, if an argument is invalid on any rank or differs between ranks, A or B isn't symmetric, or B isn't
         positive definite.
+    mpiad.errors.ConvergenceError
+        On all ranks, if a pair has a residual above `tol` after `ncv` products, or because products contain errors larger
+        than `tol`. `history` contains the largest residual of the k leading pairs after each block.
     Exception
         On all ranks, if a product raises it on any rank; the other ranks raise an exception of the same type and text.
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same k, oversample and seed.
+    All ranks of `comm` call it, with the same k, tol, ncv and seed.
 
     Adjoint
     -------
@@ -120,83 +144,183 @@ def eigsh(
     --------
     >>> from mpiad.linalg import eigsh
     >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
-    >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2, oversample=4)
-    >>> print(pairs.values.round(6))
-    [4. 2.]
+    >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2)
+    >>> print(pairs.values.round(6), np.all(pairs.residuals < 1e-6))
+    [4. 2.] True
     """
-    return ritz_pairs(product, like, k, mass, mass_solve, oversample, seed, batch, comm)[0]
+    pairs, _, history = ritz_pairs(product, like, k, mass, mass_solve, tol, ncv, seed, batch, comm)
+    if not np.all(pairs.residuals <= tol):
+        raise agreed(channel(comm, _CALL), ConvergenceError(f"{_CALL}: {shortcoming(pairs, tol)}", history))
+    return pairs
+
+
+def shortcoming(pairs: EigenPairs, tol: float) -> str:
+    """Describe pairs whose residuals are above the tolerance."""
+    failed = np.flatnonzero(~(pairs.residuals <= tol))
+    worst = failed[np.argmax(pairs.residuals[failed])]
+    return (
+        f"{len(failed)} of {len(pairs.values)} pairs have relative residuals above tol={tol:.3g} after {pairs.products} "
+        f"products, the first is number {failed[0] + 1}, and the largest residual is {pairs.residuals[worst]:.3g} for the "
+        f"eigenvalue {pairs.values[worst]:.3g}; the largest eigenvalue is {pairs.values[0]:.3g}. Pass a smaller k, a "
+        "larger tol, or a larger ncv; if product or mass_solve contains iterative solves, decrease their tolerance."
+    )
 
 
 def ritz_pairs(
-    product: Product, like: LocalArray, k: int, mass: Product | None, mass_solve: Product | None, oversample: int,
-    seed: int | LocalArray, batch: bool, comm: Comm,
-) -> tuple[EigenPairs, float]:  # fmt: skip
-    """Return the result of `eigsh`, and the smallest of all k + oversample Ritz values."""
+    product: Product, like: LocalArray, k: int, mass: Product | None, mass_solve: Product | None, tol: float,
+    ncv: int | None, seed: int | Callable[[int], LocalArray], batch: bool, comm: Comm, floor: float = 0.0,
+) -> tuple[EigenPairs, float, list[float]]:  # fmt: skip
+    """Return pairs, converged or not, the smallest Ritz value, the history; residuals are relative to max(|λ|, floor)."""
     group = channel(comm, _CALL)
     like = np.asarray(stop_gradient(like))
     with raising_together(group):
         if like.dtype.kind != "f":
             raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
-        are_integers = isinstance(k, (int, np.integer)) and isinstance(oversample, (int, np.integer))
-        if not (are_integers and k >= 1 and oversample >= 0):
-            raise ValueError(f"{_CALL}: k must be 1 or more and oversample 0 or more, but got {k!r} and {oversample!r}.")
-        if not isinstance(seed, (int, np.integer)) and np.shape(seed) != (k + oversample, *like.shape):
-            raise ValueError(
-                f"{_CALL}: seed must be an integer, or directions of shape {(k + oversample, *like.shape)}, but has shape "
-                f"{np.shape(seed)}."
-            )
+        if not (isinstance(k, (int, np.integer)) and isinstance(ncv, (int, np.integer, type(None)))):
+            raise TypeError(f"{_CALL}: k and ncv must be integers, but got {k!r} and {ncv!r}.")
+        limit = 10 * k + 100 if ncv is None else ncv
+        if not 1 <= k <= limit:
+            raise ValueError(f"{_CALL}: k must be at least 1 and at most ncv={limit}, but got {k}.")
+        if not (isinstance(tol, (int, float, np.number)) and 0.0 < tol < 1.0):
+            raise ValueError(f"{_CALL}: tol must be a number between 0 and 1, but got {tol!r}.")
+        if not (callable(seed) or isinstance(seed, (int, np.integer))):
+            raise TypeError(f"{_CALL}: seed must be an integer or a function, but got {type(seed).__name__}.")
         if (mass is None) != (mass_solve is None):
             raise ValueError(f"{_CALL}: mass and mass_solve must be passed together, but got only one of them.")
-    seed_name = seed if isinstance(seed, (int, np.integer)) else "directions"
-    mass_name = "given" if mass else None
-    require_same(group, f"k={k}, oversample={oversample}, seed={seed_name}, mass={mass_name}, batch={batch}", _CALL)
+    given = f"seed={'a function' if callable(seed) else seed}, mass={'given' if mass else None}, batch={batch}"
+    require_same(group, f"k={k}, tol={tol}, ncv={ncv}, {given}", _CALL)
     size = int(_total(group, np.array([float(like.size)]))[0])
     if k > size:
         raise agreed(group, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
-    failures = DeferredFailures(comm, _CALL, apart=True)
+    limit, block_size, history, steps, settled = min(limit, size), _BATCH if batch else _BLOCK, [], 0, np.full(k, np.nan)
+    key, numbers = np.array([0 if callable(seed) else int(seed), group.rank], np.uint64), itertools.count()
+    normal = np.random.Generator(np.random.Philox(key=key)).standard_normal
+    draw = (lambda _: seed(next(numbers))) if callable(seed) else (lambda v: normal(v.shape))
+    functions = {"seed": draw, "product": product, "mass": mass, "mass_solve": mass_solve}
+    space = _KrylovSpace(group, DeferredFailures(comm, _CALL, apart=True), like.shape, functions, batch)
     with restoring_state(), suspended():
-        if isinstance(seed, (int, np.integer)):
-            generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), group.rank], np.uint64)))
-            seed = generator.standard_normal((k + oversample, *like.shape))
-        samples = np.asarray(seed)[:size]
-        images = _products(failures, "product", product, samples, batch)
-        range_vectors = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
-        # B `range_vectors` = `images`, so the first orthonormalization needs no product with B.
-        basis = _combined(_orthonormal(group, range_vectors, images), range_vectors)
-        for _ in range(2):  # twice, since orthonormalization by a Gram matrix loses half of the digits
-            weighted = basis if mass is None else _products(failures, "mass", mass, basis, batch)
-            basis = _combined(_orthonormal(group, basis, weighted), basis)
-        projected = _gram(group, basis, _products(failures, "product", product, basis, batch))
-        asymmetry = np.linalg.norm(projected - projected.T)
-        if not asymmetry <= _ASYMMETRY * np.linalg.norm(projected):
-            problem = f"a projection of norm {np.linalg.norm(projected):.3e} differs from its transpose by {asymmetry:.3e}"
-            raise agreed(group, ValueError(f"{_CALL}: product must be symmetric, but {problem}."))
-        values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
-        order = np.argsort(values)[::-1][:k]
-        return EigenPairs(values[order], _combined(vectors[:, order], basis)), float(values[0])
+        block = space.add_random(min(block_size, size))
+        while block:
+            fresh = space.expand(block[: limit - len(space.expanded)])
+            spectrum, vectors, inside, others, rows = space.ritz(k)
+            outside, values, largest = np.linalg.norm(rows, axis=0), spectrum[:k], np.max(np.abs(spectrum))
+            zero = max(_ZERO * largest, tol * floor, np.finfo(float).tiny)
+            kept, scale = np.abs(values) > zero, np.maximum(np.abs(values), max(floor, zero))
+            residuals = (np.hypot(inside, outside) + 10.0 * np.finfo(float).eps * largest) / scale
+            history, steps = [*history, float(np.max(residuals))], steps + 1
+            # `inside` comes from errors of products, and further vectors don't decrease it.
+            converged = outside <= np.maximum(np.maximum(tol * scale, inside), _ROUNDING * largest)
+            finished = np.all(converged) and (len(values) == k or not np.all(kept))
+            leading = np.pad(values * kept, (0, k - len(values)))
+            tested = finished and (steps > 1 or not fresh)  # random directions must be multiplied twice to be a test
+            if (tested and np.allclose(leading, settled, tol, zero)) or len(space.expanded) >= limit:
+                break
+            if tested or not others:
+                settled, steps = leading if finished else np.full(k, np.nan), 0
+                block = space.add_random(min(_BLOCK, size - len(space.basis))) or others
+            else:  # the directions that contribute most to the residuals of pairs above the tolerance, or the newest
+                share = np.max(np.abs(rows) / np.where(converged, np.inf, scale), axis=1)
+                order, count = np.argsort(share, kind="stable")[::-1], _BLOCK if finished else block_size
+                block = [others[j] for j in order[:count]]
+    found = (vectors[:, kept].T @ space.basis[space.expanded]).reshape(np.sum(kept), *like.shape)
+    return EigenPairs(values[kept], found, residuals[kept], len(space.expanded)), float(spectrum[-1]), history
 
 
-def _products(failures: DeferredFailures, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:
-    images = []
-    for part in [vectors[k : k + _BATCH] for k in range(0, len(vectors), _BATCH)] if batch else list(vectors):
-        image = failures.attempt(
-            name, lambda v: np.asarray(product(v), dtype=float), part, again=partial(np.zeros_like, part)
-        )
-        if image is not None and image.shape != part.shape:
-            shapes = f"the shape of its argument, {part.shape}, but returned one of {image.shape}"
-            failures.note(ValueError(f"{_CALL}: {name} must return an array of {shapes}. Does it belong to another grid?"))
-        images.append(part if image is None else image)
-    failures.raise_together()
-    return np.concatenate(images) if batch else np.stack(images)
+class _KrylovSpace:
+    """Orthonormal vectors, the rows of `basis`; B⁻¹A times row `expanded[j]` is column j of `projected` times `basis`."""
 
+    def __init__(
+        self, group: Channel, failures: DeferredFailures, shape: tuple[int, ...], functions: dict[str, Product | None],
+        batch: bool,
+    ):  # fmt: skip
+        self.group, self.failures, self.shape, self.functions, self.batch = group, failures, shape, functions, batch
+        self.basis, self.projected, self.expanded = np.zeros((0, math.prod(shape))), np.zeros((0, 0)), []
 
-def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
-    return np.tensordot(coefficients.T, vectors, 1)
+    def add_random(self, count: int) -> list[int]:
+        """Add random directions, and return their positions in the basis."""
+        vectors = self._images("seed", np.zeros((count, self.basis.shape[1])))
+        return self._add(vectors, self._images("mass", vectors), 0.0)[0]
+
+    def expand(self, block: list[int]) -> list[int]:
+        """Apply B⁻¹A to vectors of the basis, add the new directions, and return their positions."""
+        weighted = self._images("product", self.basis[block])
+        scale = np.max(np.abs(self.projected), initial=np.finfo(float).tiny)
+        fresh, coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
+        rows = np.zeros((len(self.basis) - len(self.projected), len(self.expanded)))
+        self.projected, self.expanded = np.hstack([np.vstack([self.projected, rows]), coefficients]), self.expanded + block
+        return fresh
+
+    def ritz(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], np.ndarray]:
+        """Return the Ritz values, k vectors, norms of residuals in `expanded`, the other positions, components there."""
+        square = self.projected[self.expanded]
+        asymmetry, norm = np.linalg.norm(square - square.T), np.linalg.norm(self.projected)
+        if not asymmetry <= _ASYMMETRY * norm:
+            problem = f"a projection of norm {norm:.3e} differs from its transpose by {asymmetry:.3e}"
+            raise agreed(self.group, ValueError(f"{_CALL}: product must be symmetric, but {problem}."))
+        values, vectors = np.linalg.eigh(0.5 * (square + square.T))
+        values, vectors = values[::-1], vectors[:, ::-1][:, :k]
+        inside = np.linalg.norm(square @ vectors - vectors * values[:k], axis=0)
+        others = sorted(set(range(len(self.basis))) - set(self.expanded))
+        return values, vectors, inside, others, self.projected[others] @ vectors
+
+    def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> tuple[list[int], np.ndarray]:
+        """Add directions of vectors, orthonormalized; return their positions, and the coefficients of the vectors.
+
+        `weighted` = B vectors; directions are omitted if they are rounding errors of vectors or of `scale`.
+        """
+        coefficients = _gram(self.group, self.basis, weighted)
+        scale = max(scale, np.max(np.abs(coefficients), initial=0.0))
+        vectors, factor = vectors - coefficients.T @ self.basis, np.eye(len(vectors))
+        for _ in range(
+            8 if len(vectors) else 0
+        ):  # usually two passes: each loses digits if directions are nearly dependent
+            weighted = self._images("mass", vectors)
+            correction = _gram(self.group, self.basis, weighted)
+            vectors = vectors - correction.T @ self.basis
+            correction = correction @ factor.T
+            coefficients = coefficients + correction
+            gram = _gram(self.group, vectors, weighted)
+            values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
+            asymmetry, size = np.linalg.norm(gram - gram.T), max(np.linalg.norm(gram), _ROUNDING * scale**2)
+            wrong = max(size, scale) == 0.0 or np.max(np.abs(correction), initial=0.0) > _ASYMMETRY * scale
+            if wrong or not asymmetry <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
+                problem = f"a matrix Vᵀ B V has eigenvalues {values[0]:.3e} to {values[-1]:.3e}, asymmetry {asymmetry:.3e}"
+                text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {problem}."
+                raise agreed(self.group, ValueError(text))
+            norms = np.sqrt(np.maximum(values, max(_GRADED * values[-1], np.finfo(float).tiny)))
+            factor = factor @ rotation * norms
+            sizes = np.linalg.norm(factor, axis=0)
+            kept = sizes > _ROUNDING * max(scale, np.max(sizes))
+            factor, vectors = factor[:, kept], (rotation[:, kept] / norms[kept]).T @ vectors
+            if len(vectors) == 0 or np.max(np.abs(values - 1.0)) < 0.1:
+                break
+        self.basis = np.concatenate([self.basis, vectors])
+        return list(range(len(self.basis) - len(vectors), len(self.basis))), np.concatenate([coefficients, factor.T])
+
+    def _images(self, name: str, vectors: LocalArray) -> LocalArray:
+        function = self.functions[name]
+        if function is None:
+            return vectors
+        blocks, batch = vectors.reshape(len(vectors), *self.shape), self.batch and name != "seed"
+        images, width = np.zeros(blocks.shape), _BATCH if batch else 1
+        for j in range(0, len(blocks), width):
+            part = blocks[j : j + width] if batch else blocks[j]
+            image = self.failures.attempt(
+                name, lambda v: np.asarray(function(v), dtype=float), part, again=partial(np.zeros_like, part)
+            )
+            if image is not None and image.shape != part.shape:
+                shapes = f"the shape of its argument, {part.shape}, but returned one of {image.shape}"
+                text = f"{_CALL}: {name} must return an array of {shapes}. Does it belong to another grid?"
+                self.failures.note(ValueError(text))
+            elif image is not None:
+                images[j : j + width] = image
+        self.failures.raise_together()
+        return images.reshape(vectors.shape)
 
 
 def _gram(group: Channel, vectors_1: LocalArray, vectors_2: LocalArray) -> np.ndarray:
     """Return the inner products of all vectors of two sets, bitwise the same on all ranks."""
-    return _total(group, vectors_1.reshape(len(vectors_1), -1) @ vectors_2.reshape(len(vectors_2), -1).T)
+    return _total(group, vectors_1 @ vectors_2.T)
 
 
 def _total(group: Channel, local: np.ndarray) -> np.ndarray:
@@ -205,16 +329,3 @@ def _total(group: Channel, local: np.ndarray) -> np.ndarray:
     if not np.all(np.isfinite(total)):
         raise agreed(group, ValueError(f"{_CALL}: a product isn't finite."))
     return total
-
-
-def _orthonormal(group: Channel, vectors: LocalArray, weighted: LocalArray) -> np.ndarray:
-    """Return coefficients of orthonormal combinations of vectors, fewer if they are dependent; `weighted` = B vectors."""
-    gram = _gram(group, vectors, weighted)
-    asymmetry, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
-    values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
-    if not asymmetry <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
-        problem = f"a matrix Vᵀ B V has eigenvalues {values[0]:.3e} to {values[-1]:.3e} and asymmetry {asymmetry:.3e}"
-        text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {problem}."
-        raise agreed(group, ValueError(text))
-    independent = values > _DEPENDENT * values[-1]
-    return rotation[:, independent] / np.sqrt(values[independent])

@@ -86,7 +86,7 @@ def test_a_loop_in_time_needs_no_adjoint_of_the_users(linear):
         return 20.0 * records[2::3] * (mpiad.mpi_rank() == 0)
 
     kept = mpiad.linearize(residuals)(prior.mean)
-    posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), prior.mean, prior, 7, oversample=4)
+    posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), prior.mean, prior, 7)
     matrix = np.eye(CELLS) - 0.2 * elliptic_matrix(np.ones(SHAPE), 0.0, (1.0, 1.0), fixed=False).toarray()
     operator = 20.0 * np.concatenate([seen @ np.linalg.matrix_power(matrix, n) for n in (3, 6)])
     dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
@@ -105,7 +105,11 @@ def test_too_few_pairs_are_warned_of(linear):
         laplace_approximation(product, prior.mean, prior, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        laplace_approximation(product, prior.mean, prior, 20)
+        full = laplace_approximation(product, prior.mean, prior, 20)
+    assert len(full.values) == 12 and full.products <= 20 and np.all(full.residuals <= 1e-6)
+    with pytest.warns(RuntimeWarning, match="4 of 4 pairs have relative residuals above tol=0.01 after 5 products"):
+        rough = laplace_approximation(product, prior.mean, prior, 4, tol=1e-2, ncv=5)
+    assert rough.products == 5 and np.all(rough.residuals > 1e-2)
 
 
 @pytest.mark.parametrize("least, warned", [
@@ -125,9 +129,9 @@ def test_negative_curvature_is_warned_of(linear, least, warned):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        posterior = laplace_approximation(product, prior.mean, prior, 5, oversample=8)
+        posterior = laplace_approximation(product, prior.mean, prior, 5)
     np.testing.assert_allclose(posterior.values, wanted[:5], rtol=1e-6)
     assert [("JᵀJ" in str(w.message) and f"from {least:.3g} to 50" in str(w.message)) for w in caught] == [True] * warned
     with pytest.warns(RuntimeWarning, match="from -50 .*wrong sign"):
-        reverse = laplace_approximation(lambda v: product(v, -1.0), prior.mean, prior, 5, oversample=8)
-    assert np.max(reverse.values) == pytest.approx(-least, abs=1e-6)
+        reverse = laplace_approximation(lambda v: product(v, -1.0), prior.mean, prior, 5)
+    assert np.max(reverse.values, initial=0.0) == pytest.approx(-least, abs=1e-6)
