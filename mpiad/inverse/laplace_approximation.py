@@ -21,7 +21,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, checked_block
-from mpiad.linalg.randomized_eigenpairs import EigenPairs, ritz_pairs, shortcoming
+from mpiad.linalg.eigenpairs import EigenPairs, ritz_pairs, shortcoming
 
 # Tolerances for negative Ritz values: absolute (for H = R they would all be 1), and relative to the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6

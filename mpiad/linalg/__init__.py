@@ -6,7 +6,7 @@ from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.factorized import Factorized, factorized
 from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
-from mpiad.linalg.randomized_eigenpairs import EigenPairs, eigsh
+from mpiad.linalg.eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import sparse_matmul
 

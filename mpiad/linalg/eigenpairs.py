@@ -271,9 +271,8 @@ class _KrylovSpace:
         coefficients = _gram(self.group, self.basis, weighted)
         scale = max(scale, np.max(np.abs(coefficients), initial=0.0))
         vectors, factor = vectors - coefficients.T @ self.basis, np.eye(len(vectors))
-        for _ in range(
-            8 if len(vectors) else 0
-        ):  # usually two passes: each loses digits if directions are nearly dependent
+        # Usually two passes, since each loses digits if directions are nearly dependent.
+        for _ in range(8 if len(vectors) else 0):
             weighted = self._images("mass", vectors)
             correction = _gram(self.group, self.basis, weighted)
             vectors = vectors - correction.T @ self.basis
