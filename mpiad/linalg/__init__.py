@@ -3,10 +3,10 @@
 from mpiad.linalg import petsc
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import DistributedMatrix
+from mpiad.linalg.eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.factorized import Factorized, factorized
 from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
-from mpiad.linalg.eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import sparse_matmul
 
