@@ -23,6 +23,10 @@ PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
 ALONE = ("unreset.py",)  # one rank raises while the other waits
+# These take more than a second. They run with `--thorough`: alone, like all others.
+SLOW = (
+    "coin.py", "conductivity.py", "cooling.py", "currents.py", "line.py", "outbreak_fit.py", "time_loop.py", "weight.py",
+)  # fmt: skip
 TOGETHER = 60  # programs of one job, which all end without an error or all with one
 
 # What every program takes its time for, on a busy machine too.
@@ -101,7 +105,7 @@ def in_turn() -> list[list[shown_programs.Program]]:
     """Return the programs that end, at most `TOGETHER` to a job: those on as many ranks, and with errors or without."""
     alike: dict[tuple, list[shown_programs.Program]] = {}
     for program in PROGRAMS:
-        if not is_alone(program):
+        if not is_alone(program) and program.name not in SLOW:
             alike.setdefault((program.ranks, bool(program.error)), []).append(program)
     return [group[i : i + TOGETHER] for _, group in sorted(alike.items()) for i in range(0, len(group), TOGETHER)]
 
@@ -156,6 +160,7 @@ def test_snippets_are_python():
 
 def test_names_of_programs_are_unique():
     names = [program.name for program in PROGRAMS]
+    assert set(SLOW) < set(names)
     assert len(names) == len(set(names)) > 0
 
 
