@@ -65,7 +65,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple, call: str = _
         _probes[domain] = _probes_of(domain)
     total, probes = _probes[domain]
     for probe in probes:
-        image = checked_product(matvec, probe.field, params, failures, call)
+        image = checked_product(matvec, probe.field.copy(), params, failures, call)  # matvec may overwrite it
         values.append(image.ravel()[probe.rows])
         missing = np.count_nonzero(image) != np.count_nonzero(values[-1])
         raise_together(group, _halo_error(image, probe, domain, call) if missing else None)

@@ -43,6 +43,19 @@ def test_matrix_of_an_operator(rank_rng, rank, given, dtype):
     np.testing.assert_allclose(a @ u.ravel(), matvec(u, 1.5).ravel(), 1e-12, 1e-12)
 
 
+def test_an_operator_that_overwrites_its_argument():
+    """A second matrix on the same domain is computed from the same fields."""
+    domain = Domain(7)
+
+    def doubled(u):
+        u *= 2.0
+        return u
+
+    for _ in range(2):
+        values = DistributedMatrix.from_operator(doubled, domain).values
+        np.testing.assert_array_equal(values, np.full(domain.local_shape, 2.0))
+
+
 def test_preconditioner_of_a_domain(rank_rng):
     domain, norms, plain = Domain((12, 11)), [], []
     kappa = np.exp(2 * rank_rng(100).standard_normal((12, 11)))[domain.owned]
