@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -55,7 +56,7 @@ _MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is pro
 _RTOL = 1e-12  # of the iteration on several ranks
 
 
-class Operator(NamedTuple):
+class _Operator(NamedTuple):
     """The user's operator A(p) for blocks of shape `shape`."""
 
     matvec: Function
@@ -85,14 +86,14 @@ class Operator(NamedTuple):
 
 @custom_operator
 def back_substitution(
-    b: LocalArray, *variables: Array, factors: Factors, indices: tuple[int, ...], transposed: bool
+    b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
 ) -> LocalArray:
     """Return the solution of A u = b or Aᵀ u = b; `variables`: the traced leaves of the params, at `indices`."""
     return factors.solved(b, transposed)
 
 
 def _adjoint(
-    ans: LocalArray, b: LocalArray, *variables: Array, factors: Factors, indices: tuple[int, ...], transposed: bool
+    ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
 ) -> Callable:
     def cotangents(multiplier: LocalArray) -> list:
         # In both cases, the function λᵀ A u of the params is differentiated.
@@ -111,7 +112,7 @@ def _adjoint(
 
 
 def _tangent(
-    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: Factors, indices: tuple[int, ...],
+    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...],
     transposed: bool,
 ) -> LocalArray:  # fmt: skip
     residual = tangent_of(b, gs[0])
@@ -127,10 +128,10 @@ defvjp_together(back_substitution, _adjoint)
 defjvp_together(back_substitution, _tangent)
 
 
-class Factors:
+class _Factors:
     """The factors of an operator with fixed params; `given`: the leaves of the params, which the user may change later."""
 
-    def __init__(self, operator: Operator, given: list[Any], options: Options):
+    def __init__(self, operator: _Operator, given: list[Any], options: _Options):
         self.operator, self.given, self.options = operator, given, options
         with restoring_state(), suspended():
             self.matrix = matrix = options.assembled(operator)
@@ -149,7 +150,7 @@ class Factors:
         """Return whether the params, and the objects in the operator's closure, are unchanged on this rank."""
         return self._watch is None or self._watch.is_the_same()
 
-    def is_for(self, operator: Operator, options: Options) -> bool:
+    def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
         same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
         return same and self._has_leaves(operator.leaves) and self.is_current()
@@ -157,7 +158,7 @@ class Factors:
     def _has_leaves(self, leaves: list[Any]) -> bool:
         return all(same_bits(np.asarray(x), np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))
 
-    def again(self) -> Factors:
+    def again(self) -> _Factors:
         """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
         leaves = [np.array(x) for x in self.given]
         if _on_all(self.options, self._has_leaves(leaves)):
@@ -165,28 +166,60 @@ class Factors:
                 f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
                 "object among the params, or call factorized again."
             )
-        return Factors(self.operator._replace(leaves=leaves), self.given, self.options)
+        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options)
 
     def preconditioned(self, r: LocalArray, transposed: bool) -> LocalArray:
         """Return A⁻¹ r or A⁻ᵀ r: exact on one rank, else an approximation, by one application of the preconditioner."""
         if self.options.group.size == 1:
             return self.solved(r, transposed)
-        return (self._inverse.T if transposed else self._inverse)(r.reshape(-1, math.prod(self.operator.shape))).reshape(
-            r.shape
-        )
+        return self._preconditioner(transposed)(r.reshape(-1, math.prod(self.operator.shape))).reshape(r.shape)
+
+    def _preconditioner(self, transposed: bool) -> Any:
+        return self._inverse.T if transposed else self._inverse
 
     def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
         """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""
         rows = np.ascontiguousarray(b, np.result_type(b, self.matrix.values)).reshape(-1, math.prod(self.operator.shape))
         if self.options.group.size == 1:
             return back_substituted(self._inverse, rows, "T" if transposed else "N").reshape(b.shape)
-        comm, inverse = self.options.comm, self._inverse.T if transposed else self._inverse
+        comm, inverse = self.options.comm, self._preconditioner(transposed)
         settings = Settings("gmres", _RTOL, 0.0, None, comm, None, batch=1, call=_CALL, preconditioned=True, probe=False)
         matrix: Any = self.matrix.T if transposed else self.matrix
         system = System(matrix.matvec, inverse, rows, settings, name="matrix")
         found = iterate(gmres, system, rows, None)
         system.settle()
         return found.reshape(b.shape)
+
+
+class KeptFactors:
+    """A preconditioner: the factors of an operator, which are computed again as its params change; for Newton's method."""
+
+    def __init__(
+        self, matvec: Function, build: Function, shape: tuple[int, ...], pattern: Any, comm: Comm, call: str, reuse: int
+    ) -> None:
+        self._operator = _Operator(matvec, build, [], shape, False)
+        self._options = _Options(channel(comm, call), comm, pattern, "auto", None, call)
+        self._reuse, self._uses_left, self._transposed = reuse, 0, False
+        self.factors: Any = None
+
+    def update(self, leaves: list[Any]) -> None:
+        """Factor the operator with the leaves of the params, unless the factors may serve another step."""
+        if self._uses_left:
+            self._uses_left -= 1
+            return
+        self.factors = _Factors(self._operator._replace(leaves=leaves), leaves, self._options)
+        self._uses_left = self._reuse
+
+    def __call__(self, r: LocalArray) -> LocalArray:
+        """Return an approximation of A⁻¹ r."""
+        return self.factors.preconditioned(r, self._transposed)
+
+    @property
+    def T(self) -> KeptFactors:
+        """The factors of the transpose."""
+        other = copy(self)
+        other._transposed = not self._transposed
+        return other
 
 
 class Factorized:
@@ -210,7 +243,7 @@ class Factorized:
      [0.5 0.5 0.5]]
     """
 
-    def __init__(self, factors: Factors, variables: list[Array], indices: tuple[int, ...]):
+    def __init__(self, factors: _Factors, variables: list[Array], indices: tuple[int, ...]):
         self._factors, self._variables, self._indices = factors, variables, indices
         self._transposed, self._other = False, None
         self.shape, self.matrix = factors.matrix.shape, factors.matrix
@@ -257,11 +290,11 @@ class Factorized:
         """
         return _solve(self, b, *self._variables)
 
-    def _current(self, b: Array) -> Factors:
+    def _current(self, b: Array) -> _Factors:
         """Check b, and return the factors, which are computed again if the params have changed in place."""
         factors, plain = self._factors, stop_gradient(b)
         shape, options = factors.operator.shape, factors.options
-        error = block_error(_CALL, "b", plain) or _host_error("b", plain)
+        error = block_error(_CALL, "b", plain) or host_error(_CALL, "b", plain)
         if error is None and plain.shape[max(plain.ndim - len(shape), 0) :] != shape:
             error = ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {plain.shape}.")
         raise_together(options.group, error)
@@ -279,7 +312,7 @@ def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
     return back_substitution(b, *variables, factors=factors, indices=solve._indices, transposed=solve._transposed)
 
 
-class Options(NamedTuple):
+class _Options(NamedTuple):
     """How an operator is factored; see `factorized`."""
 
     group: Channel
@@ -289,7 +322,7 @@ class Options(NamedTuple):
     matrix: DistributedMatrix | None
     call: str = _CALL  # for messages
 
-    def assembled(self, operator: Operator) -> DistributedMatrix:
+    def assembled(self, operator: _Operator) -> DistributedMatrix:
         """Return the matrix of the operator; raise an error on all ranks if the pattern misses an entry."""
         if self.matrix is not None:
             return self.matrix.with_values(operator.leaves[0])
@@ -306,23 +339,24 @@ class Options(NamedTuple):
 # The last operators with their factors, the newest first. A step of a time loop that calls `factorized` uses them again.
 # Their number is limited, since factors refer to their operator, and would keep it and themselves alive.
 _MOST_KEPT = 4
-_kept: list[tuple[Any, Factors]] = []
+_kept: list[tuple[Any, _Factors]] = []
 
 
-def _on_all(options: Options, condition: bool) -> bool:
+def _on_all(options: _Options, condition: bool) -> bool:
     """Return whether a condition holds on all ranks; collective."""
     if options.group.size == 1:
         return condition
     return bool(mpi_allgather(np.array(float(condition)), comm=options.comm).all())
 
 
-def _host_error(name: str, value: Array) -> Exception | None:
+def host_error(call: str, name: str, value: Array) -> Exception | None:
+    """Return an error if an argument is a device array."""
     if not is_device_array(value):
         return None
-    return TypeError(f"{_CALL} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
+    return TypeError(f"{call} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
 
 
-def _rows_of(operator: Operator, params: tuple, options: Options) -> Any:
+def _rows_of(operator: _Operator, params: tuple, options: _Options) -> Any:
     """Return this rank's rows, probed color by color, with entries in this rank's rows of the sparsity pattern, or all."""
     count, pattern = math.prod(operator.shape), options.pattern
     counts = mpi_allgather(np.array(count), comm=options.comm)
@@ -357,7 +391,7 @@ def _colors(rows: Any, group: Channel) -> np.ndarray:
     return group.data.bcast(colors, 0)
 
 
-def _require_complete(operator: Operator, params: tuple, matrix: DistributedMatrix, options: Options) -> None:
+def _require_complete(operator: _Operator, params: tuple, matrix: DistributedMatrix, options: _Options) -> None:
     """Compare a product with the operator, in a random direction, with the matrix's; raise an error on all ranks."""
     group, call = options.group, options.call
     failures = DeferredFailures(matrix.comm, call)
@@ -471,14 +505,14 @@ def factorized(
     leaves, build = flatten(params)
     indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
     plain = [stop_gradient(leaf) for leaf in leaves]
-    options = Options(group, comm, pattern, method, matrix)
+    options = _Options(group, comm, pattern, method, matrix)
     copies = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in plain]
-    operator = Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
+    operator = _Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
     known = [pair for pair in _kept if pair[0] is matvec]
     _kept[:] = [pair for pair in _kept if pair[0] is not matvec][: _MOST_KEPT - 1]
     factors: Any = known[0][1] if known and known[0][1].is_for(operator, options) else None
     if not _on_all(options, factors is not None):
-        factors = Factors(operator, plain, options)
+        factors = _Factors(operator, plain, options)
     _kept.insert(0, (matvec, factors))
     return Factorized(factors, [leaves[k] for k in indices], indices)
 
@@ -486,7 +520,7 @@ def factorized(
 def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:
     matrix, shape = isinstance(matvec, DistributedMatrix), getattr(like, "shape", ())
     error = None if matrix else function_error(_CALL, {"matvec": matvec}) or block_error(_CALL, "like", like)
-    error = error or (None if matrix else _host_error("like", like))
+    error = error or (None if matrix else host_error(_CALL, "like", like))
     if error is not None:
         raise error
     if matrix and (like is not None or params or pattern is not None):

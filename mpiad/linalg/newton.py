@@ -8,7 +8,6 @@ product with J, and u is one of the parameters, so the solves can be differentia
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.linalg.factorized import Factors, Operator, Options, pattern_error
+from mpiad.linalg.factorized import KeptFactors, host_error, pattern_error
 from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
 from mpiad.linalg.solve import (
     METHODS,
@@ -38,7 +37,6 @@ from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed_among
 from mpiad.transport.core.tracing import opaque
-from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import DeferredFailures
 
@@ -137,32 +135,6 @@ def _search(
         shorter = 0.1 if not np.isfinite(new_norm) else norm**2 * length / (new_norm**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
-
-
-class _SparseJacobian:
-    """A preconditioner: the factors of the Jacobian at one of the last iterates, for steps and for derivatives."""
-
-    def __init__(self, product: Function, arguments: Function, shape: tuple[int, ...], options: Options, reuse: int):
-        self._product, self._arguments, self._shape, self._options = product, arguments, shape, options
-        self._reuse, self._age, self._transposed = reuse, 0, False
-        self._factors: Any = None
-
-    def update(self, leaves: list[Any]) -> None:
-        """Factor the Jacobian, given u and the leaves of the params, if the factors have served `reuse` further steps."""
-        self._age += 1
-        if self._factors is None or self._age > self._reuse:
-            operator = Operator(self._product, self._arguments, leaves, self._shape, False)
-            self._factors, self._age = Factors(operator, leaves, self._options), 0
-
-    def __call__(self, r: LocalArray) -> LocalArray:
-        return self._factors.preconditioned(r, self._transposed)
-
-    @property
-    def T(self) -> _SparseJacobian:
-        """The factors of the transpose."""
-        other = copy(self)
-        other._transposed = not self._transposed
-        return other
 
 
 _CALL = "linalg.newton"
@@ -270,10 +242,11 @@ def newton(
     """
     comm = pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
+    settings = settings._replace(jacobian=jacobian, reuse=reuse)
     # These settings are for the solves of derivatives; each Newton step has its own tolerance.
     linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
     error = _arg_error(residual, stop_gradient(u0), preconditioner, linear, settings)
-    error = error or _jacobian_error(jacobian, stop_gradient(u0), preconditioner, settings, pattern, reuse)
+    error = error or _jacobian_error(stop_gradient(u0), preconditioner, settings, pattern)
     settings = agree_on(settings, error, preconditioner)
     leaves, build = flatten(params)
 
@@ -284,10 +257,8 @@ def newton(
         return all_leaves[0], *build(all_leaves[1:])
 
     if jacobian == "sparse":
-        options = Options(channel(comm, _CALL), comm, pattern, "auto", None, _CALL)
-        preconditioner = _SparseJacobian(product, arguments, np.shape(stop_gradient(u0)), options, reuse)
-        settings = settings._replace(preconditioned=True)
-    linear = linear._replace(preconditioned=settings.preconditioned)
+        preconditioner = KeptFactors(product, arguments, np.shape(stop_gradient(u0)), pattern, comm, _CALL, reuse)
+    linear = linear._replace(preconditioned=settings.preconditioned or jacobian == "sparse")
     system = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), system))
 
@@ -309,17 +280,19 @@ class NonlinearProblem(NamedTuple):
 @custom_operator
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the root: a differentiable operator, whose arguments are the leaves of the parameters."""
-    failures = problem.jacobian.new_failures()
+    failures, kept = problem.jacobian.new_failures(), problem.jacobian.preconditioner
 
     def linear(u: LocalArray, rtol: float) -> System:
-        preconditioner: Any = problem.jacobian.preconditioner
-        if isinstance(preconditioner, _SparseJacobian) and rtol < 1.0:
-            preconditioner.update([u, *leaves])
+        if isinstance(kept, KeptFactors):
+            kept.update([u, *leaves])
         # The solution isn't verified by a product, since the nonlinear residual is evaluated next.
         settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
         return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
 
-    return find_root(lambda u: problem.at([u, *leaves]), linear, problem.start, problem.settings, failures)
+    u = find_root(lambda u: problem.at([u, *leaves]), linear, problem.start, problem.settings, failures)
+    if isinstance(kept, KeptFactors) and kept.factors is None:  # without a step; the derivatives need factors
+        kept.update([u, *leaves])
+    return u
 
 
 def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callable:
@@ -369,9 +342,8 @@ def _arg_error(
     )
 
 
-def _jacobian_error(
-    jacobian: object, u0: Array, preconditioner: Function | None, settings: Settings, pattern: Any, reuse: object
-) -> Exception | None:
+def _jacobian_error(u0: Array, preconditioner: Function | None, settings: Settings, pattern: Any) -> Exception | None:
+    jacobian, reuse = settings.jacobian, settings.reuse
     if jacobian not in ("products", "sparse"):
         return ValueError(f"{_CALL}: jacobian must be 'products' or 'sparse', but got {jacobian!r}.")
     if not isinstance(reuse, Integral) or int(reuse) < 0:
@@ -384,8 +356,5 @@ def _jacobian_error(
             f"{_CALL}: jacobian='sparse' takes no preconditioner, since the factors are one, and method='gmres' or "
             f"'bicgstab', but got method={settings.method!r} and preconditioner={preconditioner!r}."
         )
-    if is_device_array(u0):
-        return TypeError(
-            f"{_CALL}: jacobian='sparse' works on the host, but u0 is on a device: apply mpiad.device.to_host."
-        )
-    return pattern_error(_CALL, "u0", np.shape(u0), pattern, channel(settings.comm, _CALL))
+    error = host_error(f"{_CALL}: jacobian='sparse'", "u0", u0)
+    return error or pattern_error(_CALL, "u0", np.shape(u0), pattern, channel(settings.comm, _CALL))

@@ -48,6 +48,8 @@ class Settings(NamedTuple):
     call: str = "linalg.solve"  # name of the public function, for error messages
     probe: bool = True  # whether to check if the null space contains constants; False in solves of derivatives
     with_x0: bool = False  # whether there is an initial guess
+    jacobian: str = "products"  # of Newton's method: "products" or "sparse"
+    reuse: int = 0  # number of further steps of Newton's method that use the factors of a sparse Jacobian
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
     preconditioned: bool = False

@@ -133,6 +133,17 @@ def test_a_sparse_jacobian(case, kind, settings):
     check_higher_derivatives(case)
 
 
+def test_the_derivative_where_the_start_is_the_root(case):
+    u, *expected = case.reference(case.nu, case.k, case.b)
+    start = case.solved(case.point)
+
+    def loss(x):
+        found = newton(case.residual, start, x, atol=1e-8, jacobian="sparse", pattern=case.domain)
+        return case.domain.sum(case.block(case.weight) * found**4)
+
+    case.check(mpiad.grad(loss)(case.point), expected)
+
+
 def test_factors_save_products(case):
     """Five-point stencils have nine colors; on one rank a derivative takes a few products."""
 
@@ -259,6 +270,11 @@ def test_sparse_jacobians_that_are_refused(case, rank, size):
             attempt(**settings)
     with pytest.raises(ValueError, match="newton: reuse must be"):
         attempt(reuse=-1 if rank == size - 1 else 0)
+    if size > 1:
+        with pytest.raises(ValueError, match="newton: all ranks must give the same arguments, but .* reuse=0"):
+            attempt(reuse=1 if rank == size - 1 else 0)
+        with pytest.raises(ValueError, match="newton: all ranks must give the same arguments, but .* jacobian='products'"):
+            attempt(**({"jacobian": "products", "pattern": None} if rank == 0 else {}))
     with pytest.raises(ValueError, match="depends on points beyond the halo"):
         attempt(lambda u: u + 0.1 * case.domain.sum(u) - 1.0, ())
     diagonal = scipy.sparse.eye_array(start.size, case.domain.shape[0] * case.domain.shape[1], k=0, format="csr")
