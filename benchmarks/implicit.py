@@ -3,7 +3,7 @@
     python benchmarks/implicit.py [--cells 18 64 256]
 
 (I - τ Δ) u⁺ = u on n² cells with zero boundary values and τ = 10 cells², one rank, relative residual 1e-8. mpiad
-solves it by `linalg.solve` with CG, interpreted, and by `linalg.factorized`; SciPy by its CG and with an LU factorization
+solves it by `linalg.solve` with CG, and by `linalg.factorized`; SciPy by its CG and with an LU factorization
 that is computed once.
 The gradient of a step, with respect to u, takes a second solve on both sides.
 
