@@ -1,7 +1,7 @@
 """Fixtures, and how the tests run on several ranks.
 
 A test runs on all ranks at once. The whole suite runs on one rank and on several: on three, or on two (`ON_TWO`); what
-differs on two or four ranks runs there, too (`ALSO_ON`). A test of three parameter sets or more runs with every second one
+differs on two or four ranks runs there, too (`ALSO_ON`). A test of three parameter sets or more runs with every fourth one
 on several ranks, and with the others on one and where it runs in addition. With `--thorough`, or if files are named, all
 tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one
 that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one
@@ -123,9 +123,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Let `-n auto` divide the one-rank run among the cores; more ranks are at work on all cores already.
 
-    Three processes for each core: tests that start programs mostly wait, for starts, deadlines and ends.
+    Two processes for each core: tests that start programs mostly wait, for starts, deadlines and ends.
     """
-    return min(3 * len(os.sched_getaffinity(0)), 6) if WORLD.size == 1 else 0
+    return min(2 * len(os.sched_getaffinity(0)), 6) if WORLD.size == 1 else 0
 
 
 def pytest_report_header() -> str:
@@ -175,7 +175,7 @@ def _is_whole_suite(config: pytest.Config) -> bool:
 
 
 def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return what the whole suite runs elsewhere: several ranks take the first parameter set, the third, and so on.
+    """Return what the whole suite runs elsewhere: several ranks take every fourth parameter set, and one rank the others.
 
     A test that runs on one number of ranks only keeps all of them, and one of two sets both.
     """
@@ -184,7 +184,10 @@ def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Ite
         if hasattr(item, "callspec") and ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
             sets.setdefault((item.path, item.originalname), []).append(item)
     several = {path: WORLD.size == _several(config, path) for path, _ in sets}
-    return {item for (path, _), of_one in sets.items() if len(of_one) > 2 for item in of_one[several[path] :: 2]}
+    divided = {places: of_one for places, of_one in sets.items() if len(of_one) > 2}
+    return {
+        item for (path, _), of_one in divided.items() for k, item in enumerate(of_one) if (k % 4 == 0) != several[path]
+    }
 
 
 def _is_in(config: pytest.Config, path: Path, places: tuple[str, ...]) -> bool:

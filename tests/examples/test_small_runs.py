@@ -85,11 +85,12 @@ RUNS = [
         2, "examples/seismic_3d.py", "--shape 16 20 22 --layer 3 --shots 2 2 --encoded 2 --receivers 5 --steps 32"
         " --recorded 4 --iterations 1 2 --products 2 --pairs 1 --least 0.6 --groups 2 --picture picture.png",
         r"lowered to (\S+),.*\nL-BFGS.*\n.*lowered to (\S+),", lambda newton, quasi: newton < 0.6 and quasi < 0.6,
+        thorough=True,
     ),
     Small(
         2, "examples/seismic_inversion.py", "--shape 20 22 --shots 2 --batch 1 --steps 50 --iterations 1 --least 9"
         " --picture picture.png",
-        r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2, thorough=True,
+        r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2,
     ),
     Small(
         2, "examples/shallow_water.py", "--cells 12 18 --hours 3 --iterations 2 --least 1 --picture picture.png",
