@@ -185,9 +185,7 @@ def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Ite
             sets.setdefault((item.path, item.originalname), []).append(item)
     several = {path: WORLD.size == _several(config, path) for path, _ in sets}
     divided = {places: of_one for places, of_one in sets.items() if len(of_one) > 2}
-    return {
-        item for (path, _), of_one in divided.items() for k, item in enumerate(of_one) if (k % 4 == 0) != several[path]
-    }
+    return {item for (path, _), of_one in divided.items() for k, item in enumerate(of_one) if (k % 4 == 0) != several[path]}
 
 
 def _is_in(config: pytest.Config, path: Path, places: tuple[str, ...]) -> bool:
