@@ -26,8 +26,6 @@ try:
     mpiad.mpi_print(found.cuda_aware, found.chunk, found.pinned)
 except ValueError as error:
     sys.stdout.write(f"rank {rank}: {error}\\n")
-    sys.stdout.flush()
-    os._exit(0)
 """
 
 
