@@ -148,9 +148,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_out(config, items, left_out)
 
 
+class _FromAnotherFile(pytest.Dir):
+    """A folder whose files are collected in their order, but from another one on in each process of `-n auto`.
+
+    Processes that collect the same file at the same time all rewrite its assertions, which takes most of a collection. Those
+    that come later find the rewritten file.
+    """
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        nodes = list(super().collect())
+        worker = self.config.workerinput  # pyright: ignore[reportAttributeAccessIssue]
+        first = int(worker["workerid"].removeprefix("gw")) * len(nodes) // worker["workercount"]
+        return nodes[first:] + nodes[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    return _FromAnotherFile.from_parent(parent, path=path) if hasattr(parent.config, "workerinput") else None
+
+
 def _mix(items: list[pytest.Item]) -> None:
     """Order files so that those that start programs, which wait much, run beside others, the longest from the beginning."""
-    files = dict.fromkeys(item.path for item in items)
+    files = sorted({item.path for item in items})
     launches = Counter(item.path for item in items if item.get_closest_marker("launches"))
     starting = [path for path, _ in launches.most_common()]
     others = [path for path in files if path not in starting]

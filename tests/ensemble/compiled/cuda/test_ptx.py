@@ -77,7 +77,9 @@ def test_a_mistake_is_found():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("name, dtype, watched, method", [
-    ("lorenz", np.float64, False, "RK45"), ("powers", np.float32, False, "RK45"), ("lorenz", np.float64, True, "RK45"),
+    ("lorenz", np.float64, False, "RK45"),
+    pytest.param("powers", np.float32, False, "RK45", marks=pytest.mark.thorough),
+    pytest.param("lorenz", np.float64, True, "RK45", marks=pytest.mark.thorough),
     ("lorenz", np.float64, True, "Rodas5P"),
 ])  # fmt: skip
 def test_nvcc_makes_ptx_of_it(name, dtype, watched, method, tmp_path):
