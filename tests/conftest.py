@@ -151,8 +151,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class _FromAnotherFile(pytest.Dir):
     """A folder whose files are collected in their order, but from another one on in each process of `-n auto`.
 
-    Processes that collect the same file at the same time all rewrite its assertions, which takes most of a collection. Those
-    that come later find the rewritten file.
+    Processes that collect the same file at the same time all rewrite its assertions, which takes most of a collection.
+    Those that come later find the rewritten file.
     """
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
