@@ -32,14 +32,16 @@ class Operator(NamedTuple):
     read: tuple  # the objects that determine the system's functions, apart from the params
     params: tuple
     bound: Callable[[tuple], tuple[Function, Function | None]]  # returns the product and preconditioner for given params
+    comm: Comm
+    side: str | None  # of the preconditioner
 
 
 class TracedSystem:
     """The system in a trace of an iteration."""
 
-    def __init__(self, operator: Operator, params: tuple, shape: tuple[int, ...], comm: Comm):
+    def __init__(self, operator: Operator, params: tuple, shape: tuple[int, ...]):
         self._apply, self._precondition = operator.bound(params)
-        self._shape, self._comm = shape, comm
+        self._shape, self._comm, self.side = shape, operator.comm, operator.side
 
     def apply(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with rows."""
@@ -57,8 +59,15 @@ class TracedSystem:
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
         """Return inner products over all ranks, in double precision, of pairs of rows, shape (pairs, k)."""
-        local = [anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs]
-        return mpi_allreduce(anp.stack(local), comm=self._comm)
+        return self.sums(anp.stack([anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs]))
+
+    def sums(self, local: Array) -> Array:
+        """Return sums over all ranks of numbers in double precision."""
+        return mpi_allreduce(local, comm=self._comm)
+
+    def call(self, fun: Function, *args: Array) -> Array:
+        """Return ``fun(*args)``; NumPy runs the function, which has no side effects, on whole arrays."""
+        return args[0].recorder.call(fun, args, {})
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Any:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row."""
@@ -76,9 +85,7 @@ _MOST_ALIKE = 4  # operators with the same code and shapes, but other objects, t
 _known: list[_Known] = []  # the latest first
 
 
-def compiled(
-    iteration: Iteration, operator: Operator, shape: tuple[int, ...], comm: Comm, state: tuple
-) -> Callable[..., Any] | None:
+def compiled(iteration: Iteration, operator: Operator, shape: tuple[int, ...], state: tuple) -> Callable[..., Any] | None:
     """Return the program of an iteration, a function of the state; None if it must be interpreted."""
     if is_shown():  # reports contain the user's calls
         return None
@@ -86,7 +93,8 @@ def compiled(
         given = arguments_of((operator.params, *state), {})
     except TypeError:  # an argument can't be compared
         return None
-    key = iteration, given.key, shape, comm, tuple(getattr(fun, "__code__", type(fun)) for fun in operator.read)
+    settings = shape, operator.comm, operator.side
+    key = iteration, given.key, settings, tuple(getattr(fun, "__code__", type(fun)) for fun in operator.read)
     same = [known for known in _known if known.key == key]
     found = next((k for k in same if _are_alike(k.read, operator.read) and (k.entry is None or k.entry.is_current())), None)
     if found is not None:
@@ -96,7 +104,7 @@ def compiled(
         if len(same) < _MOST_ALIKE:
 
             def traced(params: Tree, *state: LocalArray) -> tuple:
-                return iteration(TracedSystem(operator, params, shape, comm), *state)
+                return iteration(TracedSystem(operator, params, shape), *state)
 
             entry = optional_program(traced, given, operator.read)
         found = _Known(key, operator.read, entry)

@@ -89,8 +89,11 @@ class Problem(NamedTuple):
         apply, precondition = self._functions(params, b, failures.attempt)
         operator = None
         if not self.transposed:
-            read = self.matvec, self.preconditioner
-            operator = Operator(read, params, lambda params: self._functions(params, b, failures.attempt))
+            settings = self.settings
+            operator = Operator(
+                (self.matvec, self.preconditioner), params, lambda params: self._functions(params, b, failures.attempt),
+                settings.comm, settings.side,
+            )  # fmt: skip
         return System(apply, precondition, b, self.settings, failures=failures, operator=operator)
 
     def _functions(self, params: tuple, b: LocalArray, attempt: Function) -> tuple[Function, Function | None]:

@@ -114,14 +114,14 @@ class System:
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
         failures: DeferredFailures | None = None, operator: Operator | None = None,
     ):  # fmt: skip
-        self.settings = settings
+        self.settings, self.side = settings, settings.side
         # The failures of this rank's user functions in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
         self.usable: LocalArray | None = None  # argument for repeating a failed call of the operator; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._operator = operator  # from which iterations are compiled; None if they are interpreted
-        self._programs: dict[Iteration, Iteration | None] = {}
+        self._programs: dict[tuple, Iteration | None] = {}  # by iteration and shape
         self._shape, self.dtype = like.shape, like.dtype
         self._xp: Any = arrays_of(like)
         self.count = math.prod(like.shape[: settings.batch])
@@ -196,17 +196,30 @@ class System:
         return TypeError(f"{subject} must return floats, but returned dtype {out.dtype}.")
 
     def run(self, iteration: Iteration, *state: LocalArray) -> Any:
-        """Return ``iteration(self, *state)``, by a program if the iteration can be compiled."""
-        if iteration not in self._programs:
+        """Return ``iteration(self, *state)``, by a program if the iteration can be compiled.
+
+        The last results are the iteration's sums, which the iteration's only reduction yields, and after which it doesn't
+        communicate, and an array whose first number is the number of systems with invalid sums. If sums aren't finite since
+        a user function has failed on any rank, all ranks raise. The shape of the first array determines the others.
+        """
+        key = iteration, state[0].shape
+        if key not in self._programs:
             program = None
             if self._operator is not None and self._xp is None and self.dtype.kind == "f":
-                program = compiled(iteration, self._operator, self._shape, self.settings.comm, state)
-            self._programs[iteration] = program
-        program = self._programs[iteration]
+                program = compiled(iteration, self._operator, self._shape, state)
+            self._programs[key] = program
+        program = self._programs[key]
         if program is None:
             return iteration(self, *state)
         self._may_have_raised = False
-        return program(*state)
+        made = program(*state)
+        if made[-1][0]:
+            self.require_no_failure(made[-2])
+        return made
+
+    def call(self, fun: Function, *args: Array) -> Array:
+        """Return ``fun(*args)``, which a program also computes by NumPy."""
+        return fun(*args)
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]) -> Any:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row; on the host, by one compiled loop."""
@@ -309,9 +322,9 @@ class System:
 # computes M r; the target is scaled by the initial ratio of the norms of M r and r, and r is checked at the end.
 
 
-def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, LocalArray]:
+def preconditioned_product(system: Any, v: LocalArray) -> tuple[LocalArray, LocalArray]:
     """Return the change of the solution along v, and the product A M v (right side) or M A v (left side)."""
-    if system.settings.side == "left":
+    if system.side == "left":
         return v, system.precondition(system.apply(v))
     z = system.precondition(v)
     return z, system.apply(z)
@@ -319,7 +332,7 @@ def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, L
 
 def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tuple[LocalArray, np.ndarray, np.ndarray]:
     """Return the residual that the method uses, its norms, and their ratios to the norms of the true residual."""
-    if system.settings.side != "left" or not system.settings.preconditioned:
+    if system.side != "left" or not system.settings.preconditioned:
         return r, norms, np.ones_like(norms)
     z = system.precondition(r)
     z_norms = system.norms(z)
