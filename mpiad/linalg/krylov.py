@@ -106,7 +106,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
         if invalid:
             system.require_finite(sums, preconditioned_product(system, v)[1], _PRODUCT)
         if is_uncertain:
-            w, h, remainder = basis.refined(system, j, w, h, np.real(sums[:, -1]))
+            w, h, remainder = basis.refined(system, j, w, h, np.real(sums[:, size + j + 1]))
             h, rotations, numbers, is_complete, remaining = _rotated(h, remainder, *before, float(j))
         basis.hessenberg[:, : j + 2, j] = h[:, : j + 2]
         # If the remainder is zero, the space can't grow; the true residual shows whether it contains the solution.
@@ -134,8 +134,10 @@ def _gmres_iteration(
     size, (norms, targets, steps, complete, _) = basis.shape[0], numbers
     _, w = preconditioned_product(system, v)
     sums = system.sums(system.call(_local_products, basis, v, w, j))
-    of_last, s, square = sums[:, :size], sums[:, size:-1], sums[:, -1].real
-    at_j = 1.0 * (anp.arange(float(size)) == j)
+    of_last, s, places = sums[:, :size], sums[:, size:], anp.arange(float(size))
+    square = anp.sum(anp.where(places == j + 1.0, s, 0.0), axis=1).real
+    s = anp.where(places <= j, s, 0.0)
+    at_j = 1.0 * (places == j)
     row, diagonal = anp.conj(of_last)[:, None], anp.sum(of_last * at_j, axis=1)[:, None, None]
     gram = gram + of_last[:, :, None] * at_j + (row - diagonal * at_j) * at_j[:, None]
     # The sum of both passes of Gram-Schmidt is s + (s - G s).
@@ -181,9 +183,9 @@ def _rotated(h: Array, remainder: Array, rotations: Array, numbers: Array, j: fl
 def _local_products(basis: LocalArray, v: LocalArray, w: LocalArray, j: float) -> np.ndarray:
     """Return this rank's part of inner products of j + 1 basis vectors with v and w, and of w with itself, by rows."""
     size, count = len(basis), int(j) + 1
-    out = np.zeros((len(w), 2 * size + 1), np.result_type(w.dtype, float))
-    out[:, :count], out[:, size : size + count] = products(basis[:count], v), products(basis[:count], w)
-    out[:, -1] = inner((w, w))[0]
+    out = np.zeros((len(w), 2 * size), np.result_type(w.dtype, float))
+    basis[count] = w  # in the place of the next vector, for its product with itself
+    out[:, :count], out[:, size : size + count + 1] = products(basis[:count], v), products(basis[: count + 1], w)
     return out
 
 
@@ -299,7 +301,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
     start, p, s = x, np.zeros_like(r), np.zeros_like(r)
     infinite = np.full(len(x), np.inf)
     # Initially r·z is infinite, so that β is zero in the first iteration.
-    numbers, norm_known = np.stack([infinite, np.zeros(len(x)), norms, infinite, targets]), True
+    numbers, norm_known = np.array([infinite, np.zeros(len(x)), norms, infinite, targets]), True
     while not (norm_known and (norms <= targets).all()):
         before = r, numbers
         x, r, p, s, numbers, sums, counts = system.run(_cg_iteration, x, r, p, s, numbers)

@@ -92,7 +92,7 @@ class Problem(NamedTuple):
             settings = self.settings
             operator = Operator(
                 (self.matvec, self.preconditioner), params, lambda params: self._functions(params, b, failures.attempt),
-                settings.comm, settings.side,
+                b.shape, settings.comm, settings.side,
             )  # fmt: skip
         return System(apply, precondition, b, self.settings, failures=failures, operator=operator)
 

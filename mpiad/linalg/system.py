@@ -19,7 +19,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
-from mpiad.linalg.compiled_iteration import Iteration, Operator, compiled
+from mpiad.linalg.compiled_iteration import Iteration, Operator
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
@@ -206,7 +206,7 @@ class System:
         if key not in self._programs:
             program = None
             if self._operator is not None and self._xp is None and self.dtype.kind == "f":
-                program = compiled(iteration, self._operator, self._shape, state)
+                program = self._operator.program(iteration, state)
             self._programs[key] = program
         program = self._programs[key]
         if program is None:
@@ -233,7 +233,10 @@ class System:
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
         """Return inner products x* y, over all ranks, of pairs (x, y) of rows, shape (pairs, k). For errors see `sums`."""
-        return self.sums(inner(*pairs))
+        if self.dtype.char in "dD":
+            return self.sums(inner(*pairs))
+        # Norms are computed in double precision, since in single precision the square of a number below 1e-23 is zero.
+        return self.sums(np.array([np.square(lengths(x)) if x is y else inner((x, y))[0] for x, y in pairs]))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
         """Return sums over all ranks, in double precision; raise on all ranks if a user function has failed on any rank."""
@@ -259,17 +262,16 @@ class System:
 
     def norms(self, rows: LocalArray) -> np.ndarray:
         """Return the norm of each row over all ranks."""
-        if self.dtype.char in "dD":
-            return np.sqrt(self.dots((rows, rows))[0].real)
-        # Norms are computed in double precision, since in single precision the square of a number below 1e-23 is zero.
-        return np.sqrt(self.sums(np.square(lengths(rows))))
+        return np.sqrt(self.dots((rows, rows))[0].real)
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
-        local = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
-        squares, size, unknowns = np.split(self.sums(local), [self.count, 2 * self.count])
+        local, k = lengths(b), self.count
+        with np.errstate(over="ignore"):
+            sums = self.sums(np.array([*np.square(local), *local, self.length]))
+        squares, size = sums[:k], sums[k:-1]
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
-        s, self.unknowns = self.settings, int(unknowns[0])
+        s, self.unknowns = self.settings, int(sums[-1])
         self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
         # which causes no rounding errors. `iterate` multiplies the solutions by these powers.

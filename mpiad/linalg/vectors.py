@@ -81,13 +81,19 @@ def combined(basis: LocalArray, numbers: np.ndarray) -> LocalArray:
     return (on_device_of(basis, numbers)[:, None] @ basis.swapaxes(0, 1))[:, 0]
 
 
+_SMALL = 1e-250  # sums of squares that are larger are hardly affected by underflow
+
+
 def lengths(x: LocalArray) -> np.ndarray:
     """Return the norm of this rank's part of each row, even if squares overflow or underflow."""
     if not x.shape[1]:
         return np.zeros(len(x))
-    if type(x) is np.ndarray and x.dtype.char in "fF":  # in double precision, squares neither overflow nor underflow
-        wide = x.astype(np.result_type(x.dtype, float))
-        return np.sqrt(inner((wide, wide))[0].real)
+    if type(x) is np.ndarray:
+        wide = x.astype(np.result_type(x.dtype, float), copy=False)
+        squares = inner((wide, wide))[0].real
+        # Squares of single-precision numbers neither overflow nor underflow in double precision.
+        if x.dtype.char in "fF" or ((squares > _SMALL) & (squares < 1.0 / _SMALL)).all():
+            return np.sqrt(squares)
     size = np.abs(x).astype(float)
     largest = np.max(size, axis=1)
     usable = (largest > 0.0) & np.isfinite(largest)
