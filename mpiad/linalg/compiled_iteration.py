@@ -72,7 +72,8 @@ class _Known(NamedTuple):
     is_compiled: bool
 
     def is_current(self) -> bool:
-        return all(entry is None or entry.is_current() for entry in self.entries.values())
+        compiled = [entry for entry in self.entries.values() if entry is not None]
+        return not compiled or compiled[0].is_current()  # all of them read the same objects
 
 
 _MOST_KNOWN = 16

@@ -58,38 +58,39 @@ class Settings(NamedTuple):
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
     """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings."""
     group = channel(settings.comm, settings.call)
-    # Communicators and functions are excluded, since their `repr` differs between processes.
-    compared = settings._replace(comm=None, callback=None)
-    checksum = zlib.crc32(repr(compared).encode())
+    # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
+    checksum = zlib.crc32(repr(settings[:4] + settings[6:]).encode())
     # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
     functions = settings.callback is not None, preconditioner is not None
     local, largest = np.array([error is not None, checksum, -checksum, *functions], np.int64), np.empty(5, np.int64)
     group.data.Allreduce(local, largest, MAX)
-    if largest[0]:
+    failed, above, below, reported, preconditioned = largest.tolist()
+    if failed:
         raise_first(group, error)
-    if largest[1] != -largest[2]:
+    if above != -below:
+        compared = settings._replace(comm=None, callback=None)
         require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
-    return settings._replace(reported=bool(largest[3]), preconditioned=bool(largest[4]))
+    if not reported and not preconditioned:
+        return settings
+    return settings._replace(reported=bool(reported), preconditioned=bool(preconditioned))
 
 
 def settings_error(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
     """Return an error if the settings are invalid for a right-hand side with `ndim` axes, else None."""
     sides = () if s.method == "cg" else SIDES
-    allowed = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
     tolerances = 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0
     for valid, text in (
-        (s.method in methods, f"method must be one of {', '.join(map(repr, methods))}, but got {s.method!r}."),
-        (s.side is None or s.side in sides, f"side must be {allowed}, but got {s.side!r}."),
-        (tolerances, f"rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
-        (
-            s.maxiter is None or _is_count(s.maxiter),
-            f"maxiter must be None or an integer above zero, but got {s.maxiter!r}.",
-        ),
-        (_is_count(s.restart), f"restart must be an integer above zero, but got {s.restart!r}."),
-        (_is_count(s.batch, 0, ndim), f"batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
+        (s.method in methods, "method must be one of {methods}, but got {s.method!r}."),
+        (s.side is None or s.side in sides, "side must be {side}, but got {s.side!r}."),
+        (tolerances, "rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
+        (s.maxiter is None or _is_count(s.maxiter), "maxiter must be None or an integer above zero, but got {s.maxiter!r}."),
+        (_is_count(s.restart), "restart must be an integer above zero, but got {s.restart!r}."),
+        (_is_count(s.batch, 0, ndim), "batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
     ):
         if not valid:
-            return ValueError(f"{s.call}: {text}")
+            side = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
+            known = ", ".join(map(repr, methods))
+            return ValueError(f"{s.call}: {text.format(s=s, methods=known, side=side, ndim=ndim)}")
     return None
 
 
@@ -266,9 +267,8 @@ class System:
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
-        local, k = lengths(b), self.count
-        with np.errstate(over="ignore"):
-            sums = self.sums(np.array([*np.square(local), *local, self.length]))
+        local, k = lengths(b).tolist(), self.count
+        sums = self.sums(np.array([*[x * x for x in local], *local, self.length]))
         squares, size = sums[:k], sums[k:-1]
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(sums[-1])
@@ -276,7 +276,7 @@ class System:
         # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
         # which causes no rounding errors. `iterate` multiplies the solutions by these powers.
         bound = float(np.finfo(self.dtype).tiny) ** 0.25
-        if ((size > 0.0) & ((size < bound) | (size > 1.0 / bound))).any():
+        if not all(bound <= x <= 1.0 / bound or x == 0.0 for x in size.tolist()):
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
             b /= column(b, self.units.astype(b.real.dtype))
             squares = np.real(self.dots((b, b))[0])

@@ -92,7 +92,7 @@ def lengths(x: LocalArray) -> np.ndarray:
         wide = x.astype(np.result_type(x.dtype, float), copy=False)
         squares = inner((wide, wide))[0].real
         # Squares of single-precision numbers neither overflow nor underflow in double precision.
-        if x.dtype.char in "fF" or ((squares > _SMALL) & (squares < 1.0 / _SMALL)).all():
+        if x.dtype.char in "fF" or all(_SMALL < square < 1.0 / _SMALL for square in squares.tolist()):
             return np.sqrt(squares)
     size = np.abs(x).astype(float)
     largest = np.max(size, axis=1)
