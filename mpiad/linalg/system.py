@@ -83,7 +83,10 @@ def settings_error(s: Settings, methods: Collection[str], ndim: int) -> Exceptio
         (s.method in methods, "method must be one of {methods}, but got {s.method!r}."),
         (s.side is None or s.side in sides, "side must be {side}, but got {s.side!r}."),
         (tolerances, "rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
-        (s.maxiter is None or _is_count(s.maxiter), "maxiter must be None or an integer above zero, but got {s.maxiter!r}."),
+        (
+            s.maxiter is None or _is_count(s.maxiter),
+            "maxiter must be None or an integer above zero, but got {s.maxiter!r}.",
+        ),
         (_is_count(s.restart), "restart must be an integer above zero, but got {s.restart!r}."),
         (_is_count(s.batch, 0, ndim), "batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
     ):

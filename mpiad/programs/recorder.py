@@ -311,7 +311,7 @@ class Recorder:
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and record it."""
-        if _package_of(operator) not in _COMPILED_PACKAGES:
+        if not operator.preserves_spec and _package_of(operator) not in _COMPILED_PACKAGES:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
