@@ -130,7 +130,10 @@ def test_derivatives(right_sides, programs, rank, size, method):
     adjoint = dense_solution(size, rank, cotangents, matrices)
     np.testing.assert_allclose(by_b, adjoint, rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(by_matrix, -np.outer(adjoint, everywhere[rank]), rtol=1e-8, atol=1e-10)
-    assert any(program is not None for program in programs)
+    # The adjoint solve has a program of the iteration, unless the operator is symmetric, and one of a shorter check. On
+    # several ranks, iterations with transposed operators are interpreted.
+    counts = {"cg": 3, "gmres": 4, "bicgstab": 6}
+    assert len(programs) == (counts[method] if size == 1 or method == "cg" else PROGRAMS[method]) and None not in programs
 
 
 def changes(rank):
