@@ -201,9 +201,15 @@ class _Factors:
             raise agreed(self.options.group, RuntimeError(text))
         return _Factors(self.operator._replace(leaves=leaves), self.given, self.options, self.number + 1)
 
+    def _rows(self, b: LocalArray) -> LocalArray:
+        """Return blocks (..., *shape) as rows, in the dtype of the solution."""
+        shape = self.operator.shape
+        rows = math.prod(b.shape[: b.ndim - len(shape)]), math.prod(shape)
+        return np.ascontiguousarray(b, np.result_type(b, self.matrix.values)).reshape(rows)
+
     def preconditioned(self, r: LocalArray, transposed: bool) -> LocalArray:
         """Return A⁻¹ r or A⁻ᵀ r; by the overlapping factors, an approximation."""
-        rows = np.ascontiguousarray(r, np.result_type(r, self.matrix.values)).reshape(-1, math.prod(self.operator.shape))
+        rows = self._rows(r)
         if self.options.group.size == 1:
             return back_substituted(self._inverse, rows, "T" if transposed else "N").reshape(r.shape)
         return (self._inverse.T if transposed else self._inverse)(rows).reshape(r.shape)
@@ -212,7 +218,7 @@ class _Factors:
         """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""
         if not isinstance(self._inverse, AdditiveSchwarz):
             return self.preconditioned(b, transposed)
-        rows = np.ascontiguousarray(b, np.result_type(b, self.matrix.values)).reshape(-1, math.prod(self.operator.shape))
+        rows = self._rows(b)
         comm, inverse = self.options.comm, self._inverse.T if transposed else self._inverse
         settings = Settings("gmres", _RTOL, 0.0, None, comm, None, batch=1, call=_CALL, preconditioned=True, probe=False)
         matrix: Any = self.matrix.T if transposed else self.matrix

@@ -10,7 +10,7 @@ import pytest
 import scipy.sparse as sp
 
 import mpiad
-from mpiad.linalg import compiled_iteration, solve
+from mpiad.linalg import DistributedMatrix, compiled_iteration, factorized, solve
 
 SETTINGS = {"method": "cg", "rtol": 1e-12}
 PROGRAMS = {"cg": 2, "gmres": 2, "bicgstab": 3}  # the number of programs of a solve: of the iteration and the final check
@@ -245,3 +245,15 @@ def test_errors_are_those_of_interpreted_iterations(right_sides, rank, size):
         solve(lambda u: anp.log(-1.0 - u * u) if rank == size - 1 else 1.0 * u, b, **SETTINGS)
     with pytest.raises(mpiad.errors.ConvergenceError, match="maxiter"):
         solve(lambda u: coupled(matrix, v, u), b, maxiter=2, **SETTINGS)
+
+
+@METHODS
+def test_a_rank_without_entries(rank, size, method):
+    diagonal = np.arange(2.0, 2.0 if rank == 0 and size > 1 else 7.0)
+    b = np.stack([diagonal**2, 2.0 * diagonal])
+    for _ in range(2):
+        x = solve(lambda u: diagonal * u, b, method=method, rtol=1e-12, batch=1)
+        np.testing.assert_allclose(x, b / diagonal, rtol=1e-10)
+    n, first = len(diagonal), 5 * (rank - (size > 1)) if rank else 0
+    rows = sp.csr_array((diagonal, (np.arange(n), first + np.arange(n))), shape=(n, 5 * max(size - 1, 1)))
+    np.testing.assert_allclose(factorized(DistributedMatrix(rows))(b), b / diagonal, rtol=1e-12)
