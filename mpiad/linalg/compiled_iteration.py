@@ -20,6 +20,7 @@ from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
 from mpiad.programs.program_cache import Entry, count, is_shown, optional_program
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.trace_run import Arguments, arguments_of
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import tracing
@@ -32,6 +33,10 @@ class TracedSystem:
 
     def __init__(self, operator: Operator, params: tuple):
         self._apply, self._precondition = operator.bound(params)
+        # A transposed operator is derived from a trace of the operator, which communicates. This has taken place when the
+        # system was set up, and isn't repeated in each iteration.
+        if isinstance(tracing.recorder, Recorder):
+            tracing.recorder.drop_communications()
         self._shape, self._comm, self.side = operator.shape, operator.comm, operator.side
 
     def apply(self, u: LocalArray) -> LocalArray:

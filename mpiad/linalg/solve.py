@@ -87,14 +87,10 @@ class Problem(NamedTuple):
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = self._functions(params, b, failures.attempt)
-        operator, settings = None, self.settings
-        # A program would repeat the messages of the trace from which the transpose is derived. So there are none of
-        # transposed operators on several ranks, since other ranks may interpret the iteration.
-        if not self.transposed or channel(settings.comm, settings.call).size == 1:
-            read = self.matvec, self.preconditioner, self.transposed, self.preconditioner_transpose
-            operator = Operator(
-                read, params, lambda params: self._functions(params, b, _called), b.shape, settings.comm, settings.side
-            )
+        settings, read = self.settings, (self.matvec, self.preconditioner, self.transposed, self.preconditioner_transpose)
+        operator = Operator(
+            read, params, lambda params: self._functions(params, b, _called), b.shape, settings.comm, settings.side
+        )
         return System(apply, precondition, b, self.settings, failures=failures, operator=operator)
 
     def _functions(self, params: tuple, b: LocalArray, attempt: Function) -> tuple[Function, Function | None]:

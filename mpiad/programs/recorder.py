@@ -330,6 +330,18 @@ class Recorder:
         name = calls.entry(called) or "a function of mpiad's"
         self.refuse(f"it calls {name}, in which ranks exchange shapes or settings first, and which isn't compiled yet")
 
+    def drop_communications(self) -> None:
+        """Drop all communications so far, and the steps that use their results; later steps mustn't use them."""
+        steps, dropped = self.steps, set[int]()
+        self.steps = []
+        for step in steps:
+            used: list[Any] = []
+            mapped((step.args, step.kwargs), used.append)
+            if step.kind == "call" and not any(type(x) is Ref and x.number in dropped for x in used):
+                self.steps.append(step)
+            else:
+                dropped.update(step.outs)
+
     @property
     def communications(self) -> int:
         """The number of communicating steps."""
