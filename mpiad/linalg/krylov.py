@@ -75,11 +75,16 @@ class _Basis:
         y = np.linalg.lstsq(h, right, rcond=None)[0]
         return y, float(np.linalg.norm(right - h @ y))
 
-    def combination(self, steps: list[int]) -> LocalArray:
+    def combination(self, steps: list[int], complete: list[float], rotations: np.ndarray) -> LocalArray:
         """Return the vectors in the Krylov spaces with minimal residuals, shape (k, n)."""
         numbers = np.zeros((len(steps), max(steps)), self.hessenberg.dtype)
         for c, count in enumerate(steps):
-            numbers[c, :count] = self.least_squares(c, count)[0]
+            if complete[c]:
+                numbers[c, :count] = self.least_squares(c, count)[0]
+                continue
+            h, q = self.hessenberg[c, : count + 1, :count], rotations[c, :count, : count + 1]
+            right = self.norms[c] * (q[:, 0] + (np.arange(count) == 0))
+            numbers[c, :count] = np.linalg.solve(h[:count] + q @ h, right)
         return combined(self.vectors[: max(steps)], numbers)
 
 
@@ -116,7 +121,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
         np.multiply(w, column(w, numbers[4].astype(w.real.dtype)), out=basis.vectors[j + 1])
         system.note(numbers[0] / scale)
     if numbers[2].any():
-        step = basis.combination(numbers[2].astype(int).tolist())
+        step = basis.combination(numbers[2].astype(int).tolist(), numbers[3].tolist(), rotations)
         # With side="right" the preconditioner is applied to the combination of basis vectors.
         x += step if system.side == "left" else system.precondition(step)
     return bool((numbers[0] <= targets).all())
