@@ -195,7 +195,7 @@ def main() -> None:
         for ours, side in pairs:
             for k, name in enumerate(("step", "step and gradient")):
                 report(f"implicit heat {name}, {n}², {ours} over {side}", best[f"mpiad, {ours}"][k] / best[side][k])
-        products(n, steps["factorized"], factors, repeats)
+        products(n, steps["factorized"], factors, max(2, repeats * 32 // n))
         reaction(n, options.repeats)
 
 

@@ -47,6 +47,7 @@ from mpiad.programs.closure import Unfollowed, Watch, same_bits, watch_of
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import agreed, raise_together, raising_together
+from mpiad.transport.core.calls import is_noting
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
@@ -329,6 +330,9 @@ class Factorized:
         operator.
         """
         recorder, dtype = tracing.recorder, getattr(b, "dtype", None)
+        if type(b) is np.ndarray and recorder is None and tracing.tape is None and not (self._variables or is_noting()):
+            # Small systems are solved in less time than a call of an operator takes.
+            return self._current(self._error(b)).solved(b, self._transposed)
         is_step = recorder is not None and not recorder.ended and not self._variables
         if not is_step or dtype is None or dtype.char not in "fdFD" or np.result_type(dtype, self.matrix.values) != dtype:
             return _solve(self, b, *self._variables)
@@ -340,6 +344,9 @@ class Factorized:
         if b.shape[max(b.ndim - len(shape), 0) :] == shape:
             return None
         return ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {b.shape}.")
+
+    def _error(self, b: Array) -> Exception | None:
+        return block_error(_CALL, "b", b) or host_error(_CALL, "b", b) or self._shape_error(b)
 
     def _current(self, error: Exception | None) -> _Factors:
         """Return the factors, computed again if the params have changed in place; raise on all ranks an error of any."""
@@ -361,9 +368,7 @@ class Factorized:
 
 @opaque
 def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
-    plain = stop_gradient(b)
-    error = block_error(_CALL, "b", plain) or host_error(_CALL, "b", plain) or solve._shape_error(plain)
-    factors = solve._current(error)
+    factors = solve._current(solve._error(stop_gradient(b)))
     return back_substitution(b, *variables, factors=factors, indices=solve._indices, transposed=solve._transposed)
 
 
