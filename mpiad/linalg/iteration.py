@@ -90,7 +90,8 @@ def _residual_and_image(system: Any, b: LocalArray, x: LocalArray) -> tuple[Loca
 
 def _with_sums(system: Any, r: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> tuple[LocalArray, ...]:
     sums = system.dots(*pairs)
-    return r, sums, anp.sum(1.0 * ~anp.isfinite(anp.abs(sums)), axis=1)
+    is_finite = anp.isfinite(anp.sum(anp.abs(sums), axis=0))
+    return r, sums, anp.stack([anp.sum(1.0 * ~is_finite)])
 
 
 def _fail_stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: bool) -> None:

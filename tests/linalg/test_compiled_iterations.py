@@ -236,6 +236,18 @@ def test_ranks_that_interpret_among_others_that_compile(right_sides, rank, size,
         assert mpiad.mpi_allreduce(1) == size
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_sums_that_overflow_in_the_check(right_sides, rank, size):
+    """The squares of the image of a constant overflow, and the last rank interprets: no rank waits for another one."""
+    matrix, v = block(rank)
+    read = iter(()) if rank == size - 1 else ()
+    b = [1e200 * part for part in right_sides]
+    x = solve(lambda u: 1e200 * coupled(matrix, v, u) + len([*read]), b[rank], **SETTINGS)
+    expected = dense_solution(size, rank, right_sides, [block(k)[0] for k in range(size)])
+    np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
+    assert mpiad.mpi_allreduce(1) == size
+
+
 def test_errors_are_those_of_interpreted_iterations(right_sides, rank, size):
     matrix, v = block(rank)
     b = right_sides[rank]
