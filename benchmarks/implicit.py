@@ -3,9 +3,12 @@
     python benchmarks/implicit.py [--cells 18 64 256]
 
 (I - τ Δ) u⁺ = u on n² cells with zero boundary values and τ = 10 cells², one rank, relative residual 1e-8. mpiad
-solves it by `linalg.solve` with CG, and by `linalg.factorized`; SciPy by its CG and with an LU factorization
-that is computed once.
-The gradient of a step, with respect to u, takes a second solve on both sides.
+solves it by `linalg.solve` with CG, GMRES and BiCGSTAB, and by `linalg.factorized`; SciPy by the same methods, and with an
+LU factorization that is computed once. The gradient of a step, with respect to u, takes a second solve on both sides.
+The set-up of a solve is measured with an operator that needs one iteration.
+
+A compiled loop of 20 steps u⁺ = (I - τ Δ)⁻¹ (u + 0.01 sin u) uses kept factors. A Gauss-Newton product is the product with
+its Jacobian and then with the transpose, by `linearize`; also measured are 16 products together.
 
 The second problem is a reaction-diffusion equation, -0.1 Δu + k u³ = b, to a relative residual of 1e-10: Newton's method of
 mpiad with products, and with a sparse Jacobian, and with SciPy's LU factors of the Jacobian in each step. Measured are the
@@ -32,18 +35,75 @@ from mpiad.linalg import factorized, newton, solve
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--cells", type=int, nargs="+", default=(18, 64, 256))
 parser.add_argument("--repeats", type=int, default=9)
-TAU, RTOL = 10.0, 1e-8
+TAU, RTOL, STEPS = 10.0, 1e-8, 20
+METHODS = {"CG": scipy.sparse.linalg.cg, "GMRES": scipy.sparse.linalg.gmres, "BiCGSTAB": scipy.sparse.linalg.bicgstab}
 
 
 def steps_of(n: int):
-    """Return a step with mpiad, as a user writes it: by CG, and with factors that are computed once."""
+    """Return steps with mpiad, as a user writes them: by Krylov methods, and with factors that are computed once."""
     domain = mpiad.Domain((n, n))
 
     def operator(u):
         p = domain.exchange(u)
         return u + TAU * (4.0 * u - p[2:, 1:-1] - p[:-2, 1:-1] - p[1:-1, 2:] - p[1:-1, :-2])
 
-    return lambda u: solve(operator, u, method="cg", rtol=RTOL), factorized(operator, numpy.zeros((n, n)), pattern=domain)
+    steps = {name: (lambda u, name=name: solve(operator, u, method=name.lower(), rtol=RTOL)) for name in METHODS}
+    return {**steps, "factorized": factorized(operator, numpy.zeros((n, n)), pattern=domain)}
+
+
+def fastest(calls, repeats: int) -> list[float]:
+    """Return the shortest time of each call, in seconds; the calls alternate."""
+    best = [float("inf")] * len(calls)
+    for _ in range(repeats):
+        for k, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[k] = min(best[k], time.perf_counter() - start)
+    return best
+
+
+def set_up() -> None:
+    """Print the time of a solve with one iteration, for an operator that was seen before."""
+    domain, u = mpiad.Domain((18, 18)), numpy.random.default_rng(0).standard_normal((18, 18))
+
+    def operator(u):
+        p = domain.exchange(u)
+        return 2.0 * u + 0.0 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2])
+
+    for name in ("CG", "BiCGSTAB"):
+        (seconds,) = fastest([lambda: solve(operator, u, method=name.lower(), rtol=RTOL)], 1000)  # noqa: B023
+        print(f"| 18² | set-up of a solve and one iteration, {name} | {1e3 * seconds:.3g} | |")
+        report(f"set-up of a solve and one iteration, {name}, 18², µs", 1e6 * seconds, at_most=130.0)
+
+
+def products(n: int, kept, factors, repeats: int) -> None:
+    """Print the times of a loop of steps with kept factors, and of Gauss-Newton products."""
+    u = numpy.random.default_rng(n).standard_normal((n, n))
+
+    @mpiad.jit
+    def loop(u):
+        for _ in range(STEPS):
+            u = kept(u + 0.01 * np.sin(u))
+        return u
+
+    def by_hand():
+        v = u
+        for _ in range(STEPS):
+            v = factors.solve((v + 0.01 * numpy.sin(v)).ravel()).reshape(n, n)
+        return v
+
+    point, several = mpiad.linearize(loop)(u), numpy.stack([u] * 16)
+    assert numpy.abs(loop(u) - by_hand()).max() <= 1e-8
+    calls = (
+        by_hand, lambda: loop(u), lambda: point.vjp(point.jvp(u)),
+        lambda: point.vjp(point.jvp(several, batch=True), batch=True),
+    )  # fmt: skip
+    hand, forward, product, batch = fastest(calls, repeats)
+    print(f"| {n}² | {STEPS} kept steps, by hand | {1e3 * hand:.3g} | |\n| {n}² | compiled loop | {1e3 * forward:.3g} | |")
+    print(f"| {n}² | Gauss-Newton product | {1e3 * product:.3g} | |\n| {n}² | 16 products | {1e3 * batch:.3g} | |")
+    report(f"{STEPS} kept implicit steps, {n}², over by hand", forward / hand)
+    report(f"Gauss-Newton product through {STEPS} kept steps, {n}², over the loop", product / forward, at_most=2.2)
+    report(f"16 Gauss-Newton products through {STEPS} kept steps, {n}², over the loop", batch / forward)
 
 
 def matrix_of(n: int) -> scipy.sparse.csc_array:
@@ -102,39 +162,40 @@ def reaction(n: int, repeats: int) -> None:
 def main() -> None:
     options = parser.parse_args()
     print("| cells | side | step, ms | with gradient, ms |\n|---|---|---|---|")
+    set_up()
     for n in options.cells:
-        matrix, (step, kept) = matrix_of(n), steps_of(n)
+        matrix, steps = matrix_of(n), steps_of(n)
         factors = scipy.sparse.linalg.splu(matrix)
         u = numpy.random.default_rng(n).standard_normal((n, n))
-        gradient = mpiad.value_and_grad(lambda u: np.sum(step(u) ** 2))  # noqa: B023
-        kept_gradient = mpiad.value_and_grad(lambda u: np.sum(kept(u) ** 2))  # noqa: B023
+        sides = {}
+        for name, step in steps.items():
+            gradient = mpiad.value_and_grad(lambda u, step=step: np.sum(step(u) ** 2))
+            sides[f"mpiad, {name}"] = lambda step=step: step(u), lambda gradient=gradient: gradient(u)[1]  # noqa: B023
 
-        def scipy_cg(u):
-            return scipy.sparse.linalg.cg(matrix, u.ravel(), rtol=RTOL)[0].reshape(n, n)  # noqa: B023
+            def by_scipy(v, name=name):
+                if name not in METHODS:
+                    return factors.solve(v.ravel()).reshape(n, n)  # noqa: B023
+                return METHODS[name](matrix, v.ravel(), rtol=RTOL)[0].reshape(n, n)  # noqa: B023
 
-        def scipy_lu(u):
-            return factors.solve(u.ravel()).reshape(n, n)  # noqa: B023
-
-        sides = {
-            "mpiad, CG": (lambda: step(u), lambda: gradient(u)[1]),  # noqa: B023
-            "mpiad, factorized": (lambda: kept(u), lambda: kept_gradient(u)[1]),  # noqa: B023
-            "SciPy, CG": (lambda: scipy_cg(u), lambda: scipy_cg(2 * scipy_cg(u))),  # noqa: B023
-            "SciPy, LU kept": (lambda: scipy_lu(u), lambda: scipy_lu(2 * scipy_lu(u))),  # noqa: B023
-        }
-        best = {(side, k): float("inf") for side in sides for k in range(2)}
-        for _ in range(options.repeats):
-            for side, calls in sides.items():
-                for k, call in enumerate(calls):
-                    start = time.perf_counter()
-                    found = call()
-                    best[side, k] = min(best[side, k], time.perf_counter() - start)
-                    reference = sides["SciPy, LU kept"][k]()
-                    assert numpy.abs(found - reference).max() <= 1e-5 * numpy.abs(reference).max(), side
-        for side in sides:
-            print(f"| {n}² | {side} | {1e3 * best[side, 0]:.3g} | {1e3 * best[side, 1]:.3g} |")
-        for ours, side in (("CG", "SciPy, CG"), ("CG", "SciPy, LU kept"), ("factorized", "SciPy, LU kept")):
+            calls = lambda by=by_scipy: by(u), lambda by=by_scipy: by(2 * by(u))  # noqa: B023
+            sides[f"SciPy, {name if name in METHODS else 'LU kept'}"] = calls
+        references = [call() for call in sides["SciPy, LU kept"]]
+        for side, calls in sides.items():
+            for call, reference in zip(calls, references):
+                assert numpy.abs(call() - reference).max() <= 1e-5 * numpy.abs(reference).max(), side
+        repeats = options.repeats * max(1, (64 // n) ** 2)
+        times = fastest([call for calls in sides.values() for call in calls], repeats)
+        best = dict(zip(sides, zip(times[::2], times[1::2])))
+        for side, (value, gradient) in best.items():
+            print(f"| {n}² | {side} | {1e3 * value:.3g} | {1e3 * gradient:.3g} |")
+        pairs = [(name, f"SciPy, {name}") for name in METHODS] + [
+            ("CG", "SciPy, LU kept"),
+            ("factorized", "SciPy, LU kept"),
+        ]
+        for ours, side in pairs:
             for k, name in enumerate(("step", "step and gradient")):
-                report(f"implicit heat {name}, {n}², {ours} over {side}", best[f"mpiad, {ours}", k] / best[side, k])
+                report(f"implicit heat {name}, {n}², {ours} over {side}", best[f"mpiad, {ours}"][k] / best[side][k])
+        products(n, steps["factorized"], factors, max(2, repeats * 32 // n))
         reaction(n, options.repeats)
 
 

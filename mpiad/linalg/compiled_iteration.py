@@ -9,6 +9,7 @@ of its params.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
 from mpiad.programs.program_cache import Entry, count, is_shown, optional_program
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.trace_run import Arguments, arguments_of
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import tracing
@@ -26,20 +28,16 @@ from mpiad.transport.core.tracing import tracing
 Iteration = Callable[..., tuple]
 
 
-class Operator(NamedTuple):
-    """The user's functions of a system, and their params."""
-
-    read: tuple  # the objects that determine the system's functions, apart from the params
-    params: tuple
-    bound: Callable[[tuple], tuple[Function, Function | None]]  # returns the product and preconditioner for given params
-
-
 class TracedSystem:
     """The system in a trace of an iteration."""
 
-    def __init__(self, operator: Operator, params: tuple, shape: tuple[int, ...], comm: Comm):
+    def __init__(self, operator: Operator, params: tuple):
         self._apply, self._precondition = operator.bound(params)
-        self._shape, self._comm = shape, comm
+        # A transposed operator is derived from a trace of the operator, which communicates. This has taken place when the
+        # system was set up, and isn't repeated in each iteration.
+        if isinstance(tracing.recorder, Recorder):
+            tracing.recorder.drop_communications()
+        self._shape, self._comm, self.side = operator.shape, operator.comm, operator.side
 
     def apply(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with rows."""
@@ -57,8 +55,15 @@ class TracedSystem:
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
         """Return inner products over all ranks, in double precision, of pairs of rows, shape (pairs, k)."""
-        local = [anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs]
-        return mpi_allreduce(anp.stack(local), comm=self._comm)
+        return self.sums(anp.stack([anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs]))
+
+    def sums(self, local: Array) -> Array:
+        """Return sums over all ranks of numbers in double precision."""
+        return mpi_allreduce(local, comm=self._comm)
+
+    def call(self, fun: Function, *args: Array) -> Array:
+        """Return ``fun(*args)``; NumPy runs the function, which has no side effects, on whole arrays."""
+        return args[0].recorder.call(fun, args, {})
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Any:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row."""
@@ -68,46 +73,75 @@ class TracedSystem:
 class _Known(NamedTuple):
     key: tuple
     read: tuple
-    entry: Entry | None  # None if the iteration can't be compiled
+    entries: dict[tuple, Entry | None]  # by iteration, shape and dtype; None if the iteration can't be compiled
+    is_compiled: bool
+
+    def is_current(self) -> bool:
+        compiled = [entry for entry in self.entries.values() if entry is not None]
+        return not compiled or compiled[0].is_current()  # all of them read the same objects
 
 
-_MOST_KNOWN = 32
+_MOST_KNOWN = 16
 _MOST_ALIKE = 4  # operators with the same code and shapes, but other objects, that are compiled; more are interpreted
 _known: list[_Known] = []  # the latest first
 
 
-def compiled(
-    iteration: Iteration, operator: Operator, shape: tuple[int, ...], comm: Comm, state: tuple
-) -> Callable[..., Any] | None:
-    """Return the program of an iteration, a function of the state; None if it must be interpreted."""
-    if is_shown():  # reports contain the user's calls
-        return None
-    try:
-        given = arguments_of((operator.params, *state), {})
-    except TypeError:  # an argument can't be compared
-        return None
-    key = iteration, given.key, shape, comm, tuple(getattr(fun, "__code__", type(fun)) for fun in operator.read)
-    same = [known for known in _known if known.key == key]
-    found = next((k for k in same if _are_alike(k.read, operator.read) and (k.entry is None or k.entry.is_current())), None)
-    if found is not None:
-        _known.remove(found)
-    else:
-        entry = None
-        if len(same) < _MOST_ALIKE:
+class Operator:
+    """The user's functions of a system, for one solve, and the programs of iterations with them.
+
+    `read`: the objects that determine the functions, apart from the params. `bound`: returns the product and the
+    preconditioner for given params. `shape`: of the right-hand side. `side`: of the preconditioner.
+    """
+
+    def __init__(
+        self, read: tuple, params: tuple, bound: Callable[[tuple], tuple[Function, Function | None]],
+        shape: tuple[int, ...], comm: Comm, side: str | None,
+    ):  # fmt: skip
+        self._read, self._params, self.bound, self.shape, self.comm, self.side = read, params, bound, shape, comm, side
+
+    def program(self, iteration: Iteration, state: tuple) -> Callable[..., Any] | None:
+        """Return the program of an iteration, a function of the state; None if it must be interpreted."""
+        known = self._known
+        if known is None or not known.is_compiled:
+            return None
+        key = iteration, state[0].shape, state[0].dtype
+        if key not in known.entries:
 
             def traced(params: Tree, *state: LocalArray) -> tuple:
-                return iteration(TracedSystem(operator, params, shape, comm), *state)
+                return iteration(TracedSystem(self, params), *state)
 
-            entry = optional_program(traced, given, operator.read)
-        found = _Known(key, operator.read, entry)
-    _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
-    return None if found.entry is None else _runner(found.entry, given, len(state))
+            known.entries[key] = optional_program(traced, arguments_of((self._params, *state), {}), self._read)
+        entry = known.entries[key]
+        return None if entry is None else _runner(entry, self._given)
+
+    @cached_property
+    def _given(self) -> Arguments:
+        return arguments_of(self._params, {})
+
+    @cached_property
+    def _known(self) -> _Known | None:
+        """The programs of operators like this one; None if the user's calls must be interpreted."""
+        if is_shown():  # reports contain the user's calls
+            return None
+        try:
+            key = self._given.key, self.shape, self.comm, self.side
+        except TypeError:  # a param can't be compared
+            return None
+        key = *key, *[getattr(fun, "__code__", type(fun)) for fun in self._read]
+        same = [known for known in _known if known.key == key]
+        found = next((known for known in same if _are_alike(known.read, self._read) and known.is_current()), None)
+        if found is None:
+            found = _Known(key, self._read, {}, len(same) < _MOST_ALIKE)
+        else:
+            _known.remove(found)
+        _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
+        return found
 
 
-def _runner(entry: Entry, given: Arguments, states: int) -> Callable[..., Any]:
+def _runner(entry: Entry, given: Arguments) -> Callable[..., Any]:
     if tracing.channels is not None:
         tracing.channels |= entry.channels
-    params = [given.leaves[k] for k in given.traced[:-states]]
+    params = [given.leaves[k] for k in given.traced]
     replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
 
     def run(*state: LocalArray) -> list[Array]:

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
@@ -638,12 +638,15 @@ class Transposed:
 class GatheredFactors:
     """A preconditioner that applies the exact inverse: rank 0 factorizes the matrix, and solves for all ranks."""
 
-    def __init__(self, matrix: DistributedMatrix):
+    def __init__(self, matrix: DistributedMatrix, factored: Callable[[Any], Any] | None = None):
+        # `factored`: returns the factors of the whole matrix.
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
         # Only rank 0 detects a singular matrix. All ranks raise, since the other ranks would wait for rank 0.
         with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
-            if whole is not None:
+            if whole is not None and factored is not None:
+                self._factors = factored(whole)
+            elif whole is not None:
                 self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
 
     @property

@@ -1,11 +1,13 @@
 """`factorized`: a linear operator whose matrix is computed and factored once, for many solves.
 
 The matrix comes from products with the operator: columns that have no row in common have the same color, and one product
-yields all columns of a color. On one rank, a solve is SuperLU's back-substitution. On several ranks, it is GMRES with a
-preconditioner that contains SuperLU's factors: overlapping Schwarz, or the exact factors of the gathered matrix.
+yields all columns of a color. A solve is SuperLU's back-substitution, on several ranks with the factors of the gathered
+matrix on rank 0. Larger systems on several ranks are solved by GMRES with SuperLU's factors in overlapping Schwarz.
 
 The solution u of A(p) u = b is one operator of the tape. The cotangent of b is λ = A⁻ᵀ ū, from the same factors. The
 cotangent of p is that of -λᵀ A(p) u, a reverse pass through the user's operator, which takes place if p is a variable.
+
+If p isn't a variable, a solve is a step of compiled programs, which are also differentiated without p.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
-from mpiad.extend import custom_operator, defjvp_together, defvjp_together
+from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import (
     DistributedMatrix,
@@ -43,9 +45,10 @@ from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Unfollowed, Watch, same_bits, watch_of
 from mpiad.pytrees import flatten
-from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import raise_together, raising_together
-from mpiad.transport.core.tracing import opaque, restoring_state
+from mpiad.transport import MAX, Channel, channel
+from mpiad.transport.core.agreement import agreed, raise_together, raising_together
+from mpiad.transport.core.calls import is_noting
+from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import DeferredFailures
@@ -53,7 +56,8 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 _CALL = "linalg.factorized"
 _METHODS = ("auto", "schwarz", "gathered")
 _MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is probed by a product per column
-_RTOL = 1e-12  # of the iteration on several ranks
+_MOST_GATHERED = 20_000  # unknowns up to which rank 0 solves for all ranks, instead of an iteration on all ranks
+_RTOL = 1e-12  # of this iteration
 
 
 class _Operator(NamedTuple):
@@ -128,17 +132,46 @@ defvjp_together(back_substitution, _adjoint)
 defjvp_together(back_substitution, _tangent)
 
 
+# Steps of compiled programs: the first returns the number of the current factors, which are computed again if the params
+# have changed in place. The reverse pass uses the factors of the forward pass.
+
+
+@custom_operator
+def _current_number(zero: np.ndarray, solve: Factorized, error: Exception | None) -> np.ndarray:
+    return zero + solve._current(error).number
+
+
+@custom_operator
+def _with_factors(b: LocalArray, solve: Factorized, number: np.ndarray) -> LocalArray:
+    factors = solve._recent.get(int(number))
+    if factors is None:  # on all ranks
+        text = (
+            f"{_CALL}: the params have changed in place {_MOST_KEPT} times since the solve whose derivative this is. Call "
+            "factorized again for other params."
+        )
+        raise agreed(solve._factors.options.group, RuntimeError(text))
+    return factors.solved(b, solve._transposed)
+
+
+# The results have the shape and dtype of the first argument.
+_current_number.preserves_spec = _with_factors.preserves_spec = _with_factors.batched_adjoint = True
+defvjp(_current_number)
+defjvp(_current_number)
+defvjp(_with_factors, lambda ans, b, solve, number: lambda g: _with_factors(g, solve.T, number))
+defjvp(_with_factors, lambda g, ans, b, solve, number: _with_factors(g, solve, number))
+
+
 class _Factors:
     """The factors of an operator with fixed params; `given`: the leaves of the params, which the user may change later."""
 
-    def __init__(self, operator: _Operator, given: list[Any], options: _Options):
-        self.operator, self.given, self.options = operator, given, options
+    def __init__(self, operator: _Operator, given: list[Any], options: _Options, number: int = 0):
+        self.operator, self.given, self.options, self.number = operator, given, options, number
         with restoring_state(), suspended():
             self.matrix = matrix = options.assembled(operator)
             if options.group.size == 1:
                 self._inverse: Any = _factors_of(matrix.local_rows(), options.call)
-            elif options.method == "gathered":
-                self._inverse = GatheredFactors(matrix)
+            elif options.method == "gathered" or options.method == "auto" and matrix.shape[0] <= _MOST_GATHERED:
+                self._inverse = GatheredFactors(matrix, lambda whole: _factors_of(whole, options.call))
             else:
                 self._inverse = AdditiveSchwarz(matrix, restricted=True)
         try:
@@ -162,27 +195,32 @@ class _Factors:
         """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
         leaves = [np.array(x) for x in self.given]
         if _on_all(self.options, self._has_leaves(leaves)):
-            raise RuntimeError(
+            text = (
                 f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
                 "object among the params, or call factorized again."
             )
-        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options)
+            raise agreed(self.options.group, RuntimeError(text))
+        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options, self.number + 1)
+
+    def _rows(self, b: LocalArray) -> LocalArray:
+        """Return blocks (..., *shape) as rows, in the dtype of the solution."""
+        shape = self.operator.shape
+        rows = math.prod(b.shape[: b.ndim - len(shape)]), math.prod(shape)
+        return np.ascontiguousarray(b, np.result_type(b, self.matrix.values)).reshape(rows)
 
     def preconditioned(self, r: LocalArray, transposed: bool) -> LocalArray:
-        """Return A⁻¹ r or A⁻ᵀ r: exact on one rank, else an approximation, by one application of the preconditioner."""
+        """Return A⁻¹ r or A⁻ᵀ r; by the overlapping factors, an approximation."""
+        rows = self._rows(r)
         if self.options.group.size == 1:
-            return self.solved(r, transposed)
-        return self._preconditioner(transposed)(r.reshape(-1, math.prod(self.operator.shape))).reshape(r.shape)
-
-    def _preconditioner(self, transposed: bool) -> Any:
-        return self._inverse.T if transposed else self._inverse
+            return back_substituted(self._inverse, rows, "T" if transposed else "N").reshape(r.shape)
+        return (self._inverse.T if transposed else self._inverse)(rows).reshape(r.shape)
 
     def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
         """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""
-        rows = np.ascontiguousarray(b, np.result_type(b, self.matrix.values)).reshape(-1, math.prod(self.operator.shape))
-        if self.options.group.size == 1:
-            return back_substituted(self._inverse, rows, "T" if transposed else "N").reshape(b.shape)
-        comm, inverse = self.options.comm, self._preconditioner(transposed)
+        if not isinstance(self._inverse, AdditiveSchwarz):
+            return self.preconditioned(b, transposed)
+        rows = self._rows(b)
+        comm, inverse = self.options.comm, self._inverse.T if transposed else self._inverse
         settings = Settings("gmres", _RTOL, 0.0, None, comm, None, batch=1, call=_CALL, preconditioned=True, probe=False)
         matrix: Any = self.matrix.T if transposed else self.matrix
         system = System(matrix.matvec, inverse, rows, settings, name="matrix")
@@ -233,6 +271,8 @@ class Factorized:
         The matrix that was factored, untraced.
     T : Factorized
         The inverse of the transpose, with the same factors.
+    comm : mpi4py intracommunicator or None
+        The ranks that hold the operator; None for the default communicator.
 
     Examples
     --------
@@ -245,15 +285,16 @@ class Factorized:
 
     def __init__(self, factors: _Factors, variables: list[Array], indices: tuple[int, ...]):
         self._factors, self._variables, self._indices = factors, variables, indices
+        self._recent = {factors.number: factors}  # by number, for reverse passes of compiled programs
         self._transposed, self._other = False, None
-        self.shape, self.matrix = factors.matrix.shape, factors.matrix
+        self.shape, self.matrix, self.comm = factors.matrix.shape, factors.matrix, factors.options.comm
 
     @property
     def T(self) -> Factorized:
         """The inverse of the transpose."""
         if self._other is None:
             self._other = other = Factorized(self._factors, self._variables, self._indices)
-            other._transposed, other._other = not self._transposed, self
+            other._transposed, other._other, other._recent = not self._transposed, self, self._recent
         return self._other
 
     def __repr__(self) -> str:
@@ -288,27 +329,46 @@ class Factorized:
         One solve with the transpose, from the same factors. If the params are variables, also a reverse pass through the
         operator.
         """
-        return _solve(self, b, *self._variables)
+        recorder, dtype = tracing.recorder, getattr(b, "dtype", None)
+        if type(b) is np.ndarray and recorder is None and tracing.tape is None and not (self._variables or is_noting()):
+            # Small systems are solved in less time than a call of an operator takes.
+            return self._current(self._error(b)).solved(b, self._transposed)
+        is_step = recorder is not None and not recorder.ended and not self._variables
+        if not is_step or dtype is None or dtype.char not in "fdFD" or np.result_type(dtype, self.matrix.values) != dtype:
+            return _solve(self, b, *self._variables)
+        number = stop_gradient(_current_number(np.zeros(()), self, self._shape_error(b)))
+        return _with_factors(b, self, number)
 
-    def _current(self, b: Array) -> _Factors:
-        """Check b, and return the factors, which are computed again if the params have changed in place."""
-        factors, plain = self._factors, stop_gradient(b)
-        shape, options = factors.operator.shape, factors.options
-        error = block_error(_CALL, "b", plain) or host_error(_CALL, "b", plain)
-        if error is None and plain.shape[max(plain.ndim - len(shape), 0) :] != shape:
-            error = ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {plain.shape}.")
-        raise_together(options.group, error)
-        if not _on_all(options, factors.is_current()):
-            self._factors = factors.again()
-            self.matrix = self._factors.matrix
+    def _shape_error(self, b: Array) -> Exception | None:
+        shape = self._factors.operator.shape
+        if b.shape[max(b.ndim - len(shape), 0) :] == shape:
+            return None
+        return ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {b.shape}.")
+
+    def _error(self, b: Array) -> Exception | None:
+        return block_error(_CALL, "b", b) or host_error(_CALL, "b", b) or self._shape_error(b)
+
+    def _current(self, error: Exception | None) -> _Factors:
+        """Return the factors, computed again if the params have changed in place; raise on all ranks an error of any."""
+        group, largest = self._factors.options.group, 2 if error is not None else int(not self._factors.is_current())
+        if group.size > 1:
+            found = np.empty((), np.int64)
+            group.data.Allreduce(np.array(largest), found, MAX)
+            largest = int(found)
+        if largest == 2:
+            raise_together(group, error)
+        if largest:
+            self._factors = factors = self._factors.again()
+            self._recent[factors.number], self.matrix = factors, factors.matrix
+            self._recent.pop(factors.number - _MOST_KEPT, None)
             if self._other is not None:
-                self._other._factors, self._other.matrix = self._factors, self.matrix
+                self._other._factors, self._other.matrix = factors, factors.matrix
         return self._factors
 
 
 @opaque
 def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
-    factors = solve._current(b)
+    factors = solve._current(solve._error(stop_gradient(b)))
     return back_substitution(b, *variables, factors=factors, indices=solve._indices, transposed=solve._transposed)
 
 
@@ -458,9 +518,9 @@ def factorized(
         The nonzero entries of the matrix. A Domain means the stencil of its halo. A sparse matrix of shape (n, N) contains
         this rank's n rows. By default, on one rank, and for at most 2,000 unknowns, all entries are computed.
     method : {"auto", "schwarz", "gathered"}
-        On one rank, SuperLU factors the matrix. On several ranks, a solve is GMRES to a relative residual of 1e-12, with
-        the preconditioner "schwarz" (overlapping local factors, the default) or "gathered" (factors of the whole matrix
-        on rank 0).
+        On one rank, SuperLU factors the matrix. On several ranks, "gathered" means that rank 0 factors the whole matrix,
+        and solves for all ranks. With "schwarz", a solve is GMRES to a relative residual of 1e-12, preconditioned by
+        overlapping local factors. "auto" is "gathered" for at most 20,000 unknowns, and "schwarz" for more.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the operator; by default those of the pattern or matrix.
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.system import System
-from mpiad.linalg.vectors import column, inner, on_device_of, on_host
+from mpiad.linalg.vectors import column, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
 """``method(system, x, r, norms, targets)`` improves x (k, n) with residual r in place; returns whether r is small enough.
@@ -45,7 +46,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         # For a zero right-hand side the solution is zero.
         nonzero = on_device_of(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
         x = np.where(nonzero, system.rows(x0) / units, 0.0).astype(b.dtype)
-        r, norms = _true_residual(system, b, x)
+        r, norms, _ = _true_residual(system, b, x)
     system.note(norms)
     # With left preconditioning, the method uses the preconditioned residual, so the true residual gets no slack.
     restarts_without_progress, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
@@ -54,7 +55,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         if converged and not system.settings.verify:
             break
         before = norms
-        r, norms = _true_residual(system, b, x)
+        r, norms, squares = _true_residual(system, b, x, converged and system.settings.probe)
         if converged and (norms <= slack * targets).all() or (norms <= targets).all():
             break
         if converged and (norms <= np.minimum(rounding_floor(system, x, targets), largest_rounding)).all():
@@ -63,16 +64,34 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         if restarts_without_progress == (1 if converged else _PATIENCE):
             _fail_stalled(system, norms, targets, converged)
     if system.settings.verify and system.settings.probe:
-        require_unique(system, x, targets)
+        _require_unique(system, x, targets, squares if converged else _true_residual(system, b, x, True)[2])
     x *= units
     return system.block(x)
 
 
-def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalArray, np.ndarray]:
+def _true_residual(
+    system: System, b: LocalArray, x: LocalArray, probes: bool = False
+) -> tuple[LocalArray, np.ndarray, np.ndarray]:
+    """Return b - A x, its norms, and if `probes` is true the squared norms of x and of the image of a constant."""
+    r, sums, _ = system.run(_residual_and_image if probes else _residual, b, x)
+    system.require_finite(sums[0], r, "the residual (of x0, or of the solution)")
+    return r, np.sqrt(sums[0].real), sums[1:].real
+
+
+def _residual(system: Any, b: LocalArray, x: LocalArray) -> tuple[LocalArray, ...]:
     r = b - system.apply(x)
-    norms = system.norms(r)
-    system.require_finite(norms, r, "the residual (of x0, or of the solution)")
-    return r, norms
+    return _with_sums(system, r, (r, r))
+
+
+def _residual_and_image(system: Any, b: LocalArray, x: LocalArray) -> tuple[LocalArray, ...]:
+    r, image = b - system.apply(x), system.apply(anp.ones_like(x))
+    return _with_sums(system, r, (r, r), (x, x), (image, image))
+
+
+def _with_sums(system: Any, r: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> tuple[LocalArray, ...]:
+    sums = system.dots(*pairs)
+    is_finite = anp.isfinite(anp.sum(anp.abs(sums), axis=0))
+    return r, sums, anp.stack([anp.sum(1.0 * ~is_finite)])
 
 
 def _fail_stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: bool) -> None:
@@ -116,15 +135,12 @@ def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.nda
     return np.maximum(targets, _MARGIN * np.finfo(x.dtype).eps * system.norms(image))
 
 
-def require_unique(system: System, x: LocalArray, targets: np.ndarray) -> None:
-    """Raise on all ranks if the solution isn't unique, since the operator maps constants to zero."""
-    # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose, it
+def _require_unique(system: System, x: LocalArray, targets: np.ndarray, squares: np.ndarray) -> None:
+    """Raise on all ranks if the solution isn't unique, since the operator maps constants to zero; see `_true_residual`."""
+    # The image shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose, it
     # may do so even if the operator is nonsingular; another product shows if the image of a constant is a rounding error.
-    image = system.apply(np.ones_like(x))
-    # The number of entries is needed for the mean square of the solution.
-    local = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
-    squares, image_squares, entries = np.real(system.sums(local)).reshape(3, -1)
-    change = np.sqrt(squares * image_squares / np.maximum(entries, 1.0))
+    squares, image_squares = squares
+    change = np.sqrt(squares * image_squares / max(system.unknowns, 1))
     doubtful = (squares > 0.0) & (change <= targets)
     if doubtful.any():
         image = system.apply(_signs(x, 0).astype(x.dtype))

@@ -21,8 +21,10 @@ import numpy as np
 from mpiad._typing import Array, LocalArray
 from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
-from mpiad.linalg.vectors import add_scaled, column, combined, is_nearly_real, on_host, products, scale_and_add
+from mpiad.linalg.vectors import column, combined, inner, is_nearly_real, products
 from mpiad.programs import jit
+
+_PRODUCT = "a product with matvec or preconditioner"
 
 # Restarted GMRES with one reduction per iteration.
 #
@@ -32,93 +34,58 @@ from mpiad.programs import jit
 # the remainder follows from the same inner products; if too many digits cancel, the norm is computed directly, with another
 # pass. The basis needn't be exactly orthonormal, since A V = V H holds for any basis V computed in this way.
 #
+# A product of Givens rotations, Q, transforms H to triangular form. The residual of the least-squares problem decreases in
+# each step by the sine of the new rotation.
+#
 # References
 # ----------
 # Y. Saad and M. H. Schultz, GMRES, SIAM Journal on Scientific and Statistical Computing 7 (1986), algorithm 4.
 # K. Swirydowicz, J. Langou, S. Ananthan, U. Yang and S. Thomas, Low synchronization Gram-Schmidt and generalized minimal
 # residual algorithms, Numerical Linear Algebra with Applications 28 (2021), section 3.
 
+_FEW = 32  # basis vectors for which G and Q have space at first; more space takes another program
+
 
 class _Basis:
-    """The Krylov spaces of k systems: bases V, Hessenberg matrices H and Gram matrices G of V."""
+    """The Krylov spaces of k systems: bases V (m, k, n) and Hessenberg matrices H (k, m, m - 1)."""
 
     def __init__(self, first: LocalArray, norms: np.ndarray, length: int):
         k, n = first.shape
-        self.vectors = np.empty_like(first, order="C", shape=(k, length + 1, n))
-        self.hessenberg = np.zeros((k, length + 1, length), first.dtype)
-        self.gram = np.zeros((k, length + 1, length + 1), first.dtype)
+        self.vectors = np.empty_like(first, order="C", shape=(length + 1, k, n))
+        self.hessenberg = np.zeros((k, length + 1, length), np.result_type(first.dtype, float))
         self.norms = norms
-        self.steps, self.complete = np.zeros(k, int), np.zeros(k, bool)
-        self.vectors[:, 0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
+        self.vectors[0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
 
-    def extend(self, system: System, j: int, w: LocalArray, active: np.ndarray) -> None:
-        """Append w, the product with basis vector j, to the basis, after orthogonalization."""
-        basis = self.vectors[:, : j + 1]
-        last = basis[:, j]
-        s, square = self._products(system, basis, last, w)
-        # The sum of both passes of Gram-Schmidt is s + (s - G s).
-        h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
-        w = w - combined(basis, h)
-        gram_h = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
-        # |w - V h|² is computed from these inner products.
-        remainder = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * gram_h, axis=1).real
-        # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
-        if (active & (remainder <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
-            w, h, remainder = self._refine(system, basis, w, h, square)
-        norm = np.sqrt(np.maximum(remainder, 0.0))
-        self.hessenberg[:, : j + 1, j] = np.where(active[:, None], h, 0.0)
-        self.hessenberg[:, j + 1, j] = np.where(active, norm, 0.0)
-        inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
-        self.vectors[:, j + 1] = w * column(w, inverse)
-        self.steps[active] = j + 1
-        # If the remainder is zero, the space can't grow; the true residual shows whether it contains the solution.
-        self.complete |= active & (norm == 0.0)
-
-    def _products(self, system: System, basis: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
-        squares = np.einsum("kn,kn->k", w.conj(), w)
-        local = [products(basis, v).ravel() for v in (last, w)]
-        total = system.sums(on_host(np.concatenate([*local, squares])))
-        system.require_finite(total, w, "a product with matvec or preconditioner")
-        column, s = total[: -len(w)].reshape(2, len(w), -1)
-        j = column.shape[1] - 1
-        self.gram[:, : j + 1, j] = column
-        self.gram[:, j, : j + 1] = column.conj()
-        return s, np.real(total[-len(w) :])
-
-    def _refine(self, system: System, basis: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
-        total = system.sums(on_host(np.concatenate([products(basis, w).ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
-        s, squares = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
-        w = w - combined(basis, s)
+    def refined(self, system: System, j: int, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
+        """Return w, h and the square of the norm of w after another pass of Gram-Schmidt."""
+        basis = self.vectors[: j + 1]
+        total = system.sums(np.concatenate([products(basis, w), inner((w, w)).T], axis=1))
+        s, squares = total[:, :-1], np.real(total[:, -1])
         remainder = squares - np.sum(np.abs(s) ** 2, axis=1)
         # A remainder below this bound consists of rounding errors.
         floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
-        return w, h + s, np.where(remainder > floor, remainder, 0.0)
+        h = np.concatenate([h[:, : j + 1] + s, np.zeros_like(h[:, j + 1 :])], axis=1)
+        return w - combined(basis, s), h, np.where(remainder > floor, remainder, 0.0)
 
-    def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return each system's minimal norm of the residual after step j, and `before` for inactive systems."""
-        norms = before.copy()
-        # The residual is the projection of the first unit vector on the last column of Q, which is orthogonal to H.
-        q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
-        norms[active] = np.abs(q[:, 0, -1]) * self.norms[active]
-        for c in np.flatnonzero(active & self.complete).tolist():
-            # For a singular operator, the columns of H may be dependent, so that Q can't be used.
-            norms[c] = self._least_squares(c)[1]
-        return norms
-
-    def _least_squares(self, c: int) -> tuple[np.ndarray, float]:
-        steps = self.steps[c]
+    def least_squares(self, c: int, steps: int) -> tuple[np.ndarray, float]:
+        """Return the coefficients of one system's vector with the minimal residual, and the norm of this residual."""
         h, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
         right[:1] = self.norms[c]
         # `lstsq` uses singular values, since the columns may be dependent.
         y = np.linalg.lstsq(h, right, rcond=None)[0]
         return y, float(np.linalg.norm(right - h @ y))
 
-    def combination(self) -> LocalArray:
+    def combination(self, steps: list[int], complete: list[float], rotations: np.ndarray) -> LocalArray:
         """Return the vectors in the Krylov spaces with minimal residuals, shape (k, n)."""
-        out = np.zeros_like(self.vectors[:, 0])
-        for c, steps in enumerate(self.steps):
-            out[c] = combined(self.vectors[c : c + 1, :steps], self._least_squares(c)[0].astype(out.dtype)[None])[0]
-        return out
+        numbers = np.zeros((len(steps), max(steps)), self.hessenberg.dtype)
+        for c, count in enumerate(steps):
+            if complete[c]:
+                numbers[c, :count] = self.least_squares(c, count)[0]
+                continue
+            h, q = self.hessenberg[c, : count + 1, :count], rotations[c, :count, : count + 1]
+            right = self.norms[c] * (q[:, 0] + (np.arange(count) == 0))
+            numbers[c, :count] = np.linalg.solve(h[:count] + q @ h, right)
+        return combined(self.vectors[: max(steps)], numbers)
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
@@ -126,26 +93,117 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
-    length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
-    basis = _Basis(first, norms, length)
-    for j in range(length):
-        # Systems that have converged, or have a Krylov space that can't grow, don't change.
-        active = (norms > targets) & (basis.steps == j) & ~basis.complete
-        if not active.any():
+    longest = max(1, min(system.settings.restart, system.unknowns))
+    basis, size = _Basis(first, norms, longest), min(longest + 1, _FEW)
+    gram = rotations = np.zeros((len(x), size, size), basis.hessenberg.dtype)
+    numbers, remaining = np.stack([norms, targets, *np.zeros((3, len(x)))]), (norms > targets).any()
+    for j in range(min(longest, max(1, system.limit - system.iterations))):
+        if not remaining:
             break
-        _, product = preconditioned_product(system, basis.vectors[:, j])
-        basis.extend(system, j, product, active)
-        norms = basis.residuals(j, active, norms)
-        system.note(norms / scale)
-    step = basis.combination()
-    # With side="right" the preconditioner is applied to the combination of basis vectors.
-    x += step if system.settings.side == "left" else system.precondition(step)
-    return bool((norms <= targets).all())
+        if j + 2 > size:
+            size = min(longest + 1, 2 * size)
+            more = (0, 0), *[(0, size - gram.shape[1])] * 2
+            gram, rotations = np.pad(gram, more), np.pad(rotations, more)
+        before, v = (rotations, numbers), basis.vectors[j]
+        given = basis.vectors[:size], v, gram, rotations, numbers, float(j)
+        w, gram, rotations, numbers, h, sums, counts = system.run(_gmres_iteration, *given)
+        invalid, is_uncertain, is_complete, remaining = counts.tolist()
+        if invalid:
+            system.require_finite(sums, preconditioned_product(system, v)[1], _PRODUCT)
+        if is_uncertain:
+            w, h, remainder = basis.refined(system, j, w, h, np.real(sums[:, size + j + 1]))
+            h, rotations, numbers, is_complete, remaining = _rotated(h, remainder, *before, float(j))
+        basis.hessenberg[:, : j + 2, j] = h[:, : j + 2]
+        # If the remainder is zero, the space can't grow; the true residual shows whether it contains the solution.
+        for c in np.flatnonzero((numbers[3] > 0.0) & (numbers[2] == j + 1)).tolist() if is_complete else ():
+            # For a singular operator, the columns of H may be dependent, so that Q can't be used.
+            numbers[0, c] = basis.least_squares(c, j + 1)[1]
+        np.multiply(w, column(w, numbers[4].astype(w.real.dtype)), out=basis.vectors[j + 1])
+        system.note(numbers[0] / scale)
+    if numbers[2].any():
+        step = basis.combination(numbers[2].astype(int).tolist(), numbers[3].tolist(), rotations)
+        # With side="right" the preconditioner is applied to the combination of basis vectors.
+        x += step if system.side == "left" else system.precondition(step)
+    return bool((numbers[0] <= targets).all())
+
+
+def _gmres_iteration(
+    system: Any, basis: LocalArray, v: LocalArray, gram: LocalArray, rotations: LocalArray, numbers: LocalArray, j: float
+) -> tuple[LocalArray, ...]:
+    """Return the next basis vector before its normalization, G, Q - 1, the numbers, a column of H, the sums, and counts.
+
+    The rows of `numbers` are, for each system: the norm of the residual, the target, the number of vectors that form its
+    space, whether this can't grow, and the inverse of the new vector's norm. The counts are those of systems with invalid
+    sums, with a remainder of few accurate digits, with a space that can't grow, and of systems that need more vectors.
+    """
+    size, (norms, targets, steps, complete, _) = basis.shape[0], numbers
+    _, w = preconditioned_product(system, v)
+    sums = system.sums(system.call(_local_products, basis, v, w, j))
+    of_last, s, places = sums[:, :size], sums[:, size:], anp.arange(float(size))
+    square = anp.sum(anp.where(places == j + 1.0, s, 0.0), axis=1).real
+    s = anp.where(places <= j, s, 0.0)
+    at_j = 1.0 * (places == j)
+    row, diagonal = anp.conj(of_last)[:, None], anp.sum(of_last * at_j, axis=1)[:, None, None]
+    gram = gram + of_last[:, :, None] * at_j + (row - diagonal * at_j) * at_j[:, None]
+    # The sum of both passes of Gram-Schmidt is s + (s - G s).
+    h = 2.0 * s - anp.sum(gram * s[:, None], axis=2)
+    w = w - system.call(_combination, basis, h, j)
+    # |w - V h|² is computed from these inner products.
+    products = anp.sum(anp.conj(h) * (anp.sum(gram * h[:, None], axis=2) - 2.0 * s), axis=1)
+    remainder = square + products.real
+    active = (norms > targets) & (steps == j) & (complete == 0.0)
+    # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
+    uncertain = active & (remainder <= np.sqrt(np.finfo(w.dtype).eps) * square)
+    is_finite = anp.isfinite(anp.sum(anp.abs(sums), axis=1))
+    h, rotations, numbers, *counts = _rotated(h, remainder, rotations, numbers, j)
+    counts = [anp.sum(1.0 * ~is_finite), anp.sum(1.0 * uncertain), *counts]
+    return w, gram, rotations, numbers, h, sums, anp.stack(counts)
+
+
+def _rotated(h: Array, remainder: Array, rotations: Array, numbers: Array, j: float) -> tuple[Array, ...]:
+    """Return the new column of H, and rotations, numbers and the last two counts of `_gmres_iteration`."""
+    norms, targets, steps, complete, _ = numbers
+    active = (norms > targets) & (steps == j) & (complete == 0.0)
+    norm = anp.sqrt(anp.maximum(anp.where(active, remainder, 0.0), 0.0))
+    places = anp.arange(float(h.shape[1]))
+    at_j, at_next = 1.0 * (places == j), 1.0 * (places == j + 1.0)
+    h = anp.where(active[:, None], h + norm[:, None] * at_next, 0.0)
+    # The rotation of rows j and j + 1 of Q maps (a, norm) to (length, 0).
+    row = at_j + anp.sum(rotations * at_j[:, None], axis=1)
+    a = anp.sum(row * h, axis=1)
+    length = anp.sqrt(anp.abs(a) ** 2 + norm**2)
+    length = anp.where(length > 0.0, length, 1.0)
+    cosine, sine = (a / length)[:, None], (norm / length)[:, None]
+    upper = anp.conj(cosine) * row + sine * at_next
+    lower = cosine * at_next - sine * row
+    rotations = rotations * (1.0 - at_j - at_next)[:, None]
+    rotations = rotations + (upper - at_j)[:, None] * at_j[:, None] + (lower - at_next)[:, None] * at_next[:, None]
+    is_complete, norms = active & (norm == 0.0), anp.where(active, norms * sine[:, 0], norms)
+    numbers = [norms, targets, steps + 1.0 * active, complete + 1.0 * is_complete,
+               anp.where(norm > 0.0, 1.0 / anp.where(norm > 0.0, norm, 1.0), 0.0)]  # fmt: skip
+    remaining = active & ~is_complete & (norms > targets)
+    return h, rotations, anp.stack(numbers), anp.sum(1.0 * is_complete), anp.sum(1.0 * remaining)
+
+
+def _local_products(basis: LocalArray, v: LocalArray, w: LocalArray, j: float) -> np.ndarray:
+    """Return this rank's part of inner products of j + 1 basis vectors with v and w, and of w with itself, by rows."""
+    size, count = len(basis), int(j) + 1
+    out = np.zeros((len(w), 2 * size), np.result_type(w.dtype, float))
+    basis[count] = w  # in the place of the next vector, for its product with itself
+    out[:, :count], out[:, size : size + count + 1] = products(basis[:count], v), products(basis[: count + 1], w)
+    return out
+
+
+def _combination(basis: LocalArray, numbers: np.ndarray, j: float) -> LocalArray:
+    count = int(j) + 1
+    return combined(basis[:count], numbers[:, :count])
 
 
 # BiCGStab: two products and two reductions per iteration, without a stored basis.
 #
-# The norm of the next residual and its inner product with the shadow residual follow from the second reduction.
+# An iteration is computed in two halves, so that no message follows the reduction in a half: if its sums aren't finite, all
+# ranks find out why. The norm of the next residual and its inner product with the shadow residual follow from the second
+# reduction.
 #
 # References
 # ----------
@@ -162,49 +220,85 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
     """Improve the solutions of nonsingular systems until convergence or breakdown; this is a `Method`."""
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
-    targets = targets * scale
-    r, shadow, p = first.copy(), first.copy(), first.copy()
+    targets, start = targets * scale, x
+    r = p = first
     # The shadow residual is equal to the first residual, so their inner product is the square of its norm.
-    rho = (norms**2).astype(np.result_type(r.dtype, float))
-    active, at_start = norms > targets, norms
-    while active.any():
+    numbers = np.stack([norms**2, norms, norms, targets]).astype(np.result_type(r.dtype, float))
+    remaining, is_broken = (norms > targets).any(), False
+    while remaining and not is_broken:
         require_iterations(system, targets / scale)
-        step_p, v = preconditioned_product(system, p)
-        (sv,) = _finite(system, v, (shadow, v))
-        # A step along p makes r orthogonal to the shadow residual. A further step, along this r, minimizes the norm.
-        alpha = _quotient(rho, sv, active)
-        add_scaled(x, alpha, step_p)
-        add_scaled(r, -alpha, v)
-        step_r, t = preconditioned_product(system, r)
-        tr, tt, rr, sr, st = _finite(system, t, (t, r), (t, t), (r, r), (shadow, r), (shadow, t))
-        omega = _quotient(tr, tt, active)
-        add_scaled(x, omega, step_r)
-        add_scaled(r, -omega, t)
-        # The inner product of the shadow residual with r - ω t follows from the second reduction.
-        rho_before, rho = rho, sr - omega * st
-        beta = _quotient(rho * alpha, rho_before * omega, active)
-        add_scaled(p, -omega, v)
-        scale_and_add(p, beta, r)
-        # The norm of r - ω t follows from these inner products; if rounding makes its square negative, it is zero.
-        reached = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
-        norms = np.where(active, reached, norms)
-        system.note(norms / scale)
-        broken = (np.abs(rho) <= _BREAKDOWN * norms * at_start) | (alpha * omega == 0.0) | (norms > _DIVERGED * at_start)
-        if broken[active & (norms > targets)].any():
-            return False
-        active = norms > targets
-    return True
+        x, r, v, alpha, sums, (invalid,) = system.run(_step_along_p, x, r, first, p, numbers)
+        if invalid:
+            system.require_finite(sums, v, _PRODUCT)
+        before = r
+        x, r, p, numbers, sums, counts = system.run(_step_along_r, x, r, first, p, v, alpha, numbers)
+        invalid, is_broken, remaining = counts.tolist()
+        if invalid:
+            system.require_finite(sums, preconditioned_product(system, before)[1], _PRODUCT)
+        system.note(numbers[1].real / scale)
+    start[...] = x
+    return not is_broken
 
 
-def _finite(system: System, product: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-    sums = system.dots(*pairs)
-    system.require_finite(sums, product, "a product with matvec or preconditioner")
-    return sums
+# The rows of `numbers` are, for each system: the inner product of residual and shadow residual, the norms of the residual
+# now and at the start, and the target.
 
 
-def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
+def _step_along_p(
+    system: Any, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, numbers: LocalArray
+) -> tuple[LocalArray, ...]:
+    """Make r orthogonal to the shadow residual; return also A p, the length, the sums, and the count of invalid sums."""
+    change, v = preconditioned_product(system, p)
+    sums = system.dots((shadow, v))
+    alpha = _quotient(numbers[0], sums[0], numbers[1].real > numbers[3].real)
+    x, r = system.updated(_along_p, (x, r, change, v), (alpha,))
+    return x, r, v, alpha, sums, anp.sum(1.0 * ~anp.isfinite(anp.abs(sums)), axis=1)
+
+
+def _step_along_r(
+    system: Any, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, v: LocalArray, alpha: LocalArray,
+    numbers: LocalArray,
+) -> tuple[LocalArray, ...]:  # fmt: skip
+    """Minimize the norm of r; return the next vectors and numbers, the sums, and three counts of systems.
+
+    The counts are those of systems with invalid sums, of those that break down, and of those that haven't converged.
+    """
+    rho_before, (norms, at_start, targets) = numbers[0], numbers[1:].real
+    active = norms > targets
+    change, t = preconditioned_product(system, r)
+    sums = system.dots((t, r), (t, t), (r, r), (shadow, r), (shadow, t))
+    tr, tt, rr, sr, st = sums
+    omega = _quotient(tr, tt, active)
+    # The inner product of the shadow residual with r - ω t follows from these sums.
+    rho = sr - omega * st
+    beta = _quotient(rho * alpha, rho_before * omega, active)
+    x, r, p = system.updated(_along_r, (x, r, p, change, t, v), (omega, beta))
+    # The norm of r - ω t follows from these inner products; if rounding makes its square negative, it is zero.
+    square = rr.real - anp.abs(tr) ** 2 / anp.abs(anp.where(tt != 0.0, tt, 1.0))
+    norms = anp.where(active, anp.sqrt(anp.maximum(square, 0.0)), norms)
+    is_broken = anp.abs(rho) <= _BREAKDOWN * norms * at_start
+    is_broken = is_broken | (alpha * omega == 0.0) | (norms > _DIVERGED * at_start)
+    remaining, is_finite = active & (norms > targets), anp.isfinite(anp.sum(anp.abs(sums), axis=0))
+    counts = anp.sum(1.0 * anp.stack([~is_finite, is_broken & remaining, remaining]), axis=1)
+    return x, r, p, anp.stack([rho, norms, at_start, targets]), sums, counts
+
+
+def _quotient(a: LocalArray, b: LocalArray, active: LocalArray) -> LocalArray:
     usable = active & (b != 0.0)
-    return np.where(usable, a, 0.0) / np.where(usable, b, 1.0)
+    return anp.where(usable, a, 0.0) / anp.where(usable, b, 1.0)
+
+
+@jit
+def _along_p(x: LocalArray, r: LocalArray, change: LocalArray, v: LocalArray, alpha: Array) -> tuple[LocalArray, ...]:
+    return x + alpha * change, r - alpha * v
+
+
+@jit
+def _along_r(
+    x: LocalArray, r: LocalArray, p: LocalArray, change: LocalArray, t: LocalArray, v: LocalArray, omega: Array, beta: Array
+) -> tuple[LocalArray, ...]:
+    r = r - omega * t
+    return x + omega * change, r, beta * (p - omega * v) + r
 
 
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
@@ -212,7 +306,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
     start, p, s = x, np.zeros_like(r), np.zeros_like(r)
     infinite = np.full(len(x), np.inf)
     # Initially r·z is infinite, so that β is zero in the first iteration.
-    numbers, norm_known = np.stack([infinite, np.zeros(len(x)), norms, infinite, targets]), True
+    numbers, norm_known = np.array([infinite, np.zeros(len(x)), norms, infinite, targets]), True
     while not (norm_known and (norms <= targets).all()):
         before = r, numbers
         x, r, p, s, numbers, sums, counts = system.run(_cg_iteration, x, r, p, s, numbers)
@@ -277,7 +371,6 @@ def _cg_update(
 
 def _explain_cg(system: System, r: LocalArray, numbers: np.ndarray, sums: np.ndarray) -> None:
     """Raise the error of an iteration with invalid numbers, on all ranks; the arguments precede its vector updates."""
-    system.require_no_failure(sums)
     z = system.precondition(r)
     w = system.apply(z)
     (rr, rz, wz), (rz_before, curvature_before, *_, targets) = sums, numbers

@@ -87,10 +87,10 @@ class Problem(NamedTuple):
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = self._functions(params, b, failures.attempt)
-        operator = None
-        if not self.transposed:
-            read = self.matvec, self.preconditioner
-            operator = Operator(read, params, lambda params: self._functions(params, b, failures.attempt))
+        settings, read = self.settings, (self.matvec, self.preconditioner, self.transposed, self.preconditioner_transpose)
+        operator = Operator(
+            read, params, lambda params: self._functions(params, b, _called), b.shape, settings.comm, settings.side
+        )
         return System(apply, precondition, b, self.settings, failures=failures, operator=operator)
 
     def _functions(self, params: tuple, b: LocalArray, attempt: Function) -> tuple[Function, Function | None]:
@@ -122,6 +122,11 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     u = iterate(method, system, b, problem.start)
     system.settle()
     return u
+
+
+def _called(name: str, fun: Function, *args: Any, again: object = None) -> Any:
+    """Do what `DeferredFailures.attempt` does, in a trace."""
+    return fun(*args)
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:

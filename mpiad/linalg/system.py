@@ -19,7 +19,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
-from mpiad.linalg.compiled_iteration import Iteration, Operator, compiled
+from mpiad.linalg.compiled_iteration import Iteration, Operator
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
@@ -58,38 +58,42 @@ class Settings(NamedTuple):
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
     """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings."""
     group = channel(settings.comm, settings.call)
-    # Communicators and functions are excluded, since their `repr` differs between processes.
-    compared = settings._replace(comm=None, callback=None)
-    checksum = zlib.crc32(repr(compared).encode())
+    # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
+    checksum = zlib.crc32(repr(settings[:4] + settings[6:]).encode())
     # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
     functions = settings.callback is not None, preconditioner is not None
     local, largest = np.array([error is not None, checksum, -checksum, *functions], np.int64), np.empty(5, np.int64)
     group.data.Allreduce(local, largest, MAX)
-    if largest[0]:
+    failed, above, below, reported, preconditioned = largest.tolist()
+    if failed:
         raise_first(group, error)
-    if largest[1] != -largest[2]:
+    if above != -below:
+        compared = settings._replace(comm=None, callback=None)
         require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
-    return settings._replace(reported=bool(largest[3]), preconditioned=bool(largest[4]))
+    if not reported and not preconditioned:
+        return settings
+    return settings._replace(reported=bool(reported), preconditioned=bool(preconditioned))
 
 
 def settings_error(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
     """Return an error if the settings are invalid for a right-hand side with `ndim` axes, else None."""
     sides = () if s.method == "cg" else SIDES
-    allowed = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
     tolerances = 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0
     for valid, text in (
-        (s.method in methods, f"method must be one of {', '.join(map(repr, methods))}, but got {s.method!r}."),
-        (s.side is None or s.side in sides, f"side must be {allowed}, but got {s.side!r}."),
-        (tolerances, f"rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
+        (s.method in methods, "method must be one of {methods}, but got {s.method!r}."),
+        (s.side is None or s.side in sides, "side must be {side}, but got {s.side!r}."),
+        (tolerances, "rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
         (
             s.maxiter is None or _is_count(s.maxiter),
-            f"maxiter must be None or an integer above zero, but got {s.maxiter!r}.",
+            "maxiter must be None or an integer above zero, but got {s.maxiter!r}.",
         ),
-        (_is_count(s.restart), f"restart must be an integer above zero, but got {s.restart!r}."),
-        (_is_count(s.batch, 0, ndim), f"batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
+        (_is_count(s.restart), "restart must be an integer above zero, but got {s.restart!r}."),
+        (_is_count(s.batch, 0, ndim), "batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
     ):
         if not valid:
-            return ValueError(f"{s.call}: {text}")
+            side = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
+            known = ", ".join(map(repr, methods))
+            return ValueError(f"{s.call}: {text.format(s=s, methods=known, side=side, ndim=ndim)}")
     return None
 
 
@@ -114,14 +118,14 @@ class System:
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
         failures: DeferredFailures | None = None, operator: Operator | None = None,
     ):  # fmt: skip
-        self.settings = settings
+        self.settings, self.side = settings, settings.side
         # The failures of this rank's user functions in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
         self.usable: LocalArray | None = None  # argument for repeating a failed call of the operator; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._operator = operator  # from which iterations are compiled; None if they are interpreted
-        self._programs: dict[Iteration, Iteration | None] = {}
+        self._programs: dict[tuple, Iteration | None] = {}  # by iteration and shape
         self._shape, self.dtype = like.shape, like.dtype
         self._xp: Any = arrays_of(like)
         self.count = math.prod(like.shape[: settings.batch])
@@ -196,17 +200,30 @@ class System:
         return TypeError(f"{subject} must return floats, but returned dtype {out.dtype}.")
 
     def run(self, iteration: Iteration, *state: LocalArray) -> Any:
-        """Return ``iteration(self, *state)``, by a program if the iteration can be compiled."""
-        if iteration not in self._programs:
+        """Return ``iteration(self, *state)``, by a program if the iteration can be compiled.
+
+        The last results are the iteration's sums, which the iteration's only reduction yields, and after which it doesn't
+        communicate, and an array whose first number is the number of systems with invalid sums. If sums aren't finite since
+        a user function has failed on any rank, all ranks raise. The shape of the first array determines the others.
+        """
+        key = iteration, state[0].shape
+        if key not in self._programs:
             program = None
             if self._operator is not None and self._xp is None and self.dtype.kind == "f":
-                program = compiled(iteration, self._operator, self._shape, self.settings.comm, state)
-            self._programs[iteration] = program
-        program = self._programs[iteration]
+                program = self._operator.program(iteration, state)
+            self._programs[key] = program
+        program = self._programs[key]
         if program is None:
             return iteration(self, *state)
         self._may_have_raised = False
-        return program(*state)
+        made = program(*state)
+        if made[-1][0]:
+            self.require_no_failure(made[-2])
+        return made
+
+    def call(self, fun: Function, *args: Array) -> Array:
+        """Return ``fun(*args)``, which a program also computes by NumPy."""
+        return fun(*args)
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]) -> Any:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row; on the host, by one compiled loop."""
@@ -220,7 +237,10 @@ class System:
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
         """Return inner products x* y, over all ranks, of pairs (x, y) of rows, shape (pairs, k). For errors see `sums`."""
-        return self.sums(inner(*pairs))
+        if self.dtype.char in "dD":
+            return self.sums(inner(*pairs))
+        # Norms are computed in double precision, since in single precision the square of a number below 1e-23 is zero.
+        return self.sums(np.array([np.square(lengths(x)) if x is y else inner((x, y))[0] for x, y in pairs]))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
         """Return sums over all ranks, in double precision; raise on all ranks if a user function has failed on any rank."""
@@ -246,22 +266,20 @@ class System:
 
     def norms(self, rows: LocalArray) -> np.ndarray:
         """Return the norm of each row over all ranks."""
-        if self.dtype.char in "dD":
-            return np.sqrt(self.dots((rows, rows))[0].real)
-        # Norms are computed in double precision, since in single precision the square of a number below 1e-23 is zero.
-        return np.sqrt(self.sums(np.square(lengths(rows))))
+        return np.sqrt(self.dots((rows, rows))[0].real)
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
-        local = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
-        squares, size, unknowns = np.split(self.sums(local), [self.count, 2 * self.count])
+        local, k = lengths(b).tolist(), self.count
+        sums = self.sums(np.array([*[x * x for x in local], *local, self.length]))
+        squares, size = sums[:k], sums[k:-1]
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
-        s, self.unknowns = self.settings, int(unknowns[0])
+        s, self.unknowns = self.settings, int(sums[-1])
         self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
         # which causes no rounding errors. `iterate` multiplies the solutions by these powers.
         bound = float(np.finfo(self.dtype).tiny) ** 0.25
-        if ((size > 0.0) & ((size < bound) | (size > 1.0 / bound))).any():
+        if not all(bound <= x <= 1.0 / bound or x == 0.0 for x in size.tolist()):
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
             b /= column(b, self.units.astype(b.real.dtype))
             squares = np.real(self.dots((b, b))[0])
@@ -309,9 +327,9 @@ class System:
 # computes M r; the target is scaled by the initial ratio of the norms of M r and r, and r is checked at the end.
 
 
-def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, LocalArray]:
+def preconditioned_product(system: Any, v: LocalArray) -> tuple[LocalArray, LocalArray]:
     """Return the change of the solution along v, and the product A M v (right side) or M A v (left side)."""
-    if system.settings.side == "left":
+    if system.side == "left":
         return v, system.precondition(system.apply(v))
     z = system.precondition(v)
     return z, system.apply(z)
@@ -319,7 +337,7 @@ def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, L
 
 def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tuple[LocalArray, np.ndarray, np.ndarray]:
     """Return the residual that the method uses, its norms, and their ratios to the norms of the true residual."""
-    if system.settings.side != "left" or not system.settings.preconditioned:
+    if system.side != "left" or not system.settings.preconditioned:
         return r, norms, np.ones_like(norms)
     z = system.precondition(r)
     z_norms = system.norms(z)

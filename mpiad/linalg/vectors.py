@@ -62,27 +62,38 @@ def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
     return on_host(np.stack([np.vdot(x[c], y[c]) for x, y in pairs for c in range(len(x))])).reshape(len(pairs), -1)
 
 
-def products(basis: LocalArray, v: LocalArray) -> LocalArray:
-    """Return this rank's part of inner products x* v, for j vectors x per system (k, j, n) and v (k, n); shape (k, j)."""
+def products(basis: LocalArray, v: LocalArray) -> np.ndarray:
+    """Return this rank's part of inner products x* v, for j vectors x per system (j, k, n) and v (k, n); shape (k, j)."""
     if type(basis) is np.ndarray:
-        return np.stack([vdots(vectors, x) for vectors, x in zip(basis, v)])
-    return ((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0]
+        return np.array([vdots(basis[:, c], v[c]) for c in range(len(v))])
+    basis = basis.swapaxes(0, 1)
+    return on_host(((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0])
 
 
 def combined(basis: LocalArray, numbers: np.ndarray) -> LocalArray:
-    """Return the linear combination of the vectors (k, j, n) of each system with coefficients (k, j); shape (k, n)."""
+    """Return the linear combination of the vectors (j, k, n) of each system with coefficients (k, j); shape (k, n)."""
+    numbers = numbers.astype(basis.dtype, copy=False)
     if type(basis) is np.ndarray:
-        return np.stack([combination(coefficients, vectors) for coefficients, vectors in zip(numbers, basis)])
-    return (on_device_of(basis, numbers)[:, None] @ basis)[:, 0]
+        out = np.empty(basis.shape[1:], basis.dtype)
+        for c in range(len(out)):
+            combination(numbers[c], basis[:, c], out=out[c])
+        return out
+    return (on_device_of(basis, numbers)[:, None] @ basis.swapaxes(0, 1))[:, 0]
+
+
+_SMALL = 1e-250  # sums of squares that are larger are hardly affected by underflow
 
 
 def lengths(x: LocalArray) -> np.ndarray:
     """Return the norm of this rank's part of each row, even if squares overflow or underflow."""
     if not x.shape[1]:
         return np.zeros(len(x))
-    if type(x) is np.ndarray and x.dtype.char in "fF":  # in double precision, squares neither overflow nor underflow
-        wide = x.astype(np.result_type(x.dtype, float))
-        return np.sqrt(inner((wide, wide))[0].real)
+    if type(x) is np.ndarray:
+        wide = x.astype(np.result_type(x.dtype, float), copy=False)
+        squares = inner((wide, wide))[0].real
+        # Squares of single-precision numbers neither overflow nor underflow in double precision.
+        if x.dtype.char in "fF" or all(_SMALL < square < 1.0 / _SMALL for square in squares.tolist()):
+            return np.sqrt(squares)
     size = np.abs(x).astype(float)
     largest = np.max(size, axis=1)
     usable = (largest > 0.0) & np.isfinite(largest)

@@ -311,7 +311,7 @@ class Recorder:
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and record it."""
-        if _package_of(operator) not in _COMPILED_PACKAGES:
+        if not operator.preserves_spec and _package_of(operator) not in _COMPILED_PACKAGES:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
@@ -329,6 +329,18 @@ class Recorder:
         _, called = calls.user_frame(sys._getframe(1))
         name = calls.entry(called) or "a function of mpiad's"
         self.refuse(f"it calls {name}, in which ranks exchange shapes or settings first, and which isn't compiled yet")
+
+    def drop_communications(self) -> None:
+        """Drop all communications so far, and the steps that use their results; later steps mustn't use them."""
+        steps, dropped = self.steps, set[int]()
+        self.steps = []
+        for step in steps:
+            used: list[Any] = []
+            mapped((step.args, step.kwargs), used.append)
+            if step.kind == "call" and not any(type(x) is Ref and x.number in dropped for x in used):
+                self.steps.append(step)
+            else:
+                dropped.update(step.outs)
 
     @property
     def communications(self) -> int:

@@ -1,4 +1,4 @@
-"""Iterations of conjugate gradients that are compiled with the user's functions, compared with dense solves."""
+"""Iterations of Krylov methods that are compiled with the user's functions, compared with dense solves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import scipy.sparse as sp
 
 import mpiad
-from mpiad.linalg import compiled_iteration, solve
+from mpiad.linalg import DistributedMatrix, compiled_iteration, factorized, solve
 
 SETTINGS = {"method": "cg", "rtol": 1e-12}
+PROGRAMS = {"cg": 2, "gmres": 2, "bicgstab": 3}  # the number of programs of a solve: of the iteration and the final check
+METHODS = pytest.mark.parametrize("method", PROGRAMS)
 
 
 def sizes(size):
@@ -65,27 +67,63 @@ def programs(monkeypatch):
     return found
 
 
+@METHODS
 @pytest.mark.unguarded
-def test_one_program_serves_all_values_of_params(right_sides, programs, rank, size):
+def test_one_program_serves_all_values_of_params(right_sides, programs, rank, size, method):
     _, v = block(rank)
 
     def matvec(u, matrix, factor):
         return factor * coupled(matrix, v, u)
 
     for seed, factor in ((0, 1.0), (1, 3.0), (2, 0.5)):
-        x = solve(matvec, right_sides[rank], block(rank, seed)[0], factor, **SETTINGS)
+        x = solve(matvec, right_sides[rank], block(rank, seed)[0], factor, method=method, rtol=1e-12)
         expected = dense_solution(size, rank, right_sides, [block(k, seed)[0] for k in range(size)], factor)
         np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
-    assert len(programs) == 1 and programs[0] is not None
+    assert len(programs) == PROGRAMS[method] and None not in programs
 
 
+@METHODS
+@pytest.mark.parametrize("dtype", [np.float32, complex])
+def test_batches_and_other_dtypes(right_sides, programs, rank, size, method, dtype):
+    """Three systems with a preconditioner; complex systems are interpreted."""
+    matrix, v = (x.astype(dtype) for x in block(rank))
+    diagonal = np.diag(matrix)
+    b = np.stack([right_sides[rank], 0.0 * right_sides[rank], 1e-3 * right_sides[rank] ** 2]).astype(dtype)
+
+    def matvec(u):
+        return anp.dot(u, matrix) + v * mpiad.mpi_allreduce(anp.sum(v * u, axis=1))[:, None]
+
+    x = solve(matvec, b, batch=1, preconditioner=lambda r: r / diagonal, method=method, rtol=1e-6)
+    assert x.dtype == dtype
+    matrices = [block(k)[0] for k in range(size)]
+    for k, found in enumerate(x):
+        parts = [[r, 0.0 * r, 1e-3 * r**2][k] for r in right_sides]
+        expected = dense_solution(size, rank, parts, matrices)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(np.concatenate(parts)).max())
+    assert bool(programs) == (dtype is np.float32) and None not in programs
+
+
+def test_a_longer_basis_takes_another_program(programs, rank, size):
+    """GMRES with more vectors than the first program has space for, against the dense solve."""
+    n, eigenvalues = 60, np.linspace(1.0, 40.0, 60)
+    own = slice(n * rank // size, n * (rank + 1) // size)
+    norms, b = [], np.ones(n)[own]
+    x = solve(lambda u: eigenvalues[own] * u, b, method="gmres", restart=60, rtol=1e-12, callback=norms.append)
+    np.testing.assert_allclose(x, b / eigenvalues[own], rtol=1e-9)
+    assert len(norms) > 33 and len(programs) == 3 and None not in programs
+
+
+@METHODS
+@pytest.mark.parametrize("interprets", [False, True])
 @pytest.mark.unguarded
-def test_derivatives(right_sides, programs, rank, size):
+def test_derivatives(right_sides, programs, rank, size, method, interprets):
+    """Ranks that compile, and the last rank, which interprets if its function reads an iterator."""
     matrix, v = block(rank)
+    read = iter(()) if interprets and rank == size - 1 else ()
     weights = [np.arange(1.0, n + 1) for n in sizes(size)]
 
     def loss(matrix, b):
-        x = solve(lambda u, matrix: coupled(matrix, v, u), b, matrix, **SETTINGS)
+        x = solve(lambda u, matrix: coupled(matrix, v, u) + len([*read]), b, matrix, method=method, rtol=1e-12)
         return anp.sum(weights[rank] * x**2)
 
     by_matrix, by_b = mpiad.grad(loss, (0, 1), objective="sum")(matrix, right_sides[rank])
@@ -95,7 +133,9 @@ def test_derivatives(right_sides, programs, rank, size):
     adjoint = dense_solution(size, rank, cotangents, matrices)
     np.testing.assert_allclose(by_b, adjoint, rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(by_matrix, -np.outer(adjoint, everywhere[rank]), rtol=1e-8, atol=1e-10)
-    assert any(program is not None for program in programs)
+    # The adjoint solve has a program of the iteration, unless the operator is symmetric, and one of a shorter check.
+    assert len(programs) == {"cg": 3, "gmres": 4, "bicgstab": 6}[method]
+    assert [program is None for program in programs] == len(programs) * [read != ()]
 
 
 def changes(rank):
@@ -168,7 +208,8 @@ def test_branches_on_params_and_counters(right_sides, rank, size):
     assert len(calls) >= len(norms) - 1 > 2
 
 
-def test_ranks_that_interpret_among_others_that_compile(right_sides, rank, size):
+@METHODS
+def test_ranks_that_interpret_among_others_that_compile(right_sides, rank, size, method):
     matrix, v = block(rank)
     sparse = sp.csr_matrix(matrix)
 
@@ -178,7 +219,33 @@ def test_ranks_that_interpret_among_others_that_compile(right_sides, rank, size)
     expected = dense_solution(size, rank, right_sides, [block(k)[0] for k in range(size)])
     for _ in range(2):
         matvec = of_another_library if rank == size - 1 else lambda u: coupled(matrix, v, u)
-        np.testing.assert_allclose(solve(matvec, right_sides[rank], **SETTINGS), expected, rtol=1e-9, atol=1e-11)
+        x = solve(matvec, right_sides[rank], method=method, rtol=1e-12)
+        np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
+    calls = []
+
+    def failing(u):
+        calls.append(None)
+        if len(calls) == 5 and error is not None:
+            raise error
+        return of_another_library(u) * (np.nan if len(calls) >= 5 else 1.0)
+
+    for error, kind in ((None, mpiad.errors.NotFiniteError), (KeyError("no row"), KeyError)):
+        calls.clear()
+        with pytest.raises(kind, match="no row" if error else r"is not finite: \d+ of \d+ entries on rank"):
+            solve(failing if rank == size - 1 else lambda u: coupled(matrix, v, u), right_sides[rank], method=method)
+        assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_sums_that_overflow_in_the_check(right_sides, rank, size):
+    """The squares of the image of a constant overflow, and the last rank interprets: no rank waits for another one."""
+    matrix, v = block(rank)
+    read = iter(()) if rank == size - 1 else ()
+    b = [1e200 * part for part in right_sides]
+    x = solve(lambda u: 1e200 * coupled(matrix, v, u) + len([*read]), b[rank], **SETTINGS)
+    expected = dense_solution(size, rank, right_sides, [block(k)[0] for k in range(size)])
+    np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
+    assert mpiad.mpi_allreduce(1) == size
 
 
 def test_errors_are_those_of_interpreted_iterations(right_sides, rank, size):
@@ -188,7 +255,19 @@ def test_errors_are_those_of_interpreted_iterations(right_sides, rank, size):
         solve(lambda u: -coupled(matrix, v, u), b, **SETTINGS)
     with pytest.raises(mpiad.errors.ConvergenceError, match="positive definite preconditioner, but r·z = -"):
         solve(lambda u: coupled(matrix, v, u), b, preconditioner=lambda r: -r, **SETTINGS)
-    with pytest.raises(mpiad.errors.NotFiniteError, match=r"the result of matvec is not finite: \d of \d+ entries"):
+    with pytest.raises(mpiad.errors.NotFiniteError, match=r"the result of matvec is not finite: \d+ of \d+ entries"):
         solve(lambda u: anp.log(-1.0 - u * u) if rank == size - 1 else 1.0 * u, b, **SETTINGS)
     with pytest.raises(mpiad.errors.ConvergenceError, match="maxiter"):
         solve(lambda u: coupled(matrix, v, u), b, maxiter=2, **SETTINGS)
+
+
+@METHODS
+def test_a_rank_without_entries(rank, size, method):
+    diagonal = np.arange(2.0, 2.0 if rank == 0 and size > 1 else 7.0)
+    b = np.stack([diagonal**2, 2.0 * diagonal])
+    for _ in range(2):
+        x = solve(lambda u: diagonal * u, b, method=method, rtol=1e-12, batch=1)
+        np.testing.assert_allclose(x, b / diagonal, rtol=1e-10)
+    n, first = len(diagonal), 5 * (rank - (size > 1)) if rank else 0
+    rows = sp.csr_array((diagonal, (np.arange(n), first + np.arange(n))), shape=(n, 5 * max(size - 1, 1)))
+    np.testing.assert_allclose(factorized(DistributedMatrix(rows))(b), b / diagonal, rtol=1e-12)

@@ -14,6 +14,7 @@ import mpiad
 import mpiad.timestepping
 from mpiad.domain import Domain
 from mpiad.linalg import DistributedMatrix, factorized
+from mpiad.programs import program_cache
 from mpiad.testing import check_grads
 
 factorized_module = importlib.import_module("mpiad.linalg.factorized")
@@ -58,7 +59,7 @@ class Case:
         )
 
 
-@pytest.fixture(params=["auto", "gathered"])
+@pytest.fixture(params=["auto", "schwarz"])
 def case(request, rank_rng):
     return Case(rank_rng, request.param)
 
@@ -138,6 +139,103 @@ def test_compiled_and_in_a_loop_of_steps(case):
         g = (1 + 0.1 * np.cos(u)) * np.linalg.solve(case.matrix.T, g)
     for advance in (step, step.fun):
         case.close(mpiad.grad(loss)(case.local(case.b), advance), g)
+
+
+def test_derivatives_of_compiled_loops(case, monkeypatch):
+    """First and second derivatives of a loop of two steps, with and without compilation, in closed form."""
+    compiled = []
+    original = program_cache.entry_of
+    monkeypatch.setattr(program_cache, "entry_of", lambda *args: compiled.append(original(*args)) or compiled[-1])
+    solve, b, v = case.solver(case.local(case.k)), case.local(case.b), case.local(case.several[0])
+
+    def loop(u):
+        for _ in range(2):
+            u = solve.T(solve(u)) + u**2
+        return u
+
+    def loss(u):
+        return case.domain.sum(loop(u) ** 3)
+
+    inverse = np.linalg.inv(case.matrix)
+    whole, direction = inverse.T @ inverse, case.several[0].ravel()
+
+    def derivatives(u):
+        states = [u]
+        for _ in range(2):
+            states.append(whole @ states[-1] + states[-1] ** 2)
+        jacobian = np.eye(u.size)
+        for state in states[:2]:
+            jacobian = (whole + 2.0 * np.diag(state)) @ jacobian
+        return states[-1], jacobian
+
+    last, jacobian = derivatives(case.b.ravel())
+    h = 1e-5
+    ends = [derivatives(case.b.ravel() + s * direction) for s in (h, -h)]
+    (above, below) = (3.0 * j.T @ u**2 for u, j in ends)
+    for fun in (loss, mpiad.jit(loss, strict=True)):
+        case.close(mpiad.grad(fun)(b), 3.0 * jacobian.T @ last**2)
+        product = mpiad.hvp(fun)(b, v)
+        np.testing.assert_allclose(product, case.local(((above - below) / (2 * h)).reshape(SHAPE)), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(mpiad.make_hvp(fun)(b).product(v), product, rtol=1e-8, atol=1e-8)
+    for fun in (loop, mpiad.jit(loop, strict=True)):
+        point = mpiad.linearize(fun)(b)
+        case.close(point.jvp(v), jacobian @ direction)
+        case.close(point.vjp(v), jacobian.T @ direction)
+        case.close(point.vjp(case.local(case.several), batch=True), case.several.reshape(3, -1) @ jacobian)
+    steps = [
+        node.data.kind for entry in compiled for node in entry.replays.schedule.program.nodes if node.kind == "communicate"
+    ]
+    assert "operate" in steps and "opaque" not in steps
+
+
+def test_params_that_change_between_compiled_steps(case):
+    """The reverse pass uses the factors of each step; a change of the closure is an error on all ranks."""
+    k = case.local(case.k).copy()
+    solve = case.solver(k)
+    step = mpiad.jit(lambda u: solve(u) + u, strict=True)
+
+    def loss(u):
+        for _ in range(3):
+            u = step(u)
+            k[...] *= 1.5
+        return case.domain.sum(u**2)
+
+    for _ in range(2):
+        k[...] = case.local(case.k)
+        found = mpiad.grad(loss)(case.local(case.b))
+        u, inverses = case.b.ravel(), []
+        for power in range(3):
+            changed = np.eye(u.size) + 1.5**power * case.k.ravel()[:, None] * case.differences
+            inverses.append(np.eye(u.size) + np.linalg.inv(changed))
+            u = inverses[-1] @ u
+        g = 2.0 * u
+        for inverse in inverses[::-1]:
+            g = inverse.T @ g
+        case.close(found, g)
+    factor = np.ones(1)
+    reading = factorized(lambda u: factor[0] * u, k, pattern=case.domain, method=case.method)
+    compiled = mpiad.jit(lambda u: reading(u), strict=True)
+    case.close(compiled(case.local(case.b)), case.b.ravel())
+    factor[0] = 2.0
+    with pytest.raises(RuntimeError, match="closure has changed since it was factored"):
+        compiled(case.local(case.b))
+    with pytest.raises(ValueError, match="b must have shape"):
+        compiled(np.ones((2, 2)))
+
+
+def test_where_small_systems_are_solved(rank_rng, size, monkeypatch):
+    """Up to 20,000 unknowns, rank 0 solves for all ranks; larger systems are solved by an iteration on several ranks."""
+    iterations, original = [], factorized_module.iterate
+    monkeypatch.setattr(factorized_module, "iterate", lambda *args: iterations.append(1) or original(*args))
+    case = Case(rank_rng)
+    expected = np.linalg.solve(case.matrix, case.b.ravel())
+    for most in (20_000, 10):
+        assert factorized_module._MOST_GATHERED == 20_000
+        with monkeypatch.context() as changed:
+            changed.setattr(factorized_module, "_MOST_GATHERED", most)
+            solve = case.solver(case.local(most * case.k / most))
+        case.close(solve(case.local(case.b)), expected)
+        assert len(iterations) == int(most == 10 and size > 1)
 
 
 def test_batches_of_products(case, monkeypatch):

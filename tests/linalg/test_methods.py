@@ -238,7 +238,7 @@ def test_basis_stays_orthogonal(rank_rng, monkeypatch):
     monkeypatch.setattr(mpiad.linalg.krylov, "_Basis", Kept)
     u = solve(matvec, b[mine], method="gmres", rtol=1e-9, restart=40, callback=norms.append)
     assert len(norms) <= 31
-    found = bases[0].vectors[0, : len(norms)]
+    found = bases[0].vectors[: len(norms), 0]
     gram = mpiad.mpi_allreduce(found @ found.T)
     # One pass leaves 1e-8.
     assert np.abs(gram - np.eye(len(norms))).max() < 1e-11
