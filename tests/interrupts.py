@@ -879,7 +879,7 @@ NAMED = {
     recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",
-    channels: "report_to_recorders Channel.begin Channel.leave Channel.keep",
+    channels: "report_to_recorders Channel.begin Channel.leave Channel._drop_sent",
     messages: "post_send Receipt.__init__ finish_send finish_receive receive send",
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
@@ -991,7 +991,8 @@ def state():
         "thread": dict(tracing.tracing.__dict__), "open traces": dict(tape._open), "counter": trace_stack.top,
         "recorders": set(trace_run._recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
         "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
-        "alone": used.alone, "looking": used._test_lock.locked(), "started": len(used.started),
+        "alone": used.alone, "looking": used._test_lock._is_owned(),
+        "started": [kind for kind, _, _ in used.started.values() if kind != "background send"],
         "deadline": timed_waits._lift.deep, "derived": len(used.derived),
     }  # fmt: skip
 

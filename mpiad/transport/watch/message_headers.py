@@ -132,7 +132,8 @@ class HeadedMessages(Guarded):
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
         channel = self.owner()
         started = () if channel is None else tuple(channel.started.values())
-        requests = [request for kind, held, _ in started if not kind.startswith("blocking") for request in held]
+        waited_for = [held for kind, held, _ in started if not kind.startswith(("blocking", "background"))]
+        requests = [request for held in waited_for for request in held]
         return sent, received, [(label, *request.caller) for request in requests if hasattr(request, "caller")]
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:

@@ -289,17 +289,18 @@ class SentMeanwhile(Unsent):
         self.comm, self.other = comm, Unsent()
 
     def Test(self):
-        self.comm.keep(self.other, np.ones(1))
+        self.comm.leave(self.comm.begin("send", None, lambda *_: self.other, 0, 0, 0))
         return True
 
 
 def test_what_another_thread_sends_is_held_while_this_one_looks(monkeypatch):
     comm = channel(None, "test")
-    monkeypatch.setattr(comm, "pending", [])
-    monkeypatch.setattr(comm, "_next_test", 1)
     looked_at = SentMeanwhile(comm)
-    comm.keep(looked_at, np.ones(1))
-    assert [request for request, _ in comm.pending] == [looked_at.other]
+    requests = [looked_at]
+    monkeypatch.setattr(comm, "started", {id(requests): ("background send", requests, np.ones(1))})
+    monkeypatch.setattr(comm, "_next_test", 9)
+    comm._drop_sent()
+    assert [request for _, (request,), _ in comm.started.values()] == [looked_at.other]
 
 
 @pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="MPI was initialised for one thread")
@@ -359,7 +360,7 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch, 
     for lines, run in enumerate(interrupted_before_each_line(folder)):
         bare = Bare()
         with monkeypatch.context() as patched:
-            for name, value in (("data", bare), ("pending", []), ("started", {}), ("_next_test", 9)):
+            for name, value in (("data", bare), ("started", {}), ("_next_test", 9)):
                 patched.setattr(comm, name, value)
             run(lambda: program(comm))
             assert all(buffer() is not None for buffer in bare.given), lines

@@ -116,9 +116,10 @@ def settle(comm=None):
     mpiad.mpi_barrier()
     double.synchronize()
     channel = lookup.channel(comm, "test")
-    for request, _ in channel.pending:
+    for kind, (request,), _ in channel.started.values():
+        assert kind == "background send"
         request.Wait()
-    channel.pending.clear()
+    channel.started.clear()
     gc.collect()
 
 
