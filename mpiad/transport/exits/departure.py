@@ -191,7 +191,8 @@ class _Code:
         if error is None:
             return self
         code = _member.__get__(error, kind)
-        if threading.current_thread() is threading.main_thread() and not _has_caller():
+        ends_program = sys._getframe().f_back is None
+        if ends_program and threading.current_thread() is threading.main_thread():
             with contextlib.suppress(Exception):  # the program ends in any case, and with this code
                 self._on_exit(code, _whole_trace(error))
         return code
@@ -201,14 +202,6 @@ class _Code:
 
     def __delete__(self, error: SystemExit) -> None:
         _member.__delete__(error)
-
-
-def _has_caller() -> bool:
-    try:
-        sys._getframe(2)
-    except ValueError:
-        return False
-    return True
 
 
 def _whole_trace(error: SystemExit) -> TracebackType | None:
