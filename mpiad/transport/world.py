@@ -47,7 +47,7 @@ from mpiad.transport.resources import limit_threads, prepare_memory
 from mpiad.transport.watch import switch, watch_settings
 from mpiad.transport.watch.descriptions import rank_ranges
 from mpiad.transport.watch.message_headers import left_over
-from mpiad.transport.watch.timed_waits import deadline_lifted
+from mpiad.transport.watch.timed_waits import set_reporter
 
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
@@ -310,9 +310,9 @@ def _close() -> None:
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, _GRACE)
     else:
-        with deadline_lifted():
-            sentences = left_over() if watch.debug else []
-            _end_world()
+        set_reporter(None, None)  # without deadlines, since a rank may be here long before the others
+        sentences = left_over() if watch.debug else []
+        _end_world()
     switch.stop_answering(all_have_left=not given_up)
     if sentences:
         raise CommunicationMismatchError(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,7 +41,8 @@ class Finding(NamedTuple):
 def finding_of(states: list[State | None], asker: int) -> Finding:
     """Return the contents of the error for the states of all ranks; `asker`: the rank whose wait has taken too long."""
     graph = _wait_graph(states)
-    cycle, connected = _cycle(graph, asker), _component(graph, asker)
+    connected = _component(graph, asker)
+    cycle = _cycle(graph, connected)
     ranks = tuple(sorted(node for node in graph if node in connected and isinstance(node, int)))
     rows = [_row(rank, state, _awaited(graph, rank)) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
@@ -74,24 +76,15 @@ def _awaited(graph: Graph, rank: int) -> list[int]:
     return [other for node in nodes for other in (graph[node] if isinstance(node, tuple) else [node])]  # type: ignore[misc]
 
 
-def _cycle(graph: Graph, start: int) -> tuple[int, ...]:
-    """Return a cycle of waits that can be reached from a rank, from its lowest rank to the same rank; empty if none."""
-    # A depth-first search, without recursion, since a cycle may have thousands of ranks.
-    path, ahead, done = dict[Node, None]({start: None}), [iter(graph.get(start, []))], set[Node]()
-    while ahead:
-        for node in ahead[-1]:
-            if node in path:
-                nodes = list(path)
-                ranks = [other for other in nodes[nodes.index(node) :] if isinstance(other, int)]
-                first = ranks.index(min(ranks))
-                return (*ranks[first:], *ranks[: first + 1])
-            if node in graph and node not in done:
-                path[node] = None
-                ahead.append(iter(graph[node]))
-                break
-        else:
-            ahead.pop()
-            done.add(path.popitem()[0])
+def _cycle(graph: Graph, connected: set[Node]) -> tuple[int, ...]:
+    """Return a cycle of waits among connected nodes, from its lowest rank to the same rank; empty if there is none."""
+    try:
+        TopologicalSorter({node: awaited for node, awaited in graph.items() if node in connected}).prepare()
+    except CycleError as error:
+        # In the error's list, which ends with its first node, each node waits for the previous one.
+        ranks = [node for node in error.args[1][:0:-1] if isinstance(node, int)]
+        first = ranks.index(min(ranks))
+        return (*ranks[first:], *ranks[: first + 1])
     return ()
 
 
@@ -231,7 +224,7 @@ class Responder(StateExchange):
             return common | _left(*self._left)
         if waiting is not None:
             seconds = perf_counter() - waiting.began
-            return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
+            return common | {"state": "waits", "wait": waiting.began, "seconds": seconds} | waiting.what.report()
         frame = sys._current_frames().get(main)
         return common | {"state": "computes", "place": calls.site_of(frame).text}
 
