@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count, repeat
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import numpy as np
 from mpi4py import MPI
@@ -99,7 +99,8 @@ def cancel(receive: Request) -> None:
 
 
 _GOLDEN_SECTION = 0.6180339887498949
-_live: WeakSet[Channel] = WeakSet()
+# By the order of creation. Unlike a WeakSet, it can be copied in one step while another thread adds a channel.
+_live: WeakValueDictionary[int, Channel] = WeakValueDictionary()
 _made: dict[tuple[int, ...], int] = {}  # by members: the number of channels created so far
 _numbers = count()
 
@@ -150,11 +151,10 @@ class Channel:
         self.alone = False  # whether the fault is that the other ranks don't make the same calls
         self.lost: tuple[int, ...] = ()  # ranks whose processes have died
         self.pairs_compared = False  # whether `mpi_sendrecv` has checked that all ranks name the same pair
-        self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         self._order = next(_numbers)
         self._test_lock = threading.RLock()  # reentrant, since a signal handler may send
         self._open(make_communicator(self._duplicate))
-        _live.add(self)
+        _live[self._order] = self
 
     def _duplicate(self) -> Comm:
         return self.user.Dup() if _watch is None else _watch.duplicate(self)
@@ -180,6 +180,7 @@ class Channel:
         self._drained: Drained = {}
         self._backwards: Comm | None = None
         self._separate: tuple[Comm, Comm] | None = None
+        self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         if _watch is not None:
             _watch.put_on(self)
 
@@ -358,7 +359,8 @@ class Channel:
     def duplicates(self) -> list[Comm]:
         """Return all communicators that this channel owns."""
         separate = self._separate[1] if self._separate is not None else None
-        return [comm for comm in (self.data, self.reverse, self._backwards, separate, *self.derived) if comm is not None]
+        owned = (self.data, self.reverse, self._backwards, separate, self.headers, *self.derived)
+        return [comm for comm in owned if comm is not None]
 
     def reopen(self, data: Comm) -> None:
         """Replace the duplicates, which may be revoked; `data`: a new one, of which others are made here; collective."""
@@ -380,11 +382,10 @@ class Channel:
         if not self.lost and self.has_unfinished():
             unended = self.unended
             self.end()
+        if self.headers is not None and not self.lost:
+            drain(self.headers, self.tag_limit)  # of messages that were received after debug mode
         give_back(self.duplicates(), unended)
-        if self.headers is not None and self.headers != MPI.COMM_NULL and not self.lost:
-            drain(self.headers, self.tag_limit)
-            self.headers.Free()
-        _live.discard(self)
+        _live.pop(self._order, None)
         self.data = self.reverse = self._backwards = _Freed()
         self._separate, self.derived = None, []
 
@@ -490,4 +491,4 @@ def on_any_rank(comm: Comm, here: bool) -> bool:
 
 def live_channels() -> list[Channel]:
     """Return the open channels in the order of their creation, which agrees between ranks for the channels they share."""
-    return sorted(_live, key=lambda found: found._order)
+    return [found for reference in _live.valuerefs() if (found := reference()) is not None]

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import Channel
+from mpiad.transport.core.channels import Channel, live_channels
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, lane_of
 from mpiad.transport.watch.descriptions import (
@@ -42,7 +42,8 @@ class _Wait:
         self.arguments, self.place = shown_arguments(call, comm.label), where(call, site)
 
     def give_up(self, reason: str) -> None:
-        self.comm.give_up(reason)
+        if (channel := self.comm.owner()) is not None:
+            channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
 
 
 class CollectiveWait(_Wait):
@@ -141,7 +142,8 @@ class StartedReduction(GuardedRequest):
         self._mine[: packed.size] = packed
         self._unended = int(not lane)
         agreement.begun_later += self._unended
-        self._exchange = GuardedRequest(comm, make, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
+        exchanging = comm.post if lane else agreement.later
+        self._exchange = GuardedRequest(comm, make, exchanging.Iallgather, self._mine, self._every)
         self._agreement = agreement
         self._group = comm if lane else agreement  # determines the order of the descriptions
 
@@ -166,13 +168,9 @@ def _packed(described: Description, starts: int) -> np.ndarray:
     return np.frombuffer(packed, np.uint8)
 
 
-# Not a WeakSet, which can't be copied in one step while another thread adds to it.
-_all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
-
-
 def live() -> list[Guarded]:
     """Return the guarded communicators in use."""
-    return [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
+    return [comm for channel in live_channels() for comm in channel.duplicates() if isinstance(comm, Guarded)]
 
 
 def counts() -> dict[str, int]:
@@ -239,7 +237,6 @@ class Guarded:
         self.number, self.reverse = number, reverse
         self.owner: Callable[[], Channel | None] = weakref.ref(owner) if owner is not None else lambda: None
         self.started = self._made = 0
-        _all[id(self)] = self
 
     def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
         """Raise an error on all ranks if they are about to make different calls; `step`: the name of MPI's function."""
@@ -257,15 +254,6 @@ class Guarded:
         if not agreement.agree(fingerprint(*arguments), lane, make):
             mine = (describe(*arguments), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
-
-    def give_up(self, reason: str) -> None:
-        """Mark the channel as unusable."""
-        if (channel := self.owner()) is not None:
-            channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
-
-    def retire(self) -> None:
-        """Stop counting its communication, since another communicator with this label replaces it."""
-        _all.pop(id(self), None)
 
     # ---- collectives of arrays
     Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Status
 from mpiad.errors import MessageMismatchError
-from mpiad.transport.core.channels import drain, live_channels
+from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.lookup import open_world
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.communicator import Guarded, MessageWait, live
@@ -189,13 +189,6 @@ class HeadedMessages(Guarded):
                 f"{name} at {place}. Give a template (`like`) with the shape and dtype of what is sent.",
                 ranks=(self.members[source], self.members[self.rank]),
             )
-
-    def Free(self) -> None:
-        """Free both communicators; collective."""
-        channel = self.owner()
-        drain(self.parts[1], 0 if channel is None else channel.tag_limit)
-        self.post.Free()
-        self.bare.Free()
 
 
 def _counted_down(counts: Counter[tuple[int, int]], peer: int, tag: int) -> bool:
