@@ -82,25 +82,12 @@ def unreceived(summaries: Sequence[Any]) -> list[str]:
 
 
 _BYTES = 256  # fixed length of headers, since receives are posted before the headers arrive
-_MOST = 10_000  # maximum number of cached headers
-_headers: dict[tuple, bytes] = {}
 
 Expected: TypeAlias = "tuple[GuardedRequest, bytearray]"  # the pending receive of a header, and its buffer
 
 
 def _form(array: np.ndarray) -> bytes:
     return f"shape {array.shape}, dtype {array.dtype}, {array.nbytes} bytes|".encode()
-
-
-def _header(array: np.ndarray) -> tuple[bytes, str, str]:
-    name, place = name_and_place()
-    key = array.shape, array.dtype.num, name, place
-    found = _headers.get(key)
-    if found is None:
-        if len(_headers) >= _MOST:
-            _headers.clear()
-        found = _headers[key] = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
-    return found, name, place
 
 
 class HeadedMessages(Guarded):
@@ -202,12 +189,13 @@ class HeadedSend(GuardedRequest):
     """A send of a header and an array."""
 
     def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
-        header, *self.caller = _header(array)
+        self.caller = name, place = name_and_place()
+        header = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
         make, self._ahead = partial(MessageWait, comm, True, dest, tag), None
         # The header is sent first, so after a message has arrived, a wait for its header ends.
         if not _counted_down(comm.unannounced, dest, tag):
             self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
-        comm.count_send(dest, tag, self.caller[1])
+        comm.count_send(dest, tag, place)
         super().__init__(comm, make, comm.bare.Isend, array, dest, tag)
 
     def Test(self, status: Status = None) -> bool:
