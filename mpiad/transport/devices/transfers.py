@@ -181,20 +181,29 @@ Transfer = HostTransfer | StagedTransfer
 
 
 def communicate(
-    call: Callable[[Buffer, Buffer], object], sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE
-) -> Array:
+    call: Callable[[Buffer, Buffer], object], sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE,
+    discards: bool = False,
+) -> Array:  # fmt: skip
     """Return the array that MPI writes in ``call(send_buffer, recv_buffer)``, called for each piece; MPI reads `sent`.
 
-    `spec`: of the result, by default that of `sent`.
+    `spec`: of the result, by default that of `sent`. `discards`: whether MPI writes nothing useful on this rank, so that
+    the result is zeros.
     """
     like = spec or sent
     # Without transfers, which take longer than a sum of a few numbers.
     if type(sent) is np.ndarray and len(pieces) == 1 and (spec is None or spec.arrays is None):
         out = np.empty(like.shape, like.dtype)
         call(sent, out)
+        if discards:
+            out.fill(0)
         return out if out.ndim else out[()]
-    outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec or Spec.of(sent), pieces)
-    return in_pieces(len(pieces), lambda k: call(outgoing.piece(k), incoming.piece(k)), incoming)
+    spec = spec or Spec.of(sent)
+    outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec, pieces)
+    for number in range(len(pieces)):
+        call(outgoing.piece(number), incoming.piece(number))
+        if not discards:
+            incoming.take(number)
+    return spec.zeros() if discards else incoming.received()
 
 
 def in_pieces(count: int, call: Callable[[int], object], incoming: Transfer) -> Array:
