@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from graphlib import CycleError, TopologicalSorter
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -41,8 +40,7 @@ class Finding(NamedTuple):
 def finding_of(states: list[State | None], asker: int) -> Finding:
     """Return the contents of the error for the states of all ranks; `asker`: the rank whose wait has taken too long."""
     graph = _wait_graph(states)
-    connected = _component(graph, asker)
-    cycle = _cycle(graph, connected)
+    cycle, connected = _cycle(graph, asker), _component(graph, asker)
     ranks = tuple(sorted(node for node in graph if node in connected and isinstance(node, int)))
     rows = [_row(rank, state, _awaited(graph, rank)) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
@@ -76,15 +74,24 @@ def _awaited(graph: Graph, rank: int) -> list[int]:
     return [other for node in nodes for other in (graph[node] if isinstance(node, tuple) else [node])]  # type: ignore[misc]
 
 
-def _cycle(graph: Graph, connected: set[Node]) -> tuple[int, ...]:
-    """Return a cycle of waits among connected nodes, from its lowest rank to the same rank; empty if there is none."""
-    try:
-        TopologicalSorter({node: awaited for node, awaited in graph.items() if node in connected}).prepare()
-    except CycleError as error:
-        # In the error's list, which ends with its first node, each node waits for the previous one.
-        ranks = [node for node in error.args[1][:0:-1] if isinstance(node, int)]
-        first = ranks.index(min(ranks))
-        return (*ranks[first:], *ranks[: first + 1])
+def _cycle(graph: Graph, start: int) -> tuple[int, ...]:
+    """Return a cycle of waits that can be reached from a rank, from its lowest rank to the same rank; empty if none."""
+    # A depth-first search, without recursion, since a cycle may have thousands of ranks.
+    path, ahead, done = dict[Node, None]({start: None}), [iter(graph.get(start, []))], set[Node]()
+    while ahead:
+        for node in ahead[-1]:
+            if node in path:
+                nodes = list(path)
+                ranks = [other for other in nodes[nodes.index(node) :] if isinstance(other, int)]
+                first = ranks.index(min(ranks))
+                return (*ranks[first:], *ranks[: first + 1])
+            if node in graph and node not in done:
+                path[node] = None
+                ahead.append(iter(graph[node]))
+                break
+        else:
+            ahead.pop()
+            done.add(path.popitem()[0])
     return ()
 
 
