@@ -9,7 +9,6 @@ import os
 import pickle
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm, Rank, Request
-from mpiad.transport.core.channels import Channel, make_communicator
+from mpiad.transport.core.channels import Channel, drain, make_communicator
 from mpiad.transport.core.fault_tolerance import is_process_failure
 
 _AT_ONCE = 0.01
@@ -144,7 +143,7 @@ class Line:
         self._settle(dead=rank)
 
 
-_ASK, _ANSWER = 1, 2
+_LAST, _ASK, _ANSWER = 0, 1, 2
 _POLL_INTERVAL = 5e-4  # seconds
 
 
@@ -159,7 +158,6 @@ class StateExchange:
         self._comm, self._state, self._tick, self._name = comm, state, tick, name
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
-        self._sent, self._received = Counter[Rank](), Counter[Rank]()  # numbers of messages
         self._asked = 0
         self._answers: dict[Rank, Any] = {}
         self._receiving, self._sending = threading.Lock(), threading.Lock()
@@ -195,7 +193,6 @@ class StateExchange:
             status = MPI.Status()
             while (message := self._comm.improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
                 source, kind = status.source, status.tag
-                self._received[source] += 1
                 self._handle(source, kind, message.recv())
 
     def _handle(self, source: Rank, kind: int, value: Any) -> None:
@@ -213,7 +210,6 @@ class StateExchange:
                 self._sends.append(held := [buffer])
                 # `extend` with `map` can't be interrupted between the send and its registration.
                 held.extend(map(self._comm.Isend, (buffer,), (rank,), (kind,)))
-                self._sent[rank] += 1
 
     def ask_all(self, seconds: float, ends: Callable[[], bool] = lambda: False) -> dict[Rank, Any]:
         """Return the states of the other ranks that answer within a time, and before ``ends()`` is true."""
@@ -228,11 +224,8 @@ class StateExchange:
         return self._answers
 
     def drain(self) -> None:
-        """Complete all messages after `stop`; collective."""
-        # A probe may miss a message in flight; the senders' counts give the remaining number.
-        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(self._comm.size)])):
-            while self._received[source] < sent:
-                self.answer()
+        """Complete or drop all messages after `stop`; collective."""
+        drain(self._comm, _LAST)
         for request in [request for held in self._sends for request in held[1:]]:
             request.Wait()
 
