@@ -881,7 +881,7 @@ NAMED = {
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",
     channels: "report_to_recorders Channel.begin Channel.leave Channel._drop_sent",
-    messages: "post_send Receipt.__init__ finish_send finish_receive receive send",
+    messages: "post_send Receipt.__init__ finish_receive receive send",
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",

@@ -64,10 +64,6 @@ class HostTransfer:
     def __init__(self, array: np.ndarray, pieces: list[Ranges] = _WHOLE):
         self._array, self._pieces = array, pieces
 
-    def divide(self, pieces: list[Ranges]) -> None:
-        """Change the pieces."""
-        self._pieces = pieces
-
     def piece(self, number: int) -> np.ndarray:
         """Return the buffer of a piece."""
         if len(self._pieces) == 1:
@@ -119,10 +115,7 @@ class StagedTransfer:
         self._memory = self._pinned_block.array(spec.shape, spec.dtype)
         self._events: list[Any] = []
         self._array: Array = None
-        self.divide(pieces)
-
-    def divide(self, pieces: list[Ranges]) -> None:
-        """Change the pieces, in each of which the ranges are adjacent in host memory."""
+        # In each piece the ranges are adjacent in host memory.
         self._pieces = [[(0, self._memory.size)]] if pieces is _WHOLE else pieces
         self._counts = [[end - start for start, end in ranges] for ranges in self._pieces]
         self._starts = [0, *accumulate(map(sum, self._counts))]
