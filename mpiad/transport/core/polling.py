@@ -239,29 +239,26 @@ class SharedCounter:
 
     def __init__(self, comm: Comm):
         self._comm: Comm = make_communicator(comm.Dup)
-        self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
-        if comm.rank == 0 and comm.size > 1:
+        if comm.rank == 0:
             self._thread.start()
 
     def take(self, many: int = 1) -> int:
         """Return the next number, and advance the counter by `many`."""
-        if self._comm.rank == 0:
-            with self._counting:
-                before, self._count = self._count, self._count + many
-            return before
         number = np.array(many, np.int64)
         self._comm.Send(number, 0, _ASK)
         wait_gently(self._comm.Irecv(number, 0, _ANSWER))
         return int(number)
 
     def _answer(self) -> None:
-        number, status = np.empty((), np.int64), MPI.Status()
+        number, many, status = np.zeros((), np.int64), np.empty((), np.int64), MPI.Status()
         while not self._ended.wait(_POLL_INTERVAL):
             # Polled, since MPI's own wait would occupy a core.
             while self._comm.Iprobe(MPI.ANY_SOURCE, _ASK, status):
-                self._comm.Recv(number, status.source, _ASK)
-                self._comm.Send(np.array(self.take(int(number)), np.int64), status.source, _ANSWER)
+                self._comm.Recv(many, status.source, _ASK)
+                self._comm.Send(number, status.source, _ANSWER)
+                number += many
 
     def __enter__(self) -> SharedCounter:
         return self
