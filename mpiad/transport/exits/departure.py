@@ -130,14 +130,13 @@ def await_others(patience: float | None = None) -> bool:
     """
     global _has_arrived, _comm
     _has_arrived = True
+    _replace_code(_member)  # since Python's shutdown may read the attribute
     if _comm is None:
-        stop_detecting_exit()
         return False
     gave_up = _Ending("its end, after communication was given up", 1, "")
     given_up = _await(_ending if patience is None or _ending is not None else gave_up, False, patience)
     _comm.Free()
     _comm = None
-    stop_detecting_exit()
     return given_up
 
 
@@ -227,11 +226,6 @@ def detect_exit(on_exit: Callable[[object, TracebackType | None], object]) -> bo
                 known = [name for name, value in names.items() if value is _python_exit and name != "_python_exit"]
                 names.update(dict.fromkeys(known, _sys_exit))
     return True
-
-
-def stop_detecting_exit() -> None:
-    """Restore the attribute `code`, since Python's shutdown may read it."""
-    _replace_code(_member)
 
 
 def _replace_code(attribute: object) -> bool:
