@@ -117,7 +117,8 @@ class MessageWait(_Wait):
         return ""
 
 
-_BYTES = 1024  # fixed length of a description, so that one nonblocking call exchanges them
+_BYTES = 4096  # fixed length of a description, so that one nonblocking call exchanges them
+_MOST_LETTERS = 128  # of each text in it, of at most four bytes each
 
 
 class StartedReduction(GuardedRequest):
@@ -137,9 +138,9 @@ class StartedReduction(GuardedRequest):
         make = partial(CollectiveWait, comm, comm.label, number, described)
         super().__init__(comm, make, comm.bare.Iallreduce, array, out, op)
         self.caller = described.operation, described.place
-        self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
-        packed = _packed(described, agreement.starts[lane])
-        self._mine[: packed.size] = packed
+        cut = [value[:_MOST_LETTERS] if isinstance(value, str) else value for value in described]
+        packed = pickle.dumps((Description._make(cut), agreement.starts[lane])).ljust(_BYTES)
+        self._mine, self._every = np.frombuffer(packed, np.uint8), np.empty((comm.size, _BYTES), np.uint8)
         self._unended = int(not lane)
         agreement.begun_later += self._unended
         exchanging = comm.post if lane else agreement.later
@@ -157,15 +158,6 @@ class StartedReduction(GuardedRequest):
             # The reduction isn't released, since a sum of mismatched calls may never end, and MPI still uses its buffers.
             raise_mismatch(described, self._group)
         super().Wait(status)
-
-
-def _packed(described: Description, starts: int) -> np.ndarray:
-    """Return a description in at most `_BYTES` bytes; long names are cut in the same way on all ranks."""
-    packed, width = pickle.dumps((described, starts)), 256
-    while len(packed) > _BYTES:
-        cut = [value[:width] if isinstance(value, str) else value for value in described]
-        packed, width = pickle.dumps((Description._make(cut), starts)), width // 2
-    return np.frombuffer(packed, np.uint8)
 
 
 def live() -> list[Guarded]:
