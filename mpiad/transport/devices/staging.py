@@ -189,11 +189,7 @@ _pools: dict[tuple[type, int], Pool] = {}
 
 def pool_of(arrays: ArrayModule) -> Pool:
     """Return the pool of a device."""
-    key = arrays.kind, arrays.device
-    found = _pools.get(key)
-    if found is None:
-        found = _pools.setdefault(key, Pool(arrays))  # another thread may have stored one
-    return found
+    return _pools.setdefault((arrays.kind, arrays.device), Pool(arrays))
 
 
 def close_pools() -> None:
