@@ -15,8 +15,8 @@ from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import Spec, arrays_of
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import (
-    bounds,
     incoming_transfer,
+    of_block,
     of_whole,
     outgoing_transfer,
 )
@@ -170,7 +170,7 @@ def _receive_chunks(envelope: Envelope, buffers: list[np.ndarray]) -> Iterator[i
 def discard(total: int, chunk: int, envelope: Envelope) -> None:
     """Receive and discard the chunks of an unexpected array."""
     dropped = np.empty(total, np.uint8)
-    deque(_receive_chunks(envelope, [dropped[start:end] for start, end in bounds(total, 1, chunk)]), 0)
+    deque(_receive_chunks(envelope, [dropped[slice(*part)] for (part,) in of_block([total], 0, 1, chunk)]), 0)
 
 
 # Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.

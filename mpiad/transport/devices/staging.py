@@ -122,14 +122,14 @@ class PinnedBlock:
 
 
 class Pool:
-    """Memory for the arrays of one device. `in_use`, `kept`: the bytes in use, and the unused bytes."""
+    """Memory for the arrays of one device. `kept`: the unused bytes."""
 
     def __init__(self, arrays: ArrayModule):
         self._arrays = arrays
         self._idle: dict[int, deque[tuple[np.ndarray, tuple]]] = {}
         # Python may free an object, and so return memory, in the middle of another call.
         self._lock = threading.RLock()
-        self.in_use = self.kept = 0
+        self.kept = 0
         self._closed = False
 
     def allocate(self, nbytes: int) -> PinnedBlock:
@@ -139,20 +139,12 @@ class Pool:
             idle = self._idle.get(size)
             memory, after = idle.popleft() if idle else (None, ())
             self.kept -= size if memory is not None else 0
-            self.in_use += size
         self._await(after)
-        if memory is None:
-            try:
-                memory = self._arrays.pinned(size)
-            except BaseException:
-                self.in_use -= size
-                raise
-        return PinnedBlock(self, memory)
+        return PinnedBlock(self, self._arrays.pinned(size) if memory is None else memory)
 
     def release(self, memory: np.ndarray, after: tuple) -> None:
         """Keep memory for its next use, or free it if enough is kept; `after`: events to wait for."""
         with self._lock:
-            self.in_use -= memory.size
             keeps = not self._closed and self.kept + memory.size <= device_settings.present().pinned
             if keeps:
                 self._idle.setdefault(memory.size, deque()).append((memory, after))

@@ -213,17 +213,11 @@ _LARGEST_ENTRY = 16  # bytes, of a complex128
 _LARGEST_DIVISOR = 16
 
 
-def bounds(size: int, itemsize: int, chunk: int) -> Ranges:
-    """Return the ranges of the pieces of an array of `size` entries; `chunk`: maximum number of bytes of a piece."""
-    step = (chunk - chunk % _LARGEST_ENTRY) // itemsize  # whole entries of any dtype
-    return [(start, min(start + step, size)) for start in range(0, size, step)]
-
-
 def of_whole(array: Array | Spec, chunk: int | None) -> list[Ranges]:
     """Return the pieces of an array that every rank has as a whole; one piece if `chunk` is None."""
     if chunk is None:
         return _WHOLE
-    return [[part] for part in bounds(array.nbytes // array.dtype.itemsize, array.dtype.itemsize, chunk)]
+    return of_block([array.nbytes // array.dtype.itemsize], 0, array.dtype.itemsize, chunk)
 
 
 def of_blocks(counts: list[int], itemsize: int, chunk: int | None) -> list[Ranges]:
@@ -244,5 +238,6 @@ def of_block(counts: list[int], rank: int, itemsize: int, chunk: int | None) -> 
 
 def _parts(counts: list[int], itemsize: int, chunk: int) -> list[Ranges]:
     """Return the pieces, each as a list of ranges relative to the beginnings of the blocks."""
-    step = max(chunk // min(len(counts), _LARGEST_DIVISOR) // itemsize, 1)
+    part = chunk // min(len(counts), _LARGEST_DIVISOR)
+    step = max((part - part % _LARGEST_ENTRY) // itemsize, 1)  # whole entries of any dtype
     return [[(min(start, count), min(start + step, count)) for count in counts] for start in range(0, max(counts), step)]
