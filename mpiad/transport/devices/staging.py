@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Shape
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_named
-from mpiad.transport.devices.device_settings import device_buffers, device_kinds, gpus_of_node
+from mpiad.transport.devices.device_settings import device_buffers, gpus_of_node, supports_cuda
 
 # Whether MPI can access device memory is reported by the library, and tested before the first use, since some CUDA-aware
 # builds are misconfigured. In the test this process sends arrays to itself. It runs only if the library reports support,
@@ -42,7 +42,7 @@ def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
         return forced
     key = arrays.kind, arrays.device
     if key not in _tried:
-        _tried[key] = _passes(arrays) if device_kinds() else None
+        _tried[key] = _passes(arrays) if supports_cuda() else None
     return bool(_tried[key])
 
 
@@ -58,7 +58,7 @@ def device_access() -> str:
     if forced is not None:
         return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
     # If the library reports support, CuPy is loaded here, even if the program has no CuPy array.
-    if device_kinds() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
+    if supports_cuda() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
         try:
             takes_directly(arrays_named("CuPy"))
         except Exception as error:  # noqa: BLE001 - CuPy may raise anything while it is loaded
