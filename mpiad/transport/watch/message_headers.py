@@ -210,15 +210,13 @@ class HeadedReceive(GuardedRequest):
         make = partial(MessageWait, comm, False, source, tag)
         super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
         self._buffer, self.caller = buffer, name_and_place()
-        self._cancelled = False
         # Posted together with the receive of the array, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
 
     def Wait(self, status: Status = None) -> None:
         """Wait for the array and compare its header."""
-        if self._cancelled:
-            self._requests[0].Wait()
+        if not self._requests[0]:  # the null request: the receive was canceled
             return
         status = MPI.Status() if status is None else status
         try:
@@ -240,7 +238,6 @@ class HeadedReceive(GuardedRequest):
 
     def Cancel(self) -> None:
         """Cancel the receive."""
-        self._cancelled = True
         super().Cancel()
         self._take_back_header()
 
