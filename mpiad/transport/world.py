@@ -165,15 +165,13 @@ _STARTS, _ENDED = "starts", "ended"  # states of a rank
 # Names of launchers' processes from which all ranks of a job on a node descend, and variables that differ between jobs.
 _LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
 _OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "PALS_APID")
-_announced: set[str] = set()
 
 
 def _announce(state: str) -> None:
     """Make the state of this rank visible to the other ranks of its node."""
-    if state not in _announced and MPI.COMM_WORLD.size > 1 and _job():
-        _announced.add(state)
+    if MPI.COMM_WORLD.size > 1 and _job():
         found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it is visible already, or the system has no such sockets
             found.bind(_socket_name(MPI.COMM_WORLD.rank, state))
         found.detach()  # so that it stays open in MPI_Finalize, which mpi4py calls after the end of Python
 
