@@ -325,7 +325,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
 
     On other ranks the result is on the device of the template `x`, or on a device like the root's if there is none.
     """
-    array: Array | None = None
+    array: Array = None
 
     def header() -> Header:
         nonlocal array

@@ -30,6 +30,7 @@ from mpiad.transport.devices.staging import pool_of, takes_directly
 
 Ranges = list[tuple[int, int]]
 BlockBuffer: TypeAlias = "tuple[Buffer, tuple[list[int], list[int]]]"  # a buffer, and counts and displacements of blocks
+BufferCall = Callable[[Buffer, Buffer], object]  # of a send buffer and a receive buffer
 _WHOLE: list[Ranges] = [[]]  # one piece, whose ranges nobody reads
 
 
@@ -174,9 +175,8 @@ Transfer = HostTransfer | StagedTransfer
 
 
 def communicate(
-    call: Callable[[Buffer, Buffer], object], sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE,
-    discards: bool = False,
-) -> Array:  # fmt: skip
+    call: BufferCall, sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE, discards: bool = False
+) -> Array:
     """Return the array that MPI writes in ``call(send_buffer, recv_buffer)``, called for each piece; MPI reads `sent`.
 
     `spec`: of the result, by default that of `sent`. `discards`: whether MPI writes nothing useful on this rank, so that

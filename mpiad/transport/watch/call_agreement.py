@@ -39,7 +39,7 @@ class Agreement:
         # Numbers of agreements begun, by lane; deadlock reports find missing ranks by them.
         self._numbers: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
-        self.later: Comm | None = None  # for comparisons of the main thread's nonblocking calls
+        self.later: Comm = None  # for comparisons of the main thread's nonblocking calls
         self._is_open = False
         self.begun_later = self.ended_later = 0  # numbers of comparisons of nonblocking calls
 
