@@ -25,11 +25,13 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+from mpi4py import MPI
 from mpi4py.MPI import SUM
 
 from mpiad._typing import Comm, Function, Request
 from mpiad.errors import ConvergenceError, DeadlockError, WorkerError
 from mpiad.transport.core.agreement import (
+    Failure,
     Failures,
     agreed,
     agreed_among,
@@ -43,7 +45,7 @@ from mpiad.transport.core.channels import communications, is_watched, live_chann
 from mpiad.transport.core.lookup import channel
 from mpiad.transport.core.polling import StateExchange
 from mpiad.transport.core.tracing import tracing
-from mpiad.transport.exits.abort import end_by, may_end_job
+from mpiad.transport.exits.abort import end_by, end_job, may_end_job
 from mpiad.transport.exits.recovery import recovers
 from mpiad.transport.exits.signals import requested
 from mpiad.transport.watch.watch_settings import seconds_of
@@ -327,12 +329,12 @@ class DeferredFailures:
             return
         self.error = error
         if may_end_job() and not is_watched():  # under the watch, waits have deadlines
-            reason = (
-                f"{self._call} can't raise this exception on all ranks: others have not come within {seconds:g} s. They "
-                "wait for this rank in a communication of the user's function, or compute for so long (MPIAD_TIMEOUT sets "
-                "another limit)"
+            text = (
+                f"mpiad: rank {MPI.COMM_WORLD.rank} ended the job. {self._call} can't raise this exception on all ranks: "
+                f"others have not come within {seconds:g} s. They wait for this rank in a communication of the user's "
+                f"function, or compute for so long (MPIAD_TIMEOUT sets another limit).\n{Failure.of(error).trace}"
             )
-            self._timer = threading.Timer(seconds, end_by, (error, reason))
+            self._timer = threading.Timer(seconds, end_job, (text, 1))
             self._timer.daemon = True
             self._timer.start()
 
