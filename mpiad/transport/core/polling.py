@@ -225,6 +225,7 @@ class StateExchange:
 
     def drain(self) -> None:
         """Complete or drop all messages after `stop`; collective."""
+        self._comm.Barrier()  # until then, the thread of another rank would take the last messages of `drain`
         drain(self._comm, _LAST)
         for request in [request for held in self._sends for request in held[1:]]:
             request.Wait()
