@@ -262,9 +262,7 @@ class Channel:
     def leave(self, requests: list[Request]) -> None:
         """Let a send complete in the background, and hold its buffer until then."""
         held = self.started.get(id(requests))
-        if held is None:  # a reset has completed it
-            return
-        if requests[0].Test():
+        if held is None or requests[0].Test():  # a reset has completed it, or MPI
             self.release(requests)
             return
         self.started[id(requests)] = "background send", requests, held[2]

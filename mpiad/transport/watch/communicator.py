@@ -179,8 +179,7 @@ def _collective(name: str, compared: Callable[..., tuple[Array, Op | None, int |
     nonblocking = _nonblocking("I" + name.lower())
 
     def method(self: Guarded, *args: Any) -> None:
-        if self.agreement is not None:
-            self.agree(name, *compared(*args))
+        self.agree(name, *compared(*args))
         request = nonblocking(self, *args)
         try:
             request.Wait()
@@ -232,9 +231,9 @@ class Guarded:
 
     def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
         """Raise an error on all ranks if they are about to make different calls; `step`: the name of MPI's function."""
-        if self.size == 1:
+        agreement = self.agreement
+        if agreement is None or self.size == 1:
             return
-        agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if hasattr(array, "dtype") else None
         arguments = (self.label, step, array, op, root, watch_settings.present().compares_lines)
         lane = lane_of(self.number)
