@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import mpiad
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport import Envelope, Spec, channel
 from mpiad.transport.core import channels, messages
-from mpiad.transport.core.polling import Line, packed
+from mpiad.transport.core.polling import Line, StateExchange, packed
 
 WORLD = MPI.COMM_WORLD
 
@@ -402,3 +403,19 @@ def test_a_reset_can_be_repeated_after_an_interrupt(rank, size, monkeypatch):
     mpiad.reset()
     mpiad.mpi_send(np.full(3, float(rank)), (rank + 1) % size)
     np.testing.assert_array_equal(mpiad.mpi_recv(np.zeros(3), (rank - 1) % size), (rank - 1) % size)
+
+
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="MPI was initialised for one thread")
+def test_ranks_that_still_answer_take_no_last_message_of_others(rank):
+    """The messages between the ranks' threads end with last messages, which aren't objects."""
+    comm = WORLD.Dup()
+    exchange = StateExchange(comm, lambda: rank, 1e-3, "test")
+    exchange.start()
+    if rank == 0:
+        exchange.post([other for other in range(comm.size) if other], 1, 7)  # a question whose answer nobody awaits
+    else:
+        time.sleep(0.1)
+    exchange.stop()
+    exchange.drain()
+    assert not comm.Iprobe()
+    comm.Free()
