@@ -80,7 +80,7 @@ def _agreed(
         return spec_like(array)
 
     spec = collectives.agree_on_spec(used, whole, root, x)
-    return spec, len(spec.shape), collectives.bcast_integers(used, lengths, root)
+    return spec, len(spec.shape), used.data.bcast(lengths, root)
 
 
 def _forward(x: Array, p: Dividing) -> Array:

@@ -10,7 +10,7 @@ from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, claim
 from mpiad.transport.core.collectives import Summation
-from mpiad.transport.core.messages import Receipt, finish_receive, finish_send
+from mpiad.transport.core.messages import Receipt, finish_receive
 
 
 def mpi_wait(request: Request) -> Array:
@@ -76,7 +76,8 @@ def _forward(x: None, request: Request) -> Array:
     if isinstance(handle, Summation):
         return handle.finish()
     if request.envelope is not None:
-        finish_send(handle, request.envelope)
+        # In the background, since its receive may depend on this rank's next operations.
+        request.envelope.channel.leave(handle)
     return request.value
 
 

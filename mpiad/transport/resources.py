@@ -102,8 +102,7 @@ def limit_threads(ranks_on_node: int) -> None:
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
     if os.environ.get("OMP_NUM_THREADS") == "1":
         _on_one_thread = sys.maxsize
-    mine, first = np.array(comm.size if share is None else comm.rank, np.int32), np.empty((), np.int32)
-    comm.Allreduce(mine, first, MPI.MIN)
+    first = comm.allreduce(comm.size if share is None else comm.rank, MPI.MIN)
     if first == comm.rank and first_time(_NOTICE):
         _log.warning(
             f"{MPI.Get_processor_name()}: {ranks_on_node} ranks share {len(cores())} cores: thread pools "

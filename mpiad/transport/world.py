@@ -47,7 +47,7 @@ from mpiad.transport.resources import limit_threads, prepare_memory
 from mpiad.transport.watch import switch, watch_settings
 from mpiad.transport.watch.descriptions import rank_ranges
 from mpiad.transport.watch.message_headers import left_over
-from mpiad.transport.watch.timed_waits import deadline_lifted
+from mpiad.transport.watch.timed_waits import set_reporter
 
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
@@ -165,15 +165,13 @@ _STARTS, _ENDED = "starts", "ended"  # states of a rank
 # Names of launchers' processes from which all ranks of a job on a node descend, and variables that differ between jobs.
 _LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
 _OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "PALS_APID")
-_announced: set[str] = set()
 
 
 def _announce(state: str) -> None:
     """Make the state of this rank visible to the other ranks of its node."""
-    if state not in _announced and MPI.COMM_WORLD.size > 1 and _job():
-        _announced.add(state)
+    if MPI.COMM_WORLD.size > 1 and _job():
         found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it is visible already, or the system has no such sockets
             found.bind(_socket_name(MPI.COMM_WORLD.rank, state))
         found.detach()  # so that it stays open in MPI_Finalize, which mpi4py calls after the end of Python
 
@@ -310,9 +308,9 @@ def _close() -> None:
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, _GRACE)
     else:
-        with deadline_lifted():
-            sentences = left_over() if watch.debug else []
-            _end_world()
+        set_reporter(None, None)  # without deadlines, since a rank may be here long before the others
+        sentences = left_over() if watch.debug else []
+        _end_world()
     switch.stop_answering(all_have_left=not given_up)
     if sentences:
         raise CommunicationMismatchError(

@@ -123,25 +123,20 @@ def _read_once(
     used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
 ) -> np.ndarray | None:
     """Return this rank's block, or None on all ranks if they have opened different files."""
-    error, held = None, None
-    try:
-        require_regular(path)
-        held = path.open("rb")
-        layout = _layout_in(held)
-        starts, block = allocate(layout)
-    except FileNotFoundError as found:
-        error = OSError(f"{call}: {path}: {found.strerror}.")
-    except (OSError, ValueError) as found:
-        error = (OSError if isinstance(found, OSError) else ValueError)(f"{call}: {path} can't be read: {found}.")
-    except Exception as found:  # noqa: BLE001 the other ranks must not wait for it
-        error = found
+    opened = list[tuple[IO[bytes], Layout, Shape, np.ndarray]]()
     with contextlib.ExitStack() as stack:
-        if held is not None:
-            stack.enter_context(held)
-        raise_together(used, error)
+
+        def open_and_allocate() -> None:
+            require_regular(path)
+            held = stack.enter_context(path.open("rb"))
+            layout = _layout_in(held)
+            opened.append((held, layout, *allocate(layout)))
+
+        _together(used, path, open_and_allocate, call, reads=True)
+        held, layout, starts, block = opened[0]
         file = stack.enter_context(_opened(used, path, MPI.MODE_RDONLY, call))
         # While a file is open, its inode number isn't reused; so equal numbers mean the same file.
-        mine, now = os.fstat(held.fileno()), None  # type: ignore[union-attr]
+        mine, now = os.fstat(held.fileno()), None
         with contextlib.suppress(OSError):
             now = path.stat()
         same = now is not None and (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino)
@@ -181,18 +176,18 @@ def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.Fil
         opened[0].Close()
 
 
-def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str) -> None:
+def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str, reads: bool = False) -> None:
     """Call `act`, unless it is None; raise an error of any rank on all ranks."""
     error: Exception | None = None
     try:
         if act is not None:
             act()
     except OSError as failure:
-        error = OSError(f"{call}: {path}: {failure.strerror or failure}. {remedy(failure, path)}")
+        error = OSError(f"{call}: {path}: {failure.strerror or failure}.{'' if reads else f' {remedy(failure, path)}'}")
     except MPI.Exception as failure:
         error = OSError(f"{call}: {path}: {failure.Get_error_string()}")
     except ValueError as failure:
-        error = ValueError(f"{call}: {str(path)!r}: {failure}.")
+        error = ValueError(f"{call}: {str(path)!r} can't be {'read' if reads else 'written'}: {failure}.")
     except Exception as failure:  # noqa: BLE001 the other ranks must not wait for it
         error = failure
     raise_together(used, error)

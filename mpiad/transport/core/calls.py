@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Hashable
 from dis import opmap
+from functools import cache
 from time import perf_counter
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -196,9 +197,8 @@ def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: 
 def _pushed(call: Call) -> Call:
     call.outer = tracing.call
     tracing.call = call
-    if observers:
-        for observer in tuple(observers):
-            observer.began(call)
+    for observer in tuple(observers):
+        observer.began(call)
     return call
 
 
@@ -206,9 +206,8 @@ def end(call: Call) -> None:
     """End a call, and calls inside it that an exception has left open."""
     tracing.call = call.outer
     call.ended = perf_counter()
-    if observers:
-        for observer in tuple(observers):
-            observer.ended(call)
+    for observer in tuple(observers):
+        observer.ended(call)
     call._x = call._params = None  # the record may outlive the arrays
 
 
@@ -223,19 +222,13 @@ _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "pla
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-# Cached by code object: 0 for the user's code, 1 for this library, 2 for other libraries.
-_kinds: dict[CodeType, int] = {}
 _sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
 
 
+@cache
 def _kind(code: CodeType) -> int:
-    found = _kinds.get(code)
-    if found is None:
-        found = _kinds[code] = _kind_of_file(code.co_filename)
-    return found
-
-
-def _kind_of_file(name: str) -> int:
+    """Return 0 for the user's code, 1 for this library, 2 for other libraries."""
+    name = code.co_filename
     if name.startswith("<frozen"):
         return 2
     path = os.path.realpath(name) if os.path.exists(name) else name

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count, repeat
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import numpy as np
 from mpi4py import MPI
@@ -99,7 +99,8 @@ def cancel(receive: Request) -> None:
 
 
 _GOLDEN_SECTION = 0.6180339887498949
-_live: WeakSet[Channel] = WeakSet()
+# By the order of creation. Unlike a WeakSet, it can be copied in one step while another thread adds a channel.
+_live: WeakValueDictionary[int, Channel] = WeakValueDictionary()
 _made: dict[tuple[int, ...], int] = {}  # by members: the number of channels created so far
 _numbers = count()
 
@@ -150,11 +151,10 @@ class Channel:
         self.alone = False  # whether the fault is that the other ranks don't make the same calls
         self.lost: tuple[int, ...] = ()  # ranks whose processes have died
         self.pairs_compared = False  # whether `mpi_sendrecv` has checked that all ranks name the same pair
-        self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         self._order = next(_numbers)
-        self._test_lock = threading.Lock()
+        self._test_lock = threading.RLock()  # reentrant, since a signal handler may send
         self._open(make_communicator(self._duplicate))
-        _live.add(self)
+        _live[self._order] = self
 
     def _duplicate(self) -> Comm:
         return self.user.Dup() if _watch is None else _watch.duplicate(self)
@@ -174,13 +174,13 @@ class Channel:
         self.received: dict[tuple[int, int], int] = {}
         # Halo exchanges in two halves: the number begun, and by tag a weak reference to the last one.
         self.exchanges, self.active_exchanges = 0, dict[int, Any]()
-        self.pending: list[tuple[Request, object]] = []
         self.started: dict[int, tuple[str, list[Request], object]] = {}
         self.unended = False  # whether a collective was abandoned before its end
         self._next_test = 1
         self._drained: Drained = {}
         self._backwards: Comm | None = None
         self._separate: tuple[Comm, Comm] | None = None
+        self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         if _watch is not None:
             _watch.put_on(self)
 
@@ -224,41 +224,22 @@ class Channel:
             self.derived = [kept for kept in self.derived if kept is not comm]
             comm.Free()
 
-    def keep(self, request: Request, buffer: object) -> None:
-        """Hold the buffer of a send until MPI has finished with it."""
-        self.pending.append((request, buffer))
-        # Only one thread tests the requests, since two mustn't test the same one.
-        if len(self.pending) >= self._next_test:
-            held: list[bool] = []
-            try:
-                try:
-                    # `extend` with `map` can't be interrupted between the acquisition and its record.
-                    held.extend(map(self._test_lock.acquire, (False,)))
-                    if held[0]:
-                        self._drop_sent()
-                finally:
-                    self._release(held)
-            finally:  # repeated, since an interrupt may prevent the first release
-                self._release(held)
-
-    def _release(self, held: list[bool]) -> None:
-        if held and held.pop():
-            self._test_lock.release()
-
     def _drop_sent(self) -> None:
-        tested = len(self.pending)
-        # In place, and only the sends counted above, since other threads may append in the meantime.
-        self.pending[:tested] = [held for held in self.pending[:tested] if not held[0].Test()]
+        """Release the buffers of background sends that MPI has finished with."""
+        with self._test_lock:  # two threads mustn't test the same request
+            for kind, requests, _ in tuple(self.started.values()):
+                if kind == "background send" and requests[0].Test():
+                    self.release(requests)
         # The number of tests stays linear in the number of sends if the next test waits until twice as many are pending.
-        self._next_test = 2 * len(self.pending) + 1
+        self._next_test = 2 * len(self.started) + 1
 
     def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
         """Start an MPI operation, ``call(x, y, z)``; return a list with its request, to be passed to `release`.
 
         `kind`: "send", "receive", "reduction", or "parcel" for a send of `polling.Line`; "blocking send" or "blocking
-        receive" if the same public call waits for it. `buffers`: the objects that MPI uses, which are held until `release`.
-        They are stored before the call of MPI, and no interrupt can come between this call and the storage of its request.
-        So an interrupt never frees memory in use.
+        receive" if the same public call waits for it; "background send" after `leave`. `buffers`: the objects that MPI
+        uses, which are held until `release`. They are stored before the call of MPI, and no interrupt can come between this
+        call and the storage of its request. So an interrupt never frees memory in use.
         """
         requests: list[Request] = []
         self.started[id(requests)] = kind, requests, buffers
@@ -281,10 +262,12 @@ class Channel:
     def leave(self, requests: list[Request]) -> None:
         """Let a send complete in the background, and hold its buffer until then."""
         held = self.started.get(id(requests))
-        if held is not None:  # otherwise a reset has completed it
-            if not requests[0].Test():
-                self.keep(requests[0], held[2])
+        if held is None or requests[0].Test():  # a reset has completed it, or MPI
             self.release(requests)
+            return
+        self.started[id(requests)] = "background send", requests, held[2]
+        if len(self.started) >= self._next_test:
+            self._drop_sent()
 
     def end(self) -> None:
         """Complete or drop all pending messages; collective. After an exception it may be called again."""
@@ -297,7 +280,7 @@ class Channel:
         # they may wait until the other ranks drain.
         for comm in (self.data, self.reverse):
             drain(comm, self.tag_limit, self._drained)
-        for request in self._sends():
+        for request in self._requests("send"):
             request.Wait()
         # A reduction that some ranks haven't started never ends. An operation whose request was lost may not have ended.
         self.unended = self._has_unended()
@@ -305,7 +288,6 @@ class Channel:
         # Derived communicators may have pending messages; see `give_back`.
         ABANDONED.extend((comm,) for comm in self.derived)
         self.derived = []
-        self.pending.clear()
         self.started.clear()
 
     def has_unfinished(self) -> bool:
@@ -313,9 +295,8 @@ class Channel:
 
         If not, `end` isn't necessary, in which every rank sends a message to every other.
         """
-        with self._test_lock:
-            self._drop_sent()
-        here = bool(self.pending or self.started or self.fault)
+        self._drop_sent()
+        here = bool(self.started or self.fault)
         # The sum over all ranks is the number of unreceived messages.
         unreceived = sum(self.sent.values()) - sum(self.received.values())
         # One reduction for all three numbers, since every program makes it at its end.
@@ -330,10 +311,7 @@ class Channel:
 
     def sends(self) -> bool:
         """Return whether sends of this rank are pending."""
-        return any(not request.Test() for request in self._sends())
-
-    def _sends(self) -> list[Request]:
-        return [request for request, _ in self.pending] + self._requests("send")
+        return any(not request.Test() for request in self._requests("send"))
 
     def _requests(self, kind: str) -> list[Request]:
         return [request for held in self.started.values() if held[0].endswith(kind) for request in held[1]]
@@ -379,12 +357,13 @@ class Channel:
     def duplicates(self) -> list[Comm]:
         """Return all communicators that this channel owns."""
         separate = self._separate[1] if self._separate is not None else None
-        return [comm for comm in (self.data, self.reverse, self._backwards, separate, *self.derived) if comm is not None]
+        owned = (self.data, self.reverse, self._backwards, separate, self.headers, *self.derived)
+        return [comm for comm in owned if comm is not None]
 
     def reopen(self, data: Comm) -> None:
         """Replace the duplicates, which may be revoked; `data`: a new one, of which others are made here; collective."""
         # The old ones aren't freed: their contexts mustn't be reused while messages are in flight.
-        ABANDONED.append((self.duplicates(), self.pending, self.started))
+        ABANDONED.append((self.duplicates(), self.started))
         if _watch is not None:
             _watch.start_anew(self)
         self._open(data)
@@ -401,11 +380,10 @@ class Channel:
         if not self.lost and self.has_unfinished():
             unended = self.unended
             self.end()
+        if self.headers is not None and not self.lost:
+            drain(self.headers, self.tag_limit)  # of messages that were received after debug mode
         give_back(self.duplicates(), unended)
-        if self.headers is not None and self.headers != MPI.COMM_NULL and not self.lost:
-            drain(self.headers, self.tag_limit)
-            self.headers.Free()
-        _live.discard(self)
+        _live.pop(self._order, None)
         self.data = self.reverse = self._backwards = _Freed()
         self._separate, self.derived = None, []
 
@@ -511,4 +489,4 @@ def on_any_rank(comm: Comm, here: bool) -> bool:
 
 def live_channels() -> list[Channel]:
     """Return the open channels in the order of their creation, which agrees between ranks for the channels they share."""
-    return sorted(_live, key=lambda found: found._order)
+    return [found for reference in _live.valuerefs() if (found := reference()) is not None]

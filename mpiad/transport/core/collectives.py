@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from math import inf, isfinite, prod
+from math import inf, prod
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Request, Shape
-from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
+from mpiad.transport.core.agreement import agreed, fingerprint
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
-from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied, result
+from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied
 from mpiad.transport.devices.device_settings import LEAST_CHUNK, chunk_of, exchanges, present
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import (
@@ -84,13 +84,8 @@ class Summation:
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
-    chunk = chunk_of(array.nbytes)
-    if chunk is None and type(array) is np.ndarray:
-        out = np.empty(array.shape, array.dtype)
-        requests = channel.begin("reduction", (array, out), channel.data.Iallreduce, array, out, MPI.SUM)
-        return Summation(channel, [requests], HostTransfer(out))
-    pieces, spec = of_whole(array, chunk), Spec.of(array)
-    sent, received = outgoing_transfer(array, pieces, True, True), incoming_transfer(spec, pieces, True)
+    pieces = of_whole(array, chunk_of(array.nbytes))
+    sent, received = outgoing_transfer(array, pieces, True, True), incoming_transfer(Spec.of(array), pieces, True)
     started = [
         channel.begin("reduction", (sent, received), channel.data.Iallreduce, sent.piece(k), received.piece(k), MPI.SUM)
         for k in range(len(pieces))
@@ -116,54 +111,19 @@ def sum_in_place(channel: Channel, array: np.ndarray) -> None:
 # reduction is enough. Otherwise a second reduction finds the entries that were NaN. Zeros in the result are set to 0.0,
 # since the order of comparisons decides between 0.0 and -0.0.
 
-_HOST = (np.ndarray, np.generic)
 
-
-def without_nan(array: Array, op: Op) -> Array:
-    """Return a contiguous array with infinities in place of NaN; the array itself if it is known to be finite."""
-    if _is_clearly_finite(array):
-        return array
-    arrays = arrays_of(array)
-    out = array.copy() if arrays is None else arrays.copy(array)
-    out[np.isnan(array)] = _dominant(op)
-    return out
-
-
-def may_be_nan(found: Array, op: Op) -> bool:
-    """Return whether any entry is the infinity that represents NaN."""
-    if _is_clearly_finite(found):
-        return False
-    arrays, reached = arrays_of(found), np.any(found == _dominant(op))
-    return bool(reached if arrays is None else arrays.to_host(reached))
-
-
-def finished(found: Array, nan: Array | None) -> Array:
-    """Return a reduced array with NaN at the entries of a flat mask, and zeros set to 0.0; may overwrite the array."""
+def _extremum(channel: Channel, array: Array, op: Op) -> Array:
+    infinity = array.dtype.type(inf if op == MPI.MAX else -inf)
+    arrays, nan = arrays_of(array), np.isnan(array)
+    replaced = array if arrays is None and not nan.any() else np.where(nan, infinity, array)
+    found = _combined(channel, replaced, op)
+    reached = (found == infinity).any()
     found += found.dtype.type(0)  # -0.0 + 0.0 is 0.0
-    if nan is None:
+    if not (reached if arrays is None else arrays.to_host(reached)):
         return found
     flat = found.reshape(-1)
-    flat[nan] = np.nan
+    flat[_combined(channel, nan.reshape(-1), MPI.LOR)] = np.nan
     return flat.reshape(found.shape) if found.shape else flat[0]
-
-
-def _dominant(op: Op) -> float:
-    return inf if op == MPI.MAX else -inf
-
-
-def _is_clearly_finite(array: Array) -> bool:
-    """Return whether a fast test shows that a host array is finite; it may return False for finite arrays, too."""
-    if not isinstance(array, _HOST):
-        return False
-    if array.size == 1:
-        return isfinite(array.item() if array.ndim else array)
-    # A finite sum of squares implies finite entries. vdot takes a third of the time of isnan and any, and unlike dot it
-    # doesn't warn of overflow.
-    return isfinite(np.vdot(array, array))
-
-
-_FAILED = -1
-_EMPTY = Spec((0,), np.dtype(float))
 
 
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
@@ -171,9 +131,7 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
     array = outgoing(x, call)
     if op is MPI.SUM or array.dtype.kind != "f" or op not in (MPI.MAX, MPI.MIN):
         return _combined(channel, array, op)
-    found = _combined(channel, without_nan(array, op), op)
-    nan = _combined(channel, np.isnan(array.reshape(-1)), MPI.LOR) if may_be_nan(found, op) else None
-    return finished(found, nan)
+    return _extremum(channel, array, op)
 
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
@@ -183,10 +141,6 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
         _compare(channel.data, "Allreduce", array, op)
     elif large and exchanges(array.nbytes) and name_of(op) == "SUM":
         return _exchanged_sum(channel, array)
-    elif type(array) is np.ndarray:  # without a further function call, since small sums are frequent
-        out = np.empty(array.shape, array.dtype)
-        channel.data.Allreduce(array, out, op)
-        return out if array.ndim else out[()]
     return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array, None, of_whole(array, chunk))
 
 
@@ -198,13 +152,8 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
         _compare(channel.data, "Reduce", array, MPI.SUM, root)
     elif exchanges(array.nbytes):
         return _exchanged_sum(channel, array, root)
-    pieces = of_whole(array, chunk)
-    if channel.rank == root:
-        return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, None, pieces)
-    sent = outgoing_transfer(array, pieces)
-    for number in range(len(pieces)):
-        channel.data.Reduce(sent.piece(number), None, MPI.SUM, root)
-    return Spec.of(array).zeros()
+    pieces, discards = of_whole(array, chunk), channel.rank != root
+    return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, None, pieces, discards)
 
 
 def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
@@ -233,14 +182,8 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     reduction, chunk = comm.Exscan if exclusive else comm.Scan, chunk_of(array.nbytes)
     if chunk is not None:
         _compare(comm, "Scan", array)
-    pieces = of_whole(array, chunk)
-    if not (exclusive and comm.rank == 0):
-        return communicate(reduction, array, None, pieces)
     # In MPI the first rank's exclusive sum is undefined.
-    sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
-    for number in range(len(pieces)):
-        reduction(sent.piece(number), received.piece(number))
-    return Spec.of(array).zeros()
+    return communicate(reduction, array, None, of_whole(array, chunk), discards=exclusive and comm.rank == 0)
 
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
@@ -255,23 +198,17 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     return in_pieces(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
 
 
-def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
+def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str) -> list[int]:
     """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
 
-    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. Raises a ValueError on
-    all ranks if other dimensions or dtypes differ between ranks.
+    `like`: the spec of this rank's array. Raises a ValueError on all ranks if other dimensions or dtypes differ between
+    ranks.
     """
-    if wrong is not None:
-        like, axis = _EMPTY, None  # a rank with an error takes part in the communication, too
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
     mine = np.array([1 if axis is None else shape[axis], fingerprint(*piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
-    if wrong is not None:
-        mine[0] = _FAILED
     channel.data.Allgather(mine, every)
-    if (every[:, 0] == _FAILED).any():
-        raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
         shapes = channel.data.allgather(f"{shape} {dtype}")
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
@@ -346,13 +283,11 @@ def _exchanged_sum(channel: Channel, array: Array, root: int | None = None) -> A
     """Sum the ranks' arrays on all ranks, or on the root; return zeros on ranks without the sum."""
     _compare(channel.data, "Allreduce" if root is None else "Reduce", array, MPI.SUM, root)
     counts = even_lengths(array.size, channel.size)
-    block = _own_block(channel, array, counts)
+    block, spec = _own_block(channel, array, counts), Spec.of(array)
     if root is None:
-        return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, Spec.of(array))
-    if channel.rank == root:
-        return communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), block, Spec.of(array))
-    channel.data.Gatherv(outgoing_transfer(block).piece(0), None, root)
-    return Spec.of(array).zeros()
+        return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, spec)
+    gather, discards = channel.data.Gatherv, channel.rank != root
+    return communicate(lambda sent, out: gather(sent, [out, counts], root), block, spec, discards=discards)
 
 
 def _own_block(channel: Channel, array: Array, counts: list[int]) -> Array:
@@ -370,7 +305,7 @@ def _back(array: Array, axis: int | None) -> Array:
     return array if not axis else contiguous(np.moveaxis(array, 0, axis))
 
 
-# Broadcasts with a header that contains the shape and dtype, and also the entries of a small array.
+# Broadcasts that begin with a header, which contains the shape and dtype, and also the entries of a small array.
 #
 # An error of the root (an object instead of an array, a shape that can't be divided) is sent in the header, and all ranks
 # raise it.
@@ -390,23 +325,25 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
 
     On other ranks the result is on the device of the template `x`, or on a device like the root's if there is none.
     """
-    if channel.rank != root:
-        spec, chunk, entries = _received_header(channel, root, x)
-        if entries is None:
-            return _bcast(channel, None, spec, root, chunk)
-        array = np.ndarray(spec.shape, spec.dtype, entries)
-        return result(array.copy()) if spec.arrays is None else spec.arrays.to_device(array)
-    array = _or_send_error(channel, root, lambda: outgoing(x, call))
-    spec, chunk, entries = Spec.of(array), chunk_of(array.nbytes), None
-    arrays = spec.arrays
-    staged = arrays is not None and not takes_directly(arrays)
-    if staged and array.nbytes > present().chunk:
-        chunk = present().chunk
-    # An array that MPI reads on the device isn't copied to the host for the header.
-    if array.nbytes <= _INLINE_BYTES and (arrays is None or staged):
-        entries, chunk = (array if arrays is None else arrays.to_host(array)).tobytes(), None
-    _send_header(channel, root, _header_of(spec, chunk, entries))
-    return copied(array) if entries is not None else _bcast(channel, array, spec, root, chunk)
+    array: Array = None
+
+    def header() -> Header:
+        nonlocal array
+        array = outgoing(x, call)
+        arrays, chunk, entries = arrays_of(array), chunk_of(array.nbytes), None
+        staged = arrays is not None and not takes_directly(arrays)
+        if staged and array.nbytes > present().chunk:
+            chunk = present().chunk
+        # An array that MPI reads on the device isn't copied to the host for the header.
+        if array.nbytes <= _INLINE_BYTES and (arrays is None or staged):
+            entries, chunk = (array if arrays is None else arrays.to_host(array)).tobytes(), None
+        return _header_of(Spec.of(array), chunk, entries)
+
+    spec, chunk, entries = _shared_header(channel, header, root, x)
+    if entries is None:
+        return _bcast(channel, array, spec, root, chunk)
+    small = np.ndarray(spec.shape, spec.dtype, entries)
+    return copied(small) if spec.arrays is None else spec.arrays.to_device(small)
 
 
 def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:
@@ -414,49 +351,32 @@ def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, templat
 
     On other ranks it has the device of the template, or a device like the root's if there is none.
     """
-    if channel.rank != root:
-        return _received_header(channel, root, template)[0]
-    spec = _or_send_error(channel, root, make)
-    _send_header(channel, root, _header_of(spec))
-    return spec
+    return _shared_header(channel, lambda: _header_of(make()), root, template)[0]
 
 
 def _header_of(spec: Spec, chunk: int | None = None, entries: bytes | None = None) -> Header:
     return spec.shape, spec.dtype.char, "" if spec.arrays is None else spec.arrays.name, chunk, entries
 
 
-def _send_header(channel: Channel, root: int, header: Header) -> None:
-    packed = pickle.dumps(header)
-    channel.data.Bcast(np.frombuffer(packed.ljust(_HEADER_BYTES), np.uint8), root)
-
-
-def _received_header(channel: Channel, root: int, template: object) -> tuple[Spec, int | None, bytes | None]:
-    packet = np.empty(_HEADER_BYTES, np.uint8)
+def _shared_header(
+    channel: Channel, make: Callable[[], Header], root: int, template: object
+) -> tuple[Spec, int | None, bytes | None]:
+    """Return spec, bytes of a piece and entries in the header that `make` returns on the root, or raise its error."""
+    packet, error = np.empty(_HEADER_BYTES, np.uint8), None
+    if channel.rank == root:
+        try:
+            header = make()
+        except (TypeError, ValueError) as found:  # the other ranks already wait for the header
+            error, text = found, str(found).encode()[:_ERROR_BYTES].decode(errors="replace")
+            header = (ValueError if isinstance(error, ValueError) else TypeError).__name__, text
+        packet = np.frombuffer(pickle.dumps(header).ljust(_HEADER_BYTES), np.uint8)
     channel.data.Bcast(packet, root)
-    header: Header = pickle.loads(packet.data)
+    if error is not None:
+        raise error
+    header = pickle.loads(packet.data)
     if len(header) == 2:
         kind = ValueError if header[0] == ValueError.__name__ else TypeError
         raise kind(f"{header[1]} (raised on the root, rank {root})")
     shape, dtype, device, chunk, entries = header
     arrays = arrays_of(template) if template is not None or not device else arrays_named(device)
     return Spec(shape, np.dtype(dtype), arrays), chunk, entries
-
-
-def _or_send_error(channel: Channel, root: int, make: Callable[[], T]) -> T:
-    """Return ``make()``; if it raises, first send the error to the other ranks, which already wait for a header."""
-    try:
-        return make()
-    except (TypeError, ValueError) as error:
-        kind = ValueError if isinstance(error, ValueError) else TypeError
-        text = str(error).encode()[:_ERROR_BYTES].decode(errors="replace")
-        _send_header(channel, root, (kind.__name__, text))
-        raise
-
-
-def bcast_integers(channel: Channel, values: list[int], root: int) -> list[int]:
-    """Copy the root's list, of one integer for each rank, to all ranks."""
-    buffer = np.empty(channel.size, dtype=np.int64)
-    if channel.rank == root:
-        buffer[:] = values
-    channel.data.Bcast(buffer, root)
-    return buffer.tolist()

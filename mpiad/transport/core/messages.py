@@ -15,12 +15,8 @@ from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import Spec, arrays_of
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import (
-    DirectTransfer,
-    HostTransfer,
-    StagedTransfer,
-    Transfer,
-    bounds,
     incoming_transfer,
+    of_block,
     of_whole,
     outgoing_transfer,
 )
@@ -174,7 +170,7 @@ def _receive_chunks(envelope: Envelope, buffers: list[np.ndarray]) -> Iterator[i
 def discard(total: int, chunk: int, envelope: Envelope) -> None:
     """Receive and discard the chunks of an unexpected array."""
     dropped = np.empty(total, np.uint8)
-    deque(_receive_chunks(envelope, [dropped[start:end] for start, end in bounds(total, 1, chunk)]), 0)
+    deque(_receive_chunks(envelope, [dropped[slice(*part)] for (part,) in of_block([total], 0, 1, chunk)]), 0)
 
 
 # Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.
@@ -195,7 +191,7 @@ class Receipt:
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
-    """Start a send, and return MPI's request; a host array mustn't be changed before `finish_send`."""
+    """Start a send, and return MPI's request; a host array mustn't be changed before `Channel.leave`."""
     if (arrays := arrays_of(array)) is not None:
         chunk = device_settings.present().chunk
         # If an array had the size of its announcement, the receiver would mistake the announcement for the array.
@@ -203,11 +199,6 @@ def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Requ
             return _send_in_chunks(array, envelope, chunk, kind)
         array = outgoing_transfer(array, copies=True).piece(0)
     return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
-
-
-def finish_send(requests: list[Request], envelope: Envelope) -> None:
-    """Let a send complete in the background, since its receive may depend on this rank's next operations."""
-    envelope.channel.leave(requests)
 
 
 def send(array: Array, envelope: Envelope) -> None:
@@ -236,7 +227,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     # MPI reports an error if a message is too long, but not if it is too short.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
-        return _received_in_chunks(receipt.buffer, got, spec, envelope, receipt.transfer, call)
+        return _received_in_chunks(receipt.buffer, got, spec, envelope, call)
     receipt.transfer.take(0)
     return receipt.transfer.received()
 
@@ -275,7 +266,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
         except MessageMismatchError:
             _drop_chunks(dropped, got, spec, envelope)
             raise
-    return _received_in_chunks(dropped, got, spec, envelope, transfer, call)
+    return _received_in_chunks(dropped, got, spec, envelope, call)
 
 
 def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
@@ -309,11 +300,10 @@ def require_whole(destination: np.ndarray, status: Status, back: Envelope, call:
     """After a message of another size, receive the chunks that it announces, or raise a ValueError."""
     got = status.Get_count(MPI.BYTE)
     if got != destination.nbytes:
-        transfer = HostTransfer(np.empty_like(destination))
-        destination[...] = _received_in_chunks(destination, got, Spec.of(destination), back, transfer, call)
+        destination[...] = _received_in_chunks(destination, got, Spec.of(destination), back, call)
 
 
-def _received_in_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, transfer: Transfer, call: str) -> Array:
+def _received_in_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive the array whose chunks a message announces; raise a ValueError if there are none, or if its size differs."""
     announced = read_announcement(buffer, got, spec)
     if announced is None:
@@ -322,10 +312,8 @@ def _received_in_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope
     if total != spec.nbytes:
         discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    if isinstance(transfer, DirectTransfer):
-        transfer = StagedTransfer(spec, [])  # even with a CUDA-aware MPI, since the sender has sent chunks
-    pieces = of_whole(spec, chunk)
-    transfer.divide(pieces)
+    pieces = of_whole(spec, chunk)  # at least two, which a device array gets through the host, as it was sent
+    transfer = incoming_transfer(spec, pieces)
     for number in _receive_chunks(envelope, [transfer.piece(k) for k in range(len(pieces))]):
         transfer.take(number)
     return transfer.received()

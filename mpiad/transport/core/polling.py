@@ -9,7 +9,6 @@ import os
 import pickle
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm, Rank, Request
-from mpiad.transport.core.channels import Channel, make_communicator
+from mpiad.transport.core.channels import Channel, drain, make_communicator
 from mpiad.transport.core.fault_tolerance import is_process_failure
 
 _AT_ONCE = 0.01
@@ -144,7 +143,7 @@ class Line:
         self._settle(dead=rank)
 
 
-_ASK, _ANSWER = 1, 2
+_LAST, _ASK, _ANSWER = 0, 1, 2
 _POLL_INTERVAL = 5e-4  # seconds
 
 
@@ -159,7 +158,6 @@ class StateExchange:
         self._comm, self._state, self._tick, self._name = comm, state, tick, name
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
-        self._sent, self._received = Counter[Rank](), Counter[Rank]()  # numbers of messages
         self._asked = 0
         self._answers: dict[Rank, Any] = {}
         self._receiving, self._sending = threading.Lock(), threading.Lock()
@@ -195,7 +193,6 @@ class StateExchange:
             status = MPI.Status()
             while (message := self._comm.improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
                 source, kind = status.source, status.tag
-                self._received[source] += 1
                 self._handle(source, kind, message.recv())
 
     def _handle(self, source: Rank, kind: int, value: Any) -> None:
@@ -213,7 +210,6 @@ class StateExchange:
                 self._sends.append(held := [buffer])
                 # `extend` with `map` can't be interrupted between the send and its registration.
                 held.extend(map(self._comm.Isend, (buffer,), (rank,), (kind,)))
-                self._sent[rank] += 1
 
     def ask_all(self, seconds: float, ends: Callable[[], bool] = lambda: False) -> dict[Rank, Any]:
         """Return the states of the other ranks that answer within a time, and before ``ends()`` is true."""
@@ -228,11 +224,9 @@ class StateExchange:
         return self._answers
 
     def drain(self) -> None:
-        """Complete all messages after `stop`; collective."""
-        # A probe may miss a message in flight; the senders' counts give the remaining number.
-        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(self._comm.size)])):
-            while self._received[source] < sent:
-                self.answer()
+        """Complete or drop all messages after `stop`; collective."""
+        self._comm.Barrier()  # until then, the thread of another rank would take the last messages of `drain`
+        drain(self._comm, _LAST)
         for request in [request for held in self._sends for request in held[1:]]:
             request.Wait()
 
@@ -246,29 +240,26 @@ class SharedCounter:
 
     def __init__(self, comm: Comm):
         self._comm: Comm = make_communicator(comm.Dup)
-        self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
-        if comm.rank == 0 and comm.size > 1:
+        if comm.rank == 0:
             self._thread.start()
 
     def take(self, many: int = 1) -> int:
         """Return the next number, and advance the counter by `many`."""
-        if self._comm.rank == 0:
-            with self._counting:
-                before, self._count = self._count, self._count + many
-            return before
         number = np.array(many, np.int64)
         self._comm.Send(number, 0, _ASK)
         wait_gently(self._comm.Irecv(number, 0, _ANSWER))
         return int(number)
 
     def _answer(self) -> None:
-        number, status = np.empty((), np.int64), MPI.Status()
+        number, many, status = np.zeros((), np.int64), np.empty((), np.int64), MPI.Status()
         while not self._ended.wait(_POLL_INTERVAL):
             # Polled, since MPI's own wait would occupy a core.
             while self._comm.Iprobe(MPI.ANY_SOURCE, _ASK, status):
-                self._comm.Recv(number, status.source, _ASK)
-                self._comm.Send(np.array(self.take(int(number)), np.int64), status.source, _ANSWER)
+                self._comm.Recv(many, status.source, _ASK)
+                self._comm.Send(number, status.source, _ANSWER)
+                number += many
 
     def __enter__(self) -> SharedCounter:
         return self

@@ -7,7 +7,6 @@ Copies that are only nearly equal would drift apart.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array
 from mpiad.errors import ReplicationError
+from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.core.channels import Channel
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -106,7 +106,7 @@ def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
 class _Leaf(NamedTuple):
     path: str
     kind: str
-    digest: bytes
+    digest: int
 
     def __str__(self) -> str:
         return f"{self.path} ({self.kind})"
@@ -128,13 +128,11 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], pref
             described.append(_Leaf(path, *_described(values[-1])))
     except TypeError as error:
         wrong = str(error)
-    digest = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
-    words = np.frombuffer(digest, dtype=np.uint64)
+    digest = fingerprint(described)
     # The minimum of the complements is the complement of the maximum, so one reduction computes both.
-    mine = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
-    least = np.empty_like(mine)
+    mine, least = np.array([digest, ~digest, not wrong]), np.empty(3, int)
     channel.data.Allreduce(mine, least, MPI.MIN)
-    if not least[4] or (least[:2] != ~least[2:4]).any():
+    if not least[2] or least[0] != ~least[1]:
         _explain(channel, values, described, wrong, f"{prefix}, but ", f" {advice}" if advice else "")
 
 
@@ -152,11 +150,10 @@ def _plain(path: str, value: object) -> Array:
     return array
 
 
-def _described(value: object) -> tuple[str, bytes]:
+def _described(value: object) -> tuple[str, int]:
     if not isinstance(value, np.ndarray):
-        return type(value).__name__, hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
-    digest = hashlib.blake2b(np.ascontiguousarray(bits_of(value)).data, digest_size=16).digest()
-    return f"shape {value.shape}, dtype {value.dtype}", digest
+        return type(value).__name__, fingerprint(repr(value))
+    return f"shape {value.shape}, dtype {value.dtype}", fingerprint(bits_of(value))
 
 
 def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong: str, prefix: str, advice: str) -> None:

@@ -8,6 +8,7 @@ the start the ranks agree whether any of them may use arrays that are copied to 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -89,8 +90,7 @@ def device_of(local_rank: int, count: int) -> str:
 
 
 _LEVELS = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
-_QUERIES = {"CUDA": "MPIX_Query_cuda_support", "ROCm": "MPIX_Query_rocm_support"}
-_NUMBERS = {"CUDA": 0, "ROCm": 2}  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
+_CUDA_SUPPORT = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 class Library(NamedTuple):
@@ -130,37 +130,25 @@ def _path() -> str:
 
 def device_buffers() -> str:
     """Return as text whether the library reports that it can access device memory."""
-    kinds = device_kinds()
-    return "unknown" if kinds is None else f"yes ({', '.join(kinds)})" if kinds else "no"
+    return {None: "unknown", False: "no", True: "yes (CUDA)"}[supports_cuda()]
 
 
-def device_kinds() -> list[str] | None:
-    """Return the kinds of devices whose memory the library reports to access, such as "CUDA"; None without a report."""
-    path = _path()
-    asked = _asked(path)
-    if asked:
-        return [kind for kind, answer in asked.items() if answer]
-    info = MPI.COMM_WORLD.Get_info()
-    reported = (info.Get("mpi_memory_alloc_kinds") or "").split(",")  # of MPI 4.1
-    info.Free()
-    words = {word.split(":")[0] for word in reported}
-    return [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in words] if reported != [""] else None
-
-
-def _asked(path: str) -> dict[str, bool]:
+def supports_cuda() -> bool | None:
+    """Return whether the library reports that it can access the memory of CUDA devices; None without a report."""
     # mpi4py doesn't wrap these extensions. CDLL returns the library that is already loaded.
-    try:
-        loaded = ctypes.CDLL(path or None)
-    except OSError:
-        return {}
-    if hasattr(loaded, "MPIX_GPU_query_support"):
-        # MPICH. Before version 4, its other function ends the process if MPICH was built without GPUs.
-        found, supported = {}, ctypes.c_int(0)
-        for kind, number in _NUMBERS.items():
-            answers = loaded.MPIX_GPU_query_support(number, ctypes.byref(supported)) == MPI.SUCCESS
-            found[kind] = answers and bool(supported.value)
-        return found
-    return {kind: bool(getattr(loaded, name)()) for kind, name in _QUERIES.items() if hasattr(loaded, name)}
+    with contextlib.suppress(OSError):
+        loaded = ctypes.CDLL(_path() or None)
+        if hasattr(loaded, "MPIX_GPU_query_support"):
+            # MPICH. Before version 4, its other function ends the process if MPICH was built without GPUs.
+            supported = ctypes.c_int(0)
+            answers = loaded.MPIX_GPU_query_support(_CUDA_SUPPORT, ctypes.byref(supported)) == MPI.SUCCESS
+            return answers and bool(supported.value)
+        if hasattr(loaded, "MPIX_Query_cuda_support"):
+            return bool(loaded.MPIX_Query_cuda_support())
+    info = MPI.COMM_WORLD.Get_info()
+    reported = info.Get("mpi_memory_alloc_kinds")  # of MPI 4.1
+    info.Free()
+    return "cuda" in [kind.split(":")[0] for kind in reported.split(",")] if reported else None
 
 
 T = TypeVar("T")
@@ -230,7 +218,7 @@ def start() -> None:
     def numbers(wanted: DeviceSettings) -> list[float]:
         asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
         sizes = [size if given else inf for size, given in zip((wanted.chunk, wanted.pinned), asked)]
-        expects, direct = asked[0] or may_bring_arrays(), bool(device_kinds())
+        expects, direct = asked[0] or may_bring_arrays(), bool(supports_cuda())
         # Truth values, of which 0 on any rank decides, and sizes: MPIAD_CUDA_AWARE isn't 0; it isn't 1; no device arrays;
         # none that are copied to the host; none that MPI accesses directly.
         asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]

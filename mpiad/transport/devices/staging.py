@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Shape
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_named
-from mpiad.transport.devices.device_settings import device_buffers, device_kinds, gpus_of_node
+from mpiad.transport.devices.device_settings import device_buffers, gpus_of_node, supports_cuda
 
 # Whether MPI can access device memory is reported by the library, and tested before the first use, since some CUDA-aware
 # builds are misconfigured. In the test this process sends arrays to itself. It runs only if the library reports support,
@@ -42,7 +42,7 @@ def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
         return forced
     key = arrays.kind, arrays.device
     if key not in _tried:
-        _tried[key] = _passes(arrays) if device_kinds() else None
+        _tried[key] = _passes(arrays) if supports_cuda() else None
     return bool(_tried[key])
 
 
@@ -58,7 +58,7 @@ def device_access() -> str:
     if forced is not None:
         return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
     # If the library reports support, CuPy is loaded here, even if the program has no CuPy array.
-    if device_kinds() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
+    if supports_cuda() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
         try:
             takes_directly(arrays_named("CuPy"))
         except Exception as error:  # noqa: BLE001 - CuPy may raise anything while it is loaded
@@ -122,14 +122,14 @@ class PinnedBlock:
 
 
 class Pool:
-    """Memory for the arrays of one device. `in_use`, `kept`: the bytes in use, and the unused bytes."""
+    """Memory for the arrays of one device. `kept`: the unused bytes."""
 
     def __init__(self, arrays: ArrayModule):
         self._arrays = arrays
         self._idle: dict[int, deque[tuple[np.ndarray, tuple]]] = {}
         # Python may free an object, and so return memory, in the middle of another call.
         self._lock = threading.RLock()
-        self.in_use = self.kept = 0
+        self.kept = 0
         self._closed = False
 
     def allocate(self, nbytes: int) -> PinnedBlock:
@@ -139,20 +139,12 @@ class Pool:
             idle = self._idle.get(size)
             memory, after = idle.popleft() if idle else (None, ())
             self.kept -= size if memory is not None else 0
-            self.in_use += size
         self._await(after)
-        if memory is None:
-            try:
-                memory = self._arrays.pinned(size)
-            except BaseException:
-                self.in_use -= size
-                raise
-        return PinnedBlock(self, memory)
+        return PinnedBlock(self, self._arrays.pinned(size) if memory is None else memory)
 
     def release(self, memory: np.ndarray, after: tuple) -> None:
         """Keep memory for its next use, or free it if enough is kept; `after`: events to wait for."""
         with self._lock:
-            self.in_use -= memory.size
             keeps = not self._closed and self.kept + memory.size <= device_settings.present().pinned
             if keeps:
                 self._idle.setdefault(memory.size, deque()).append((memory, after))
@@ -189,11 +181,7 @@ _pools: dict[tuple[type, int], Pool] = {}
 
 def pool_of(arrays: ArrayModule) -> Pool:
     """Return the pool of a device."""
-    key = arrays.kind, arrays.device
-    found = _pools.get(key)
-    if found is None:
-        found = _pools.setdefault(key, Pool(arrays))  # another thread may have stored one
-    return found
+    return _pools.setdefault((arrays.kind, arrays.device), Pool(arrays))
 
 
 def close_pools() -> None:

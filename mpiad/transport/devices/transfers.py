@@ -30,6 +30,7 @@ from mpiad.transport.devices.staging import pool_of, takes_directly
 
 Ranges = list[tuple[int, int]]
 BlockBuffer: TypeAlias = "tuple[Buffer, tuple[list[int], list[int]]]"  # a buffer, and counts and displacements of blocks
+BufferCall = Callable[[Buffer, Buffer], object]  # of a send buffer and a receive buffer
 _WHOLE: list[Ranges] = [[]]  # one piece, whose ranges nobody reads
 
 
@@ -63,10 +64,6 @@ class HostTransfer:
 
     def __init__(self, array: np.ndarray, pieces: list[Ranges] = _WHOLE):
         self._array, self._pieces = array, pieces
-
-    def divide(self, pieces: list[Ranges]) -> None:
-        """Change the pieces."""
-        self._pieces = pieces
 
     def piece(self, number: int) -> np.ndarray:
         """Return the buffer of a piece."""
@@ -119,10 +116,7 @@ class StagedTransfer:
         self._memory = self._pinned_block.array(spec.shape, spec.dtype)
         self._events: list[Any] = []
         self._array: Array = None
-        self.divide(pieces)
-
-    def divide(self, pieces: list[Ranges]) -> None:
-        """Change the pieces, in each of which the ranges are adjacent in host memory."""
+        # In each piece the ranges are adjacent in host memory.
         self._pieces = [[(0, self._memory.size)]] if pieces is _WHOLE else pieces
         self._counts = [[end - start for start, end in ranges] for ranges in self._pieces]
         self._starts = [0, *accumulate(map(sum, self._counts))]
@@ -181,20 +175,28 @@ Transfer = HostTransfer | StagedTransfer
 
 
 def communicate(
-    call: Callable[[Buffer, Buffer], object], sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE
+    call: BufferCall, sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE, discards: bool = False
 ) -> Array:
     """Return the array that MPI writes in ``call(send_buffer, recv_buffer)``, called for each piece; MPI reads `sent`.
 
-    `spec`: of the result, by default that of `sent`.
+    `spec`: of the result, by default that of `sent`. `discards`: whether MPI writes nothing useful on this rank, so that
+    the result is zeros.
     """
     like = spec or sent
     # Without transfers, which take longer than a sum of a few numbers.
     if type(sent) is np.ndarray and len(pieces) == 1 and (spec is None or spec.arrays is None):
         out = np.empty(like.shape, like.dtype)
         call(sent, out)
+        if discards:
+            out.fill(0)
         return out if out.ndim else out[()]
-    outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec or Spec.of(sent), pieces)
-    return in_pieces(len(pieces), lambda k: call(outgoing.piece(k), incoming.piece(k)), incoming)
+    spec = spec or Spec.of(sent)
+    outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec, pieces)
+    for number in range(len(pieces)):
+        call(outgoing.piece(number), incoming.piece(number))
+        if not discards:
+            incoming.take(number)
+    return spec.zeros() if discards else incoming.received()
 
 
 def in_pieces(count: int, call: Callable[[int], object], incoming: Transfer) -> Array:
@@ -211,17 +213,11 @@ _LARGEST_ENTRY = 16  # bytes, of a complex128
 _LARGEST_DIVISOR = 16
 
 
-def bounds(size: int, itemsize: int, chunk: int) -> Ranges:
-    """Return the ranges of the pieces of an array of `size` entries; `chunk`: maximum number of bytes of a piece."""
-    step = (chunk - chunk % _LARGEST_ENTRY) // itemsize  # whole entries of any dtype
-    return [(start, min(start + step, size)) for start in range(0, size, step)]
-
-
 def of_whole(array: Array | Spec, chunk: int | None) -> list[Ranges]:
     """Return the pieces of an array that every rank has as a whole; one piece if `chunk` is None."""
     if chunk is None:
         return _WHOLE
-    return [[part] for part in bounds(array.nbytes // array.dtype.itemsize, array.dtype.itemsize, chunk)]
+    return of_block([array.nbytes // array.dtype.itemsize], 0, array.dtype.itemsize, chunk)
 
 
 def of_blocks(counts: list[int], itemsize: int, chunk: int | None) -> list[Ranges]:
@@ -242,5 +238,6 @@ def of_block(counts: list[int], rank: int, itemsize: int, chunk: int | None) -> 
 
 def _parts(counts: list[int], itemsize: int, chunk: int) -> list[Ranges]:
     """Return the pieces, each as a list of ranges relative to the beginnings of the blocks."""
-    step = max(chunk // min(len(counts), _LARGEST_DIVISOR) // itemsize, 1)
+    part = chunk // min(len(counts), _LARGEST_DIVISOR)
+    step = max((part - part % _LARGEST_ENTRY) // itemsize, 1)  # whole entries of any dtype
     return [[(min(start, count), min(start + step, count)) for count in counts] for start in range(0, max(counts), step)]

@@ -138,8 +138,9 @@ def is_reporting() -> bool:
     return _reporting
 
 
-def end_by(error: BaseException) -> None:
-    """End the job because of an exception; if the hooks aren't installed, only show the exception."""
+def end_by(error: BaseException, reason: str = "") -> None:
+    """End the job because of an exception, after printing a reason; if the hooks aren't installed, only show both."""
+    flush_streams(f"mpiad: {reason}.\n" if reason else "")
     (_end_job if _installed else sys.excepthook)(type(error), error, error.__traceback__)
 
 

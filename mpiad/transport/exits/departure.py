@@ -130,14 +130,13 @@ def await_others(patience: float | None = None) -> bool:
     """
     global _has_arrived, _comm
     _has_arrived = True
+    _replace_code(_member)  # since Python's shutdown may read the attribute
     if _comm is None:
-        stop_detecting_exit()
         return False
     gave_up = _Ending("its end, after communication was given up", 1, "")
     given_up = _await(_ending if patience is None or _ending is not None else gave_up, False, patience)
     _comm.Free()
     _comm = None
-    stop_detecting_exit()
     return given_up
 
 
@@ -191,7 +190,8 @@ class _Code:
         if error is None:
             return self
         code = _member.__get__(error, kind)
-        if threading.current_thread() is threading.main_thread() and not _has_caller():
+        ends_program = sys._getframe().f_back is None
+        if ends_program and threading.current_thread() is threading.main_thread():
             with contextlib.suppress(Exception):  # the program ends in any case, and with this code
                 self._on_exit(code, _whole_trace(error))
         return code
@@ -201,14 +201,6 @@ class _Code:
 
     def __delete__(self, error: SystemExit) -> None:
         _member.__delete__(error)
-
-
-def _has_caller() -> bool:
-    try:
-        sys._getframe(2)
-    except ValueError:
-        return False
-    return True
 
 
 def _whole_trace(error: SystemExit) -> TracebackType | None:
@@ -234,11 +226,6 @@ def detect_exit(on_exit: Callable[[object, TracebackType | None], object]) -> bo
                 known = [name for name, value in names.items() if value is _python_exit and name != "_python_exit"]
                 names.update(dict.fromkeys(known, _sys_exit))
     return True
-
-
-def stop_detecting_exit() -> None:
-    """Restore the attribute `code`, since Python's shutdown may read it."""
-    _replace_code(_member)
 
 
 def _replace_code(attribute: object) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,7 +36,6 @@ _BY_KEYWORD: Comm = object()
 _UNTIL_REVOKED = 0.05  # seconds before a failed rank revokes, since the other ranks may fail in the same way
 _UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank looks for revoked larger communicators
 _UNTIL_LOGGED = 1.0  # seconds after which a failed rank that waits logs its exception
-_DEATH_WITHIN = 2.0
 _log = logging.getLogger("mpiad")
 Verdict = Callable[[Failures], BaseException]
 
@@ -242,5 +240,4 @@ def _end_job(mine: BaseException | None, call: str) -> None:
     error = RemoteError(f"{call} can't recover: in the meantime a call on a larger communicator has failed, too.")
     error.__cause__ = mine
     end_by(error)
-    time.sleep(_DEATH_WITHIN)
     raise error

@@ -62,18 +62,17 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def install_signal_handlers() -> bool:
-    """Make SIGTERM end all ranks with exit code 143, and SIGINT during a wait with 130; return whether this is installed.
+def install_signal_handlers() -> None:
+    """Make SIGTERM end all ranks with exit code 143, and SIGINT during a wait with 130.
 
-    Python allows it in the main thread only.
+    Python allows it in the main thread only; in another one this has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
-        return False
+        return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
     _listen()
     os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
-    return True
 
 
 def _listen() -> None:

@@ -20,7 +20,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from mpi4py.MPI import SUM
 from mpiad._typing import Comm, Function, Request
 from mpiad.errors import ConvergenceError, DeadlockError, WorkerError
 from mpiad.transport.core.agreement import (
+    Failure,
     Failures,
     agreed,
     agreed_among,
@@ -74,7 +74,6 @@ _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation",
 # If the innermost frames belong to these modules, the frame of their caller is examined.
 _POLLS = ("mpiad.transport.watch", "mpiad.transport.core.polling", "mpiad.transport.exits.user_failures")
 _PATIENCE = 1.5  # seconds for which a failed rank waits if MPI doesn't allow a second thread
-_DEATH_WITHIN = 2.0  # seconds; after MPI's abort has returned, the launcher kills this process in this time
 
 
 class FailureDetector:
@@ -128,10 +127,8 @@ class FailureDetector:
             time.sleep(1e-3)
 
     def _end(self, error: BaseException, reason: str) -> None:
-        sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")
-        end_by(error)  # with MPIAD_ABORT=0 this only prints the error, and this rank raises alone
-        time.sleep(_DEATH_WITHIN)
-        raise error
+        end_by(error, f"{self._call} can't raise this exception on all ranks: {reason}")
+        raise error  # with MPIAD_ABORT=0, on this rank alone
 
     def close(self, failed: bool = False) -> None:
         """Stop answering; `failed`: whether any rank has failed, so that messages may be pending."""
@@ -139,16 +136,6 @@ class FailureDetector:
         self._place = None
         if failed:
             self._exchange.drain()
-
-
-def _end_late(error: Exception, call: str, seconds: float) -> None:
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    end_job(
-        f"mpiad: rank {MPI.COMM_WORLD.rank} ended the job. {call} can't raise this exception on all ranks: others have not "
-        f"come within {seconds:g} s. They wait for this rank in a communication of the user's function, or compute for so "
-        f"long (MPIAD_TIMEOUT sets another limit).\n{trace}",
-        1,
-    )
 
 
 T = TypeVar("T")
@@ -342,7 +329,12 @@ class DeferredFailures:
             return
         self.error = error
         if may_end_job() and not is_watched():  # under the watch, waits have deadlines
-            self._timer = threading.Timer(seconds, _end_late, (error, self._call, seconds))
+            text = (
+                f"mpiad: rank {MPI.COMM_WORLD.rank} ended the job. {self._call} can't raise this exception on all ranks: "
+                f"others have not come within {seconds:g} s. They wait for this rank in a communication of the user's "
+                f"function, or compute for so long (MPIAD_TIMEOUT sets another limit).\n{Failure.of(error).trace}"
+            )
+            self._timer = threading.Timer(seconds, end_job, (text, 1))
             self._timer.daemon = True
             self._timer.start()
 

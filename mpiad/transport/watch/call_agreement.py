@@ -39,27 +39,23 @@ class Agreement:
         # Numbers of agreements begun, by lane; deadlock reports find missing ranks by them.
         self._numbers: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
-        self._later: Comm | None = None
+        self.later: Comm = None  # for comparisons of the main thread's nonblocking calls
         self._is_open = False
         self.begun_later = self.ended_later = 0  # numbers of comparisons of nonblocking calls
 
     def open(self) -> None:
-        """Begin a new epoch after `renew`; collective."""
+        """Begin a new epoch after `renew`, the latest of any rank; collective."""
         if self._is_open:
             return
         mine = np.array([-self.epoch, self.begun_later, -self.begun_later, self.ended_later])
         least = np.empty_like(mine)
         self.comm.Allreduce(mine, least, MPI.MIN)
         self.epoch = -int(least[0])
-        if self._later is None or not least[1] == -least[2] == least[3]:
+        if self.later is None or not least[1] == -least[2] == least[3]:
             # Not freed: a rank may have begun an operation there that others haven't, and the context may be reused.
-            ABANDONED.append((self._later,))
-            self._later, self.begun_later, self.ended_later = make_communicator(self.comm.Dup), 0, 0
+            ABANDONED.append((self.later,))
+            self.later, self.begun_later, self.ended_later = make_communicator(self.comm.Dup), 0, 0
         self._is_open = True
-
-    def later(self, lane: int, own: Comm) -> Comm:
-        """Return the communicator for comparisons of nonblocking calls: outside the main thread `own`, the channel's."""
-        return own if lane else self._later  # type: ignore[return-value]
 
     def begun(self, lane: int) -> tuple[str, int]:
         """Return the key under which the agreements of a lane are counted, and their number."""
@@ -102,12 +98,9 @@ class Agreement:
             send.Wait()
         return found
 
-    def renew(self, epoch: int | None = None) -> None:
-        """Abandon pending agreements, and restart the counts with other tags; all ranks call this.
-
-        `epoch`: the new epoch, the same on all ranks; by default the next one.
-        """
-        self.epoch = self.epoch + 1 if epoch is None else epoch
+    def renew(self) -> None:
+        """Abandon pending agreements, and restart the counts with other tags; all ranks call this, and then `open`."""
+        self.epoch += 1
         self._is_open = False
         self._numbers.clear()
         self.starts.clear()

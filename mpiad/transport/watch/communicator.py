@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import Channel
+from mpiad.transport.core.channels import Channel, live_channels
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, lane_of
 from mpiad.transport.watch.descriptions import (
@@ -42,7 +42,8 @@ class _Wait:
         self.arguments, self.place = shown_arguments(call, comm.label), where(call, site)
 
     def give_up(self, reason: str) -> None:
-        self.comm.give_up(reason)
+        if (channel := self.comm.owner()) is not None:
+            channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
 
 
 class CollectiveWait(_Wait):
@@ -116,7 +117,8 @@ class MessageWait(_Wait):
         return ""
 
 
-_BYTES = 1024  # fixed length of a description, so that one nonblocking call exchanges them
+_BYTES = 4096  # fixed length of a description, so that one nonblocking call exchanges them
+_MOST_LETTERS = 128  # of each text in it, of at most four bytes each
 
 
 class StartedReduction(GuardedRequest):
@@ -136,12 +138,13 @@ class StartedReduction(GuardedRequest):
         make = partial(CollectiveWait, comm, comm.label, number, described)
         super().__init__(comm, make, comm.bare.Iallreduce, array, out, op)
         self.caller = described.operation, described.place
-        self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
-        packed = _packed(described, agreement.starts[lane])
-        self._mine[: packed.size] = packed
+        cut = [value[:_MOST_LETTERS] if isinstance(value, str) else value for value in described]
+        packed = pickle.dumps((Description._make(cut), agreement.starts[lane])).ljust(_BYTES)
+        self._mine, self._every = np.frombuffer(packed, np.uint8), np.empty((comm.size, _BYTES), np.uint8)
         self._unended = int(not lane)
         agreement.begun_later += self._unended
-        self._exchange = GuardedRequest(comm, make, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
+        exchanging = comm.post if lane else agreement.later
+        self._exchange = GuardedRequest(comm, make, exchanging.Iallgather, self._mine, self._every)
         self._agreement = agreement
         self._group = comm if lane else agreement  # determines the order of the descriptions
 
@@ -157,22 +160,9 @@ class StartedReduction(GuardedRequest):
         super().Wait(status)
 
 
-def _packed(described: Description, starts: int) -> np.ndarray:
-    """Return a description in at most `_BYTES` bytes; long names are cut in the same way on all ranks."""
-    packed, width = pickle.dumps((described, starts)), 256
-    while len(packed) > _BYTES:
-        cut = [value[:width] if isinstance(value, str) else value for value in described]
-        packed, width = pickle.dumps((Description._make(cut), starts)), width // 2
-    return np.frombuffer(packed, np.uint8)
-
-
-# Not a WeakSet, which can't be copied in one step while another thread adds to it.
-_all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
-
-
 def live() -> list[Guarded]:
     """Return the guarded communicators in use."""
-    return [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
+    return [comm for channel in live_channels() for comm in channel.duplicates() if isinstance(comm, Guarded)]
 
 
 def counts() -> dict[str, int]:
@@ -189,8 +179,7 @@ def _collective(name: str, compared: Callable[..., tuple[Array, Op | None, int |
     nonblocking = _nonblocking("I" + name.lower())
 
     def method(self: Guarded, *args: Any) -> None:
-        if self.agreement is not None:
-            self.agree(name, *compared(*args))
+        self.agree(name, *compared(*args))
         request = nonblocking(self, *args)
         try:
             request.Wait()
@@ -239,13 +228,12 @@ class Guarded:
         self.number, self.reverse = number, reverse
         self.owner: Callable[[], Channel | None] = weakref.ref(owner) if owner is not None else lambda: None
         self.started = self._made = 0
-        _all[id(self)] = self
 
     def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
         """Raise an error on all ranks if they are about to make different calls; `step`: the name of MPI's function."""
-        if self.size == 1:
+        agreement = self.agreement
+        if agreement is None or self.size == 1:
             return
-        agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if hasattr(array, "dtype") else None
         arguments = (self.label, step, array, op, root, watch_settings.present().compares_lines)
         lane = lane_of(self.number)
@@ -257,15 +245,6 @@ class Guarded:
         if not agreement.agree(fingerprint(*arguments), lane, make):
             mine = (describe(*arguments), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
-
-    def give_up(self, reason: str) -> None:
-        """Mark the channel as unusable."""
-        if (channel := self.owner()) is not None:
-            channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
-
-    def retire(self) -> None:
-        """Stop counting its communication, since another communicator with this label replaces it."""
-        _all.pop(id(self), None)
 
     # ---- collectives of arrays
     Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))

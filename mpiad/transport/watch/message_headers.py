@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Status
 from mpiad.errors import MessageMismatchError
-from mpiad.transport.core.channels import drain, live_channels
+from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.lookup import open_world
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.communicator import Guarded, MessageWait, live
@@ -82,25 +82,12 @@ def unreceived(summaries: Sequence[Any]) -> list[str]:
 
 
 _BYTES = 256  # fixed length of headers, since receives are posted before the headers arrive
-_MOST = 10_000  # maximum number of cached headers
-_headers: dict[tuple, bytes] = {}
 
 Expected: TypeAlias = "tuple[GuardedRequest, bytearray]"  # the pending receive of a header, and its buffer
 
 
 def _form(array: np.ndarray) -> bytes:
     return f"shape {array.shape}, dtype {array.dtype}, {array.nbytes} bytes|".encode()
-
-
-def _header(array: np.ndarray) -> tuple[bytes, str, str]:
-    name, place = name_and_place()
-    key = array.shape, array.dtype.num, name, place
-    found = _headers.get(key)
-    if found is None:
-        if len(_headers) >= _MOST:
-            _headers.clear()
-        found = _headers[key] = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
-    return found, name, place
 
 
 class HeadedMessages(Guarded):
@@ -132,7 +119,8 @@ class HeadedMessages(Guarded):
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
         channel = self.owner()
         started = () if channel is None else tuple(channel.started.values())
-        requests = [request for kind, held, _ in started if not kind.startswith("blocking") for request in held]
+        waited_for = [held for kind, held, _ in started if not kind.startswith(("blocking", "background"))]
+        requests = [request for held in waited_for for request in held]
         return sent, received, [(label, *request.caller) for request in requests if hasattr(request, "caller")]
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
@@ -189,13 +177,6 @@ class HeadedMessages(Guarded):
                 ranks=(self.members[source], self.members[self.rank]),
             )
 
-    def Free(self) -> None:
-        """Free both communicators; collective."""
-        channel = self.owner()
-        drain(self.parts[1], 0 if channel is None else channel.tag_limit)
-        self.post.Free()
-        self.bare.Free()
-
 
 def _counted_down(counts: Counter[tuple[int, int]], peer: int, tag: int) -> bool:
     if not counts[peer, tag]:
@@ -208,12 +189,13 @@ class HeadedSend(GuardedRequest):
     """A send of a header and an array."""
 
     def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
-        header, *self.caller = _header(array)
+        self.caller = name, place = name_and_place()
+        header = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
         make, self._ahead = partial(MessageWait, comm, True, dest, tag), None
         # The header is sent first, so after a message has arrived, a wait for its header ends.
         if not _counted_down(comm.unannounced, dest, tag):
             self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
-        comm.count_send(dest, tag, self.caller[1])
+        comm.count_send(dest, tag, place)
         super().__init__(comm, make, comm.bare.Isend, array, dest, tag)
 
     def Test(self, status: Status = None) -> bool:
@@ -228,15 +210,13 @@ class HeadedReceive(GuardedRequest):
         make = partial(MessageWait, comm, False, source, tag)
         super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
         self._buffer, self.caller = buffer, name_and_place()
-        self._cancelled = False
         # Posted together with the receive of the array, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
 
     def Wait(self, status: Status = None) -> None:
         """Wait for the array and compare its header."""
-        if self._cancelled:
-            self._requests[0].Wait()
+        if not self._requests[0]:  # the null request: the receive was canceled
             return
         status = MPI.Status() if status is None else status
         try:
@@ -258,7 +238,6 @@ class HeadedReceive(GuardedRequest):
 
     def Cancel(self) -> None:
         """Cancel the receive."""
-        self._cancelled = True
         super().Cancel()
         self._take_back_header()
 

@@ -231,7 +231,7 @@ class Responder(StateExchange):
             return common | _left(*self._left)
         if waiting is not None:
             seconds = perf_counter() - waiting.began
-            return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
+            return common | {"state": "waits", "wait": waiting.began, "seconds": seconds} | waiting.what.report()
         frame = sys._current_frames().get(main)
         return common | {"state": "computes", "place": calls.site_of(frame).text}
 

@@ -58,12 +58,12 @@ def apply(wanted: Settings) -> None:
     elif not before.watches:
         _responder.start()
     calls.note(_OWNER)
-    live, epochs = _in_common_order()
+    live = _in_common_order()
     channels.set_watch(Watch(_duplicate, _put_on, _restart))
     if wanted.debug != before.debug or not before.watches:
         # An exception may have interrupted an agreement before.
-        for key, agreement in _agreements.items():
-            agreement.renew(epochs[key] + 1)
+        for agreement in _agreements.values():
+            agreement.renew()
         for channel in live:
             _unwrap(channel)
             _put_on(channel)
@@ -103,14 +103,11 @@ def announce(how: str, place: str) -> None:
         _responder.announce(how, place, any(channel.sends() for channel in channels.live_channels()))
 
 
-def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
-    """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement; collective."""
+def _in_common_order() -> list[Channel]:
+    """Return this rank's channels in an order that all ranks share; collective."""
     mine = {(channel.members, channel.number): channel for channel in channels.live_channels()}
-    here = {key: agreement.epoch for key, agreement in _agreements.items()}
-    every = _world.allgather((list(mine), here))  # type: ignore[union-attr]
-    keys = sorted({key for found, _ in every for key in found})
-    epochs = {key: max(known.get(key, 0) for _, known in every) for key in here}
-    return [mine[key] for key in keys if key in mine], epochs
+    every = _world.allgather(list(mine))  # type: ignore[union-attr]
+    return [mine[key] for key in sorted({key for found in every for key in found}) if key in mine]
 
 
 def _put_on(channel: Channel) -> None:
@@ -130,7 +127,7 @@ def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None
 def _header_communicator(channel: Channel) -> Comm:
     """Return a communicator for headers without pending messages; collective over the channel's ranks."""
     found = channel.headers
-    if found is None or found == MPI.COMM_NULL:
+    if found is None:
         found = channel.headers = make_communicator(channel.data.Dup)
     else:
         drain(found, channel.tag_limit)
@@ -141,7 +138,6 @@ def _unwrap(channel: Channel) -> None:
     for name in ("data", "reverse", "_backwards"):
         comm = getattr(channel, name)
         if isinstance(comm, Guarded):
-            comm.retire()  # requests may still refer to it, but its counts aren't reported
             setattr(channel, name, comm.bare)
 
 
@@ -166,11 +162,8 @@ def _duplicate(channel: Channel) -> Comm:
 
 
 def _restart(channel: Channel) -> None:
-    channel.headers = None
     for comm in (channel.data, channel.reverse):
-        if isinstance(comm, Guarded):
-            comm.retire()
-            cancel_receives(comm)
+        cancel_receives(comm)
     agreement = _agreements.get(_ranks(channel))
     if agreement is not None:
         agreement.renew()

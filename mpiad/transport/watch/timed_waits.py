@@ -58,41 +58,26 @@ class Awaited(Protocol):
 class Waiting:
     """A thread's wait. If `endless`, reports show it, but it has no deadline and no verdict."""
 
-    __slots__ = ("began", "endless", "number", "verdict", "what")
-
-    _last = 0
+    __slots__ = ("began", "endless", "verdict", "what")
 
     def __init__(self, what: Awaited, endless: bool = False):
-        Waiting._last += 1
-        self.what, self.number, self.began, self.endless = what, Waiting._last, perf_counter(), endless
+        self.what, self.began, self.endless = what, perf_counter(), endless
         self.verdict: Exception | None = None
 
 
-class _Lift(threading.local):
-    deep = 0
-
-
 waits_by_thread: dict[int, Waiting] = {}  # the current wait of each thread
-_lift = _Lift()
 # Installed by the module that makes deadlock reports.
 _expire: Callable[[Waiting], Exception] | None = None
 _answer: Callable[[], None] | None = None
 
 
-def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], None] | None) -> None:
-    """Set the function that returns the error at the deadline, and one that answers other ranks if no thread does."""
+def set_reporter(expire: Callable[[Waiting], Exception] | None, answer: Callable[[], None] | None) -> None:
+    """Set the function that returns the error at the deadline, and one that answers other ranks if no thread does.
+
+    Without the first one, waits have no deadline.
+    """
     global _expire, _answer
     _expire, _answer = expire, answer
-
-
-class deadline_lifted:
-    """A context without deadlines, for the end of the program, which a rank may reach long before the others."""
-
-    def __enter__(self) -> None:
-        _lift.deep += 1
-
-    def __exit__(self, *_: object) -> None:
-        _lift.deep -= 1
 
 
 def poll(test: Callable[[], bool], make: Callable[[], Awaited], endless: bool = False) -> None:
@@ -150,7 +135,7 @@ def _nap_until(test: Callable[[], bool], waiting: Waiting) -> None:
                 raise waiting.verdict
             if _answer is not None:
                 _answer()
-            if not (_lift.deep or waiting.endless) and _expire is not None and _is_over(waiting):
+            if not waiting.endless and _expire is not None and _is_over(waiting):
                 waiting.verdict = _expire(waiting)
                 continue
         patience.pause()
@@ -164,10 +149,10 @@ def _is_over(waiting: Waiting) -> bool:
     return bool(departed) and elapsed > _IN_FLIGHT and waiting.what.in_vain(departed, perf_counter() - _IN_FLIGHT)
 
 
-def set_verdict(number: int, verdict: Exception) -> None:
-    """Raise an exception in the wait with this number, if it still runs."""
+def set_verdict(began: float, verdict: Exception) -> None:
+    """Raise an exception in the wait that began at this time, if it still runs."""
     for waiting in waits_by_thread.copy().values():
-        if waiting.number == number and not waiting.endless:
+        if waiting.began == began and not waiting.endless:
             waiting.verdict = verdict
 
 

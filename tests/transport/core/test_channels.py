@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import mpiad
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport import Envelope, Spec, channel
 from mpiad.transport.core import channels, messages
-from mpiad.transport.core.polling import Line, packed
+from mpiad.transport.core.polling import Line, StateExchange, packed
 
 WORLD = MPI.COMM_WORLD
 
@@ -289,17 +290,18 @@ class SentMeanwhile(Unsent):
         self.comm, self.other = comm, Unsent()
 
     def Test(self):
-        self.comm.keep(self.other, np.ones(1))
+        self.comm.leave(self.comm.begin("send", None, lambda *_: self.other, 0, 0, 0))
         return True
 
 
 def test_what_another_thread_sends_is_held_while_this_one_looks(monkeypatch):
     comm = channel(None, "test")
-    monkeypatch.setattr(comm, "pending", [])
-    monkeypatch.setattr(comm, "_next_test", 1)
     looked_at = SentMeanwhile(comm)
-    comm.keep(looked_at, np.ones(1))
-    assert [request for request, _ in comm.pending] == [looked_at.other]
+    requests = [looked_at]
+    monkeypatch.setattr(comm, "started", {id(requests): ("background send", requests, np.ones(1))})
+    monkeypatch.setattr(comm, "_next_test", 9)
+    comm._drop_sent()
+    assert [request for _, (request,), _ in comm.started.values()] == [looked_at.other]
 
 
 @pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="MPI was initialised for one thread")
@@ -337,7 +339,7 @@ class Bare:
 
 def sends(comm):
     envelope = Envelope(comm, comm.rank, 0, True)
-    messages.finish_send(messages.post_send(np.ones(3), envelope), envelope)
+    comm.leave(messages.post_send(np.ones(3), envelope))
 
 
 def sends_blocking(comm):
@@ -359,7 +361,7 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch, 
     for lines, run in enumerate(interrupted_before_each_line(folder)):
         bare = Bare()
         with monkeypatch.context() as patched:
-            for name, value in (("data", bare), ("pending", []), ("started", {}), ("_next_test", 9)):
+            for name, value in (("data", bare), ("started", {}), ("_next_test", 9)):
                 patched.setattr(comm, name, value)
             run(lambda: program(comm))
             assert all(buffer() is not None for buffer in bare.given), lines
@@ -401,3 +403,19 @@ def test_a_reset_can_be_repeated_after_an_interrupt(rank, size, monkeypatch):
     mpiad.reset()
     mpiad.mpi_send(np.full(3, float(rank)), (rank + 1) % size)
     np.testing.assert_array_equal(mpiad.mpi_recv(np.zeros(3), (rank - 1) % size), (rank - 1) % size)
+
+
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="MPI was initialised for one thread")
+def test_ranks_that_still_answer_take_no_last_message_of_others(rank):
+    """The messages between the ranks' threads end with last messages, which aren't objects."""
+    comm = WORLD.Dup()
+    exchange = StateExchange(comm, lambda: rank, 1e-3, "test")
+    exchange.start()
+    if rank == 0:
+        exchange.post([other for other in range(comm.size) if other], 1, 7)  # a question whose answer nobody awaits
+    else:
+        time.sleep(0.1)
+    exchange.stop()
+    exchange.drain()
+    assert not comm.Iprobe()
+    comm.Free()

@@ -25,8 +25,8 @@ def afresh():
     device_settings.put(before)
 
 
-def saying(monkeypatch, kinds):
-    monkeypatch.setattr(staging, "device_kinds", lambda: kinds)
+def saying(monkeypatch, supports):
+    monkeypatch.setattr(staging, "supports_cuda", lambda: supports)
 
 
 class Memory:
@@ -39,15 +39,15 @@ class Memory:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("kinds", [[], None], ids=["no", "unknown"])
-def test_nothing_is_tried_where_the_library_does_not_say_yes(monkeypatch, kinds):
-    saying(monkeypatch, kinds)
+@pytest.mark.parametrize("supports", [False, None], ids=["no", "unknown"])
+def test_nothing_is_tried_where_the_library_does_not_say_yes(monkeypatch, supports):
+    saying(monkeypatch, supports)
     monkeypatch.setattr(double, "message", lambda x: pytest.fail("device memory was given to MPI"))
     assert not staging.takes_directly(double)
 
 
 def test_what_the_library_says_is_tried_out(monkeypatch):
-    saying(monkeypatch, ["CUDA"])
+    saying(monkeypatch, True)
     with double.cuda_aware():
         assert staging.takes_directly(double)
         transfers.reset()
@@ -58,7 +58,7 @@ def test_what_the_library_says_is_tried_out(monkeypatch):
 @pytest.mark.unguarded
 def test_nonblocking_collectives_of_open_mpi_get_copies(monkeypatch):
     """They would crash; under watch all collectives are nonblocking ones."""
-    saying(monkeypatch, ["CUDA"])
+    saying(monkeypatch, True)
     with double.cuda_aware():
         for blocking_only in (False, True):
             monkeypatch.setattr(staging, "_BLOCKING_ONLY", blocking_only)
@@ -75,14 +75,14 @@ def test_nonblocking_collectives_of_open_mpi_get_copies(monkeypatch):
 
 
 def test_an_mpi_that_delivers_other_numbers_is_not_believed(monkeypatch, caplog):
-    saying(monkeypatch, ["CUDA"])
+    saying(monkeypatch, True)
     monkeypatch.setattr(double, "message", lambda x: Memory(on_host(x)))
     assert not staging.takes_directly(double)
     assert "other numbers" in caplog.text and "fails" in staging.device_access()
 
 
 def test_an_mpi_that_refuses_is_not_believed(monkeypatch, caplog):
-    saying(monkeypatch, ["CUDA"])
+    saying(monkeypatch, True)
 
     def refuse(x):
         raise BufferError("not CPU-accessible")
@@ -94,7 +94,7 @@ def test_an_mpi_that_refuses_is_not_believed(monkeypatch, caplog):
 
 @pytest.mark.parametrize("forced", [True, False])
 def test_the_variable_overrides_both(monkeypatch, forced):
-    saying(monkeypatch, ["CUDA"] if not forced else [])
+    saying(monkeypatch, not forced)
     device_settings.put(DeviceSettings(cuda_aware=forced))
     assert staging.takes_directly(double) is forced
     assert f"MPIAD_CUDA_AWARE={forced:d}" in staging.device_access()
@@ -103,7 +103,7 @@ def test_the_variable_overrides_both(monkeypatch, forced):
 def test_each_rank_gives_mpi_what_it_takes_there(monkeypatch, rank, size):
     """One rank's test fails: its arrays are copied, as a whole like those of the others, which MPI reads on the device."""
     device_settings.put(DeviceSettings(chunk=64, expected=False))
-    saying(monkeypatch, ["CUDA"])
+    saying(monkeypatch, True)
     if rank == size - 1:
         monkeypatch.setattr(double, "message", lambda x: Memory(on_host(x)))
     x = on_device(np.arange(40.0) + rank)
@@ -139,22 +139,22 @@ def never():
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    "loaded, kinds",
+    "loaded, supports",
     [
-        (Loaded(MPIX_Query_cuda_support=lambda: 1), ["CUDA"]),
-        (Loaded(MPIX_Query_cuda_support=lambda: 0, MPIX_Query_rocm_support=lambda: 1), ["ROCm"]),
-        (Loaded(MPIX_Query_cuda_support=lambda: 0), []),
-        (Loaded(MPIX_GPU_query_support=answering([0]), MPIX_Query_cuda_support=never), ["CUDA"]),
-        (Loaded(MPIX_GPU_query_support=answering([2]), MPIX_Query_cuda_support=never), ["ROCm"]),
-        (Loaded(MPIX_GPU_query_support=answering([0, 2], MPI.ERR_ARG), MPIX_Query_cuda_support=never), []),
+        (Loaded(MPIX_Query_cuda_support=lambda: 1), True),
+        (Loaded(MPIX_Query_cuda_support=lambda: 0, MPIX_Query_rocm_support=lambda: 1), False),
+        (Loaded(MPIX_Query_cuda_support=lambda: 0), False),
+        (Loaded(MPIX_GPU_query_support=answering([0]), MPIX_Query_cuda_support=never), True),
+        (Loaded(MPIX_GPU_query_support=answering([2]), MPIX_Query_cuda_support=never), False),
+        (Loaded(MPIX_GPU_query_support=answering([0, 2], MPI.ERR_ARG), MPIX_Query_cuda_support=never), False),
     ],
     ids=["openmpi", "openmpi-rocm", "openmpi-no", "mpich", "mpich-hip", "mpich-error"],
 )
-def test_how_each_library_is_asked(monkeypatch, loaded, kinds):
+def test_how_each_library_is_asked(monkeypatch, loaded, supports):
     monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded)
     monkeypatch.setattr(device_settings.ctypes, "byref", lambda value: ctypes.pointer(value))
-    assert device_settings.device_kinds() == kinds
-    assert device_settings.device_buffers() == (f"yes ({kinds[0]})" if kinds else "no")
+    assert device_settings.supports_cuda() is supports
+    assert device_settings.device_buffers() == ("yes (CUDA)" if supports else "no")
 
 
 @pytest.mark.serial
@@ -168,9 +168,9 @@ def test_a_library_that_cannot_be_loaded_is_asked_by_its_info(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", fail)
     monkeypatch.setattr(device_settings, "MPI", type("Fake", (), {"COMM_WORLD": World()}))
-    assert device_settings.device_kinds() == ["CUDA"]
+    assert device_settings.supports_cuda() is True
 
 
 @pytest.mark.serial
 def test_this_library_answers():
-    assert device_settings.device_kinds() is not None or device_settings.device_buffers() == "unknown"
+    assert device_settings.supports_cuda() is not None or device_settings.device_buffers() == "unknown"

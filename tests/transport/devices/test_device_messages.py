@@ -16,7 +16,7 @@ from mpiad.transport.core.messages import ANNOUNCEMENT_BYTES, Announcement, read
 from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.devices.device_settings import DeviceSettings
 from mpiad.transport.devices.staging import close_pools
-from mpiad.transport.devices.transfers import bounds, of_block, of_blocks
+from mpiad.transport.devices.transfers import of_block, of_blocks
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
@@ -29,10 +29,10 @@ def values(number, rank=WORLD.rank, length=61):
 
 @pytest.mark.serial
 def test_pieces_hold_whole_entries_of_any_dtype():
-    assert bounds(20, 8, 100) == [(0, 12), (12, 20)]
-    assert bounds(160, 1, 100) == [(0, 96), (96, 160)]
-    assert bounds(0, 8, 100) == []
-    assert bounds(2, 16, 16) == [(0, 1), (1, 2)]
+    assert of_block([20], 0, 8, 100) == [[(0, 12)], [(12, 20)]]
+    assert of_block([160], 0, 1, 100) == [[(0, 96)], [(96, 160)]]
+    assert of_block([0], 0, 8, 100) == []
+    assert of_block([2], 0, 16, 16) == [[(0, 1)], [(1, 2)]]
 
 
 @pytest.mark.serial

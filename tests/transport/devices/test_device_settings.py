@@ -66,24 +66,24 @@ def test_other_values_are_refused(environment, name, value, expected):
 
 
 @pytest.mark.parametrize(
-    "variables, brings, kinds, divides, exchanges",
+    "variables, brings, supports, divides, exchanges",
     [
-        ({}, False, [], False, False),
-        ({}, True, [], True, False),
+        ({}, False, False, False, False),
+        ({}, True, False, True, False),
         ({}, True, None, True, False),
-        ({}, True, ["CUDA"], False, True),
-        ({"MPIAD_CUDA_AWARE": "0"}, True, ["CUDA"], True, False),
-        ({"MPIAD_CUDA_AWARE": "1"}, True, [], False, True),
-        ({"MPIAD_DEVICE_CHUNK": "4194304"}, False, [], True, False),
-        ({}, False, ["CUDA"], False, False),
+        ({}, True, True, False, True),
+        ({"MPIAD_CUDA_AWARE": "0"}, True, True, True, False),
+        ({"MPIAD_CUDA_AWARE": "1"}, True, False, False, True),
+        ({"MPIAD_DEVICE_CHUNK": "4194304"}, False, False, True, False),
+        ({}, False, True, False, False),
     ],
 )
 def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
-    environment, rank, size, variables, brings, kinds, divides, exchanges
+    environment, rank, size, variables, brings, supports, divides, exchanges
 ):
     here = rank == size - 1
     environment.setattr(device_settings, "may_bring_arrays", lambda: brings and here)
-    environment.setattr(device_settings, "device_kinds", lambda: kinds)
+    environment.setattr(device_settings, "supports_cuda", lambda: supports)
     for name, value in variables.items() if here else ():
         environment.setenv(name, value)
     before = device_settings.present()

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport import channel
+from mpiad.transport.core import channels
 from mpiad.transport.watch import communicator, message_headers, status, timed_waits
 from mpiad.transport.watch.communicator import Guarded
 from mpiad.transport.watch.status import State, finding_of
@@ -240,14 +242,25 @@ def test_a_send_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.MonkeyP
     comm.Free()
 
 
-def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
+def test_a_rank_answers_while_it_makes_communicators_and_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that answers reads what the program writes: an exception there would end the job."""
     errors, done, interval, thresholds = [], threading.Event(), sys.getswitchinterval(), gc.get_threshold()
 
     def pause(*_: Any) -> None:  # as finalizers may
         time.sleep(0)
 
-    kept = message_headers.HeadedMessages(MPI.COMM_SELF, MPI.COMM_SELF, "kept", (0,))
+    class Owner:
+        """Stands for a channel."""
+
+        def __init__(self, label: str):
+            self.kept = message_headers.HeadedMessages(MPI.COMM_SELF, MPI.COMM_SELF, label, (0,))
+
+        def duplicates(self) -> list[Guarded]:
+            return [self.kept]
+
+    owner = Owner("kept")
+    live = weakref.WeakValueDictionary({0: owner})
+    monkeypatch.setattr(channels, "_live", live)
 
     def answer() -> None:
         try:
@@ -264,14 +277,13 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
     thread.start()
     try:
         for tag in range(3000):
-            kept.count_send(0, tag, "here")
-            message_headers.HeadedMessages(MPI.COMM_SELF, MPI.COMM_SELF, "another", (0,)).retire()
-            Guarded(MPI.COMM_SELF, "another", (0,)).retire()
+            owner.kept.count_send(0, tag, "here")
+            another = live[1 + tag] = Owner("another")
+            del another
     finally:
         sys.setswitchinterval(interval)
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(pause)
         done.set()
         thread.join()
-    kept.retire()
     assert not errors
