@@ -8,14 +8,10 @@ also instructions. Inputs belong to groups (such as state and parameters), whose
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-import autograd
 import numpy as np
 
 from mpiad._typing import Array
@@ -127,11 +123,6 @@ OPERATIONS: dict[str, Operation] = {
     "smallest": _composed(lambda *x: reduce(np.minimum, x), 3),
 }
 
-# Folders of code that isn't the user's.
-_PATHS, _PACKAGES = sysconfig.get_paths(), (Path(np.__file__).parent, Path(autograd.__file__).parent)
-_FOLDERS = _PATHS["stdlib"], _PATHS["purelib"], *_PACKAGES, Path(__file__).parents[1]
-_LIBRARIES = tuple(str(Path(folder).resolve()) for folder in _FOLDERS)
-
 
 class Untraceable(TypeError):
     """Raised if a function can't be traced as straight-line arithmetic; the message names the user's file and line."""
@@ -143,17 +134,6 @@ class Untraceable(TypeError):
 
 class Refusal(TypeError):
     """Raised in a traced function by an unsupported operation on a symbol; the tracer turns it into `Untraceable`."""
-
-
-def where_raised(traceback: TracebackType | None, f: object) -> str:
-    """Return file and line of the innermost frame of user code in a traceback, or of f's definition if there is none."""
-    place = place_of(f)
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and not str(Path(name).resolve()).startswith(_LIBRARIES):
-            place = f"{name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
 
 
 def place_of(f: object) -> str:

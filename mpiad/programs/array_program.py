@@ -186,10 +186,21 @@ class Node(NamedTuple):
     part: int = 0  # part of the program: 0 is the function, and later parts are reverse passes
 
 
+def operation_of(node: Node) -> str:
+    """Return the name of a node's operation."""
+    if node.kind == "elementwise":
+        return node.data[0]
+    if isinstance(node.data, Call):
+        fun: Any = node.data.fun
+        return getattr(fun, "__name__", repr(fun))
+    if node.kind == "reduce":
+        return f"{node.data[0]} over {list(node.data[1])}"
+    return f"{node.kind} {node.data}" if node.kind == "number" else node.kind
+
+
 def described(node: Node) -> str:
     """Return the operation of a node, and the user's line."""
-    operation = node.data[0] if node.kind in ("elementwise", "reduce") else node.kind
-    return operation if node.site is None else f"{operation} at {node.site.text}"
+    return operation_of(node) if node.site is None else f"{operation_of(node)} at {node.site.text}"
 
 
 class ArrayProgram:

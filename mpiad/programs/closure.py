@@ -18,7 +18,14 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array
-from mpiad.compiling.function_reader import FunctionReader, Unknown, attributes_of_results, parts_of
+from mpiad.compiling.function_reader import (
+    MISSING,
+    FunctionReader,
+    Unknown,
+    attributes_of_results,
+    content_of,
+    parts_of,
+)
 
 # Bitwise comparison of arrays: each call compares all writable arrays in the closure.
 
@@ -57,7 +64,6 @@ def is_writable(x: Any) -> bool:
     return x is not None  # memory not owned by NumPy
 
 
-_MISSING = object()
 _boxes = Box.types
 # Attributes of a communicator that may be read without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
@@ -77,7 +83,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._terms: list[str] = []
-        self._values: dict[str, Any] = {"gone": _MISSING, "same_parts": _same_parts, "same_bits": same_bits}
+        self._values: dict[str, Any] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
         self._named: set[tuple[int, str]] = set()
 
     def note(self, term: str, *values: Any) -> None:
@@ -90,7 +96,7 @@ class Watch:
         """Add the condition that a name still refers to the same object."""
         if (id(names), name) not in self._named:
             self._named.add((id(names), name))
-            self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, _MISSING))
+            self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, MISSING))
 
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
@@ -124,7 +130,7 @@ def closed_over_numbers(fun: Any) -> dict[str, float]:
     if type(fun) is not FunctionType or not fun.__closure__:
         return {}
     cells = zip(fun.__code__.co_freevars, fun.__closure__)
-    return {name: cell.cell_contents for name, cell in cells if type(_content(cell)) in (float, np.float64)}
+    return {name: cell.cell_contents for name, cell in cells if type(content_of(cell)) in (float, np.float64)}
 
 
 def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
@@ -139,16 +145,9 @@ def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
 def are_alike(fun: FunctionType, other: FunctionType, numbers: Collection[str]) -> bool:
     """Return whether two functions with the same code read the same objects, apart from `numbers` in their closures."""
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), other.__closure__ or ())
-    same_closure = all(name in numbers or _content(a) is _content(b) for name, a, b in cells)
+    same_closure = all(name in numbers or content_of(a) is content_of(b) for name, a, b in cells)
     names = "__globals__", "__defaults__", "__kwdefaults__", "__dict__"
     return same_closure and all(getattr(fun, name) is getattr(other, name) or not getattr(fun, name) for name in names)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _MISSING
 
 
 class _Reader(FunctionReader):

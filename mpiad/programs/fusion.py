@@ -108,6 +108,7 @@ class Run(NamedTuple):
     node: int
     inputs: tuple[int, ...]  # buffers of its array arguments
     in_place: bool  # whether it writes its result into the buffer of its argument
+    results: tuple[int, ...] = ()  # buffers of its results, unless it works in place
 
 
 class Schedule(NamedTuple):
@@ -430,10 +431,12 @@ class Fusion:
         places = {x: self._new_place(x) for x in missing}
         self._compute([(x, places[x], x not in self.places) for x in missing], n)
         inputs: Any = [places[x].buffer if x in places else self._whole(x) for x in node.inputs]
-        self.steps.append(Run(n, tuple(inputs), False))
         items = [user for user in self._users.get(n, ()) if self.nodes[user].kind == "item"]
-        for made in items or ([n] if n in self._users or n in self.program.outputs else []):
-            self._own(made, self._buffer("result", self.nodes[made].shape, self.nodes[made].dtype, made))
+        made = items or ([n] if n in self._users or n in self.program.outputs else [])
+        results = [self._buffer("result", self.nodes[x].shape, self.nodes[x].dtype, x) for x in made]
+        self.steps.append(Run(n, tuple(inputs), False, tuple(results)))
+        for x, buffer in zip(made, results):
+            self._own(x, buffer)
 
     def _run_in_place(self, n: int, operator: Any) -> None:
         node = self.nodes[n]

@@ -178,7 +178,7 @@ class ProgramCache:
         return entry if entry is None or entry is UNKNOWN or entry.is_current() else UNKNOWN
 
     def entry_or_watch(
-        self, key: Hashable, given: Arguments, args: tuple, compiled: Callable[[Watch], Entry | None]
+        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None]
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
 
@@ -188,20 +188,18 @@ class ProgramCache:
         if entry is not UNKNOWN:
             return entry, None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
-        watch = None if key in self.pending else self._watch(key, given, args)
+        watch = None if key in self.pending else self._watch(key, given)
         entry = None if watch is None else compiled(watch)
         if entry is not None:
             self.entries[key] = entry
         return entry, watch
 
-    def optional_entry(
-        self, key: Hashable, given: Arguments, args: tuple, variables: Sequence[int], derive: _Derive
-    ) -> Entry | None:
+    def optional_entry(self, key: Hashable, given: Arguments, variables: Sequence[int], derive: _Derive) -> Entry | None:
         """Return the entry of a signature, created by `derived_entry`; None, without a warning, if that fails."""
         entry = self._current(key)
         if entry is not UNKNOWN:
             return entry
-        watch = None if is_shown() else self._watch(key, given, args, optional=True)
+        watch = None if is_shown() else self._watch(key, given, optional=True)
         if watch is None:
             return None
         entry = self.derived_entry(given, watch, variables, derive)
@@ -253,8 +251,8 @@ class ProgramCache:
         if line:
             self.warn("%s computes with complex numbers: %s: NumPy runs such operations; the others are compiled.", line)
 
-    def _watch(self, key: Hashable, given: Arguments, args: tuple, optional: bool = False) -> Watch | None:
-        watch = self._read(key, args, given.constants(), optional)
+    def _watch(self, key: Hashable, given: Arguments, optional: bool = False) -> Watch | None:
+        watch = self._read(key, given, given.constants(), optional)
         if watch is None:
             return None
         self.traces += 1
@@ -264,20 +262,20 @@ class ProgramCache:
             return None
         return watch
 
-    def _read(self, key: Hashable, args: tuple, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
+    def _read(self, key: Hashable, given: Arguments, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
         try:
-            return watch_of(self.fun, args, objects)
+            return watch_of(self.fun, given.args, objects)
         except HoldsTraced:  # other calls may be compiled
             return None
         except Unfollowed as error:
             self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
             return None
 
-    def run_again(self, trace: TraceRun, key: Hashable, error: BaseException, args: tuple, kwargs: dict) -> Tree:
+    def run_again(self, trace: TraceRun, key: Hashable, error: BaseException) -> Tree:
         """Interpret the function after its trace has failed, without repeating communications."""
         raise_own(trace.recorder, error)
-        with trace.playing_back():
-            made = self.fun(*args, **kwargs)
+        with PlayingBack(trace.recorder.log, trace.counts):
+            made = self.fun(*trace.given.args, **trace.given.kwargs)
         if not self._is_worth_another(trace):
             self.give_up(key, error)
         return made
@@ -327,15 +325,15 @@ class ProgramCache:
             self.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
-    def interpreted(self, key: Hashable, args: tuple, kwargs: dict) -> Tree:
+    def interpreted(self, key: Hashable, given: Arguments) -> Tree:
         """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
-        made = self.fun(*args, **kwargs)
+        made = self.fun(*given.args, **given.kwargs)
         if self.strict and key in self.reasons:
             raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
         return made
 
-    def is_followed(self, key: Hashable, args: tuple) -> bool:
+    def is_followed(self, key: Hashable, given: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
-            self._plain_closure = self._read(key, args)
+            self._plain_closure = self._read(key, given)
         return self._plain_closure is not None

@@ -114,8 +114,7 @@ class Recorder:
         self.inputs: list[int] = []  # the numbers of the arguments
         self.weak: set[int] = set()  # the numbers of values that are Python scalars
         self.steps: list[Step] = []
-        # Whether operations are still recorded, and whether arrays of the trace may be used as constants after its end.
-        self.open, self.reread = True, False
+        self.open = True  # whether operations are still recorded
         self.part = 0  # the part of the program to which steps are appended
         self.logged = 0  # the number of parts of the program whose communications a replay logs
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
@@ -152,10 +151,9 @@ class Recorder:
         self._constant_of.clear()
         self._holders.clear()
 
-    def drop_arrays(self, kept: set[int]) -> None:
-        """Drop the arguments and, except for the constants `kept`, the constants of a trace that has ended."""
+    def drop_arguments(self) -> None:
+        """Drop the references to the arguments of a trace that has ended."""
         self._inputs.clear()
-        self.constants = [x if k in kept else np.empty(0) for k, x in enumerate(self.constants)]
 
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
@@ -403,7 +401,7 @@ class Recorder:
     def require_open(self) -> None:
         """Raise a RuntimeError for arrays that are used after the end of their trace."""
         # These arrays would give wrong results: later calls don't update them, and outer derivatives ignore them.
-        if not self.open and not self.reread:
+        if not self.open:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
                 "attribute or a variable around it). The value belongs to that function's program, and later calls don't "

@@ -48,11 +48,6 @@ class Replays:
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.allocations = allocate(schedule, self.texts)
         self.scratch = Scratch(self.allocations)
-        self.results: dict[int, list[int]] = {}  # the result buffers of each call
-        for b, found in enumerate(schedule.buffers):
-            if found.kind == "result":
-                node = schedule.program.nodes[found.data]
-                self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
         self.uses = spans_of(schedule, self.texts)
         last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
         self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}  # inputs for later parts
@@ -284,7 +279,7 @@ class _ReplayWriter:
         self._in_kernels = {
             root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
         }
-        self._preparable, numbered = prepared_steps(self.schedule, self._result_buffers, self._is_large, self._in_kernels)
+        self._preparable, numbered = prepared_steps(self.schedule, self._is_large, self._in_kernels)
         self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
         self._renumbers = bool(numbered - self._preparable)
 
@@ -293,7 +288,7 @@ class _ReplayWriter:
         schedule, steps = self.schedule, self.schedule.steps
         uses = self.replays.uses
         # Arrays that calls return in one part of the program, and that a later part uses, are global variables.
-        made = {b: schedule.part(at) for at in range(len(steps)) for b in self._result_buffers(at)}
+        made = {b: schedule.part(at) for at, step in enumerate(steps) if isinstance(step, Run) for b in step.results}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
         has_scratch = any(allocation.is_scratch for allocation in self.replays.allocations.values())
@@ -316,18 +311,14 @@ class _ReplayWriter:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
             self._lines.append("return made")
             parts.append(self._lines)
-        inputs = ", ".join(f"n{k}" for k in range(len(schedule.program.inputs)))
+        # A part doesn't get the inputs of later parts.
+        inputs = ", ".join(f"n{k}=None" for k in range(len(schedule.program.inputs)))
         text = "\n".join(
             f"def part{k}({inputs}):\n" + "\n".join(f"    {line}" for line in lines if line)
             for k, lines in enumerate(parts)
         )
         exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
         return [self.names[f"part{k}"] for k in range(len(parts))]
-
-    def _result_buffers(self, at: int) -> list[int]:
-        """Return the result buffers of a step that is a call."""
-        step = self.schedule.steps[at]
-        return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
 
     def _begin(self, touched: set[int]) -> None:
         """Append lines that read the inputs and allocate the outputs, and bind the other buffers that are `touched`."""
@@ -478,7 +469,7 @@ class _ReplayWriter:
             args += [f"{key}={self._argument(step, x)}" for key, x in call.kwargs.items()]
             call_text = self._owned(step, f"f{at}({', '.join(args)})")
             self._lines.append(f"v{at} = {call_text}")
-        for b in self._result_buffers(at):
+        for b in step.results:
             made = self.nodes[self.schedule.buffers[b].data]
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
 
@@ -518,7 +509,7 @@ class _ReplayWriter:
 
     def _prepared(self, at: int, step: Run) -> None:
         """Append the lines of a prepared communication from one buffer into another."""
-        node, (made,) = self.nodes[step.node], self._result_buffers(at)
+        node, (made,) = self.nodes[step.node], step.results
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
             params, renewed = self._prepared_numbers.with_copies(params)

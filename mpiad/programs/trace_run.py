@@ -38,6 +38,8 @@ class Arguments(NamedTuple):
     traced: list[int]  # positions of the leaves that are traced; the other leaves are constants of the trace
     key: tuple[Any, ...]  # the signature; calls with equal keys can use the same program
     form: Hashable  # the structure of the pytree, as a hashable object
+    args: tuple  # the arguments of the call
+    kwargs: dict[str, Any]
 
     def constants(self) -> list[Any]:
         """Return the leaves that are constants of a trace."""
@@ -72,25 +74,24 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
     `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
     """
     if not kwargs and all(type(x) is np.ndarray for x in args):  # the most common case
-        return Arguments(
-            list(args), _only_positional, list(range(len(args))), tuple([(x.shape, x.dtype) for x in args]), None
-        )
+        key = tuple([(x.shape, x.dtype) for x in args])
+        return Arguments(list(args), _only_positional, list(range(len(args))), key, None, args, kwargs)
     leaves, build = flatten((args, kwargs))
     form = _form((args, kwargs))
     traced: list[int] = []
-    key: list[Any] = [form]
+    kinds: list[Any] = [form]
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, np.ndarray) or type(leaf) in _boxes:
             traced.append(place)
-            key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
+            kinds.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
             continue
         integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < _MOST
         if isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked:
             traced.append(place)
-            key.append(type(leaf))
+            kinds.append(type(leaf))
         else:
-            key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
-    return Arguments(leaves, build, traced, tuple(key), form)
+            kinds.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
+    return Arguments(leaves, build, traced, tuple(kinds), form, args, kwargs)
 
 
 def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
@@ -194,10 +195,6 @@ class TraceRun:
             leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
         return leaves
 
-    def playing_back(self) -> PlayingBack:
-        """Return a context in which the function runs again without repeating communications."""
-        return PlayingBack(self.recorder.log, self.counts)
-
 
 def raise_own(recorder: Recorder, error: BaseException) -> None:
     """Raise the exception that ended a trace if it comes from a communication, the user's function or a signal handler.
@@ -265,20 +262,16 @@ class PlayingBack:
     """A context in which communications return their logged results, until the log is exhausted.
 
     `counts`: the message counts of each channel before the logged messages. They are restored, since a playback counts
-    these messages again. `reread`: a recorder whose traced arrays may be used as constants in this context.
+    these messages again.
     """
 
-    def __init__(
-        self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None = None, reread: Recorder | None = None
-    ):
-        self._playback, self._before, self._reread = _Playback(log), counts, reread
+    def __init__(self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None):
+        self._playback, self._before = _Playback(log), counts
         self._later: list[tuple[Channel, Counts]] = []
 
     def __enter__(self) -> None:
         self._later = message_counts()
         self.around, tracing.contexts = tracing.contexts, self
-        if self._reread is not None:
-            self._reread.reread = True
         if self._before is not None:
             before = dict(self._before)
             for channel, _ in self._later:  # a channel that was created in the trace had counts of zero before it
@@ -292,8 +285,6 @@ class PlayingBack:
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
         """Set the message counts to at least those at the entry; a second call has no effect."""
-        if self._reread is not None:
-            self._reread.reread = False
         for channel, counts in self._later:
             channel.count_on(counts)
 

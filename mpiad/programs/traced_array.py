@@ -17,6 +17,7 @@ from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
+from mpiad.compiling.function_reader import content_of
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays
@@ -109,18 +110,11 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
         parts = x.values()
     else:
         cells = getattr(x, "__closure__", None) or ()
-        parts = [*getattr(x, "__dict__", {}).values(), *(cell.cell_contents for cell in cells if _is_filled(cell))]
+        parts = [*getattr(x, "__dict__", {}).values(), *map(content_of, cells)]
         parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
     plain_parts = [getval(part) for part in parts]
     return any(isinstance(part, Traced) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def on_host(params: Any) -> Any:

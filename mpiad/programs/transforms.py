@@ -120,20 +120,6 @@ class Program(NamedTuple):
     outputs: list[tuple[Any, int]]
     build: Callable[[list[Any]], Any]
 
-    def drop_unused(self) -> None:
-        """Drop the steps and constants that no evaluation needs, and the arrays of the arguments."""
-        recorder, calls = self.recorder, [node.pull for node in self.nodes if node.pull is not None]
-        computed, _ = _numbers([[node.like for node in self.nodes], self.inputs])
-        needed, constants = _numbers([*[(call.args, call.params) for call in calls], self.outputs])
-        steps = []
-        for step in recorder.steps[::-1]:
-            if not needed.isdisjoint(step.outs) and computed.isdisjoint(step.outs):
-                steps.append(step)
-                found = _numbers([step.args, step.kwargs])
-                needed, constants = needed | found[0], constants | found[1]
-        recorder.steps = steps[::-1]
-        recorder.drop_arrays(constants)
-
 
 def _innermost(x: Array) -> Array:
     while type(x) in _boxes:
@@ -146,13 +132,6 @@ def _spec(x: Array) -> Spec:
     return spec_like(x.value if isinstance(x, Traced) else x)
 
 
-def _numbers(nest: Any) -> tuple[set[int], set[int]]:
-    """Return the numbers of the values, and of the constants, to which a nest refers."""
-    found: list[Array] = []
-    mapped(nest, found.append)
-    return {x.number for x in found if type(x) is Ref}, {x.number for x in found if type(x) is Constant}
-
-
 def recorded(fun: Function, trace: TraceRun, variables: Collection[int]) -> Program:
     """Record the program of a function; `variables`: positions of the leaves with respect to which it is differentiated."""
     with Noting(trace.recorder), suspended(body=False), ProgramTape(trace.recorder) as tape:
@@ -163,9 +142,8 @@ def recorded(fun: Function, trace: TraceRun, variables: Collection[int]) -> Prog
         args, kwargs = trace.given.build(leaves)
         values, build = flatten(fun(*args, **kwargs))
         outputs = tape.with_indices(values)
-    program = Program(trace.recorder, tape.close().nodes, inputs, outputs, build)
-    program.drop_unused()
-    return program
+    trace.recorder.drop_arguments()
+    return Program(trace.recorder, tape.close().nodes, inputs, outputs, build)
 
 
 class Evaluation:
