@@ -264,13 +264,6 @@ class ArrayProgram:
             return self.view(node.inputs[0], composed(node.data, map), shape)
         if node.kind == "join":
             return self._view_of_join(x, map, shape)
-        if node.kind == "update":
-            base, block = node.inputs
-            lies = [_lies(axis, shape, start, start + n) for axis, start, n in zip(map, node.data, self.nodes[block].shape)]
-            if False in lies:
-                return self.view(base, map, shape)
-            if None not in lies:
-                return self.view(block, within(map, node.data), shape)
         return self.add("view", (x,), shape, node.dtype, map)
 
     def slice(self, x: int, axis: int, start: int, stop: int) -> int:
@@ -286,7 +279,7 @@ class ArrayProgram:
         parts, start, done = [], 0, 0
         for part in node.inputs:
             stop = start + self.nodes[part].shape[node.data]
-            if _lies(map[node.data], shape, start, stop) is True:
+            if _lies(map[node.data], shape, start, stop):
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
                 # The view has entries of this part at indices from `first` to `last`.
@@ -327,11 +320,6 @@ class ArrayProgram:
         long, made = ([k for k, n in enumerate(lengths) if n != 1] for lengths in (node.shape, shape))
         axes = dict(zip(long, made))
         is_view = [node.shape[k] for k in long] == [shape[k] for k in made]
-        if node.kind == "join" and is_view and node.data in axes:
-            place = axes[node.data]
-            lengths = [self.nodes[y].shape[node.data] for y in node.inputs]
-            parts = [self.reshape(y, (*shape[:place], n, *shape[place + 1 :])) for y, n in zip(node.inputs, lengths)]
-            return self.join(parts, place)
         if node.kind == "reshape":
             return self.reshape(node.inputs[0], shape)
         if is_view:
@@ -420,10 +408,8 @@ class Value:
         return Value(self.program, self.program.reshape(self.number, shape))
 
 
-def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:
-    """Return True if the array index lies in [start, stop) at all indices of a shape, False if at none, None otherwise."""
+def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool:
+    """Return whether the array index lies in [start, stop) at all indices of a shape."""
     last = 0 if axis.source is None else max(shape[axis.source] - 1, 0)
     low, high = sorted((axis.offset, axis.offset + axis.stride * last))
-    if start <= low and high < stop:
-        return True
-    return False if high < start or low >= stop else None
+    return start <= low and high < stop

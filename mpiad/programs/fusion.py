@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections import Counter, deque
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from mpiad._typing import Shape
 from mpiad.programs.array_program import (
     FLOATS,
     IN_MEMORY,
-    SHORT,
     ArrayProgram,
     IndexMap,
     Node,
@@ -153,13 +152,11 @@ _CUTS = frozenset({"communicate", "call"})
 
 # Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, and `_KEEPING` for storing an
 # entry and reading it again.
-_COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8
-_SIMPLE = frozenset(
-    """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
+_SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
-    at_least at_most""".split()
-)
+    at_least at_most where"""
+_COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
 # Limits of an expression: its depth, and the numbers of arrays and eras (see `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 
@@ -212,7 +209,7 @@ class Materialization:
                     uses[x].add(_Use(at, long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
             is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view", "join")
-            repeated = 0 if is_cheap else (_times(node.shape, uses[n]) - 1) * (costs[n] + leaves[n] - 1)
+            repeated = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
             if n in forced or repeated > _KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
@@ -245,7 +242,9 @@ class Materialization:
                 continue
             stored = [x for x in node.inputs if x in kept or x in long]
             computed = [x for x in node.inputs if x not in kept and x not in long]
-            costs[n] = sum(costs[x] for x in computed) + (self._own_cost(node) if node.kind == "elementwise" else 0)
+            costs[n] = sum(costs[x] for x in computed)
+            if node.kind == "elementwise":
+                costs[n] += _COSTS.get(node.data[0], _CALL)
             found = frozenset(stored).union(*(sets[x] for x in computed))
             sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
@@ -256,25 +255,12 @@ class Materialization:
                 long.add(n)
         return costs, {n: len(found) for n, found in sets.items()}, long
 
-    def _own_cost(self, node: Node) -> int:
-        name = node.data[0]
-        by = self.nodes[node.inputs[-1]]
-        if by.kind == "number" and name in ("divide", "power"):
-            return 1 if name == "divide" else 2 if by.data in (2.0, 3.0) else _COSTS[name]
-        return _COSTS.get(name, 1 if name in _SIMPLE else _CALL)
-
     def _forced(self) -> set[int]:
         forced = set()
-        joined: dict[int, bool] = {}
         for n in self.needed:
             node = self.nodes[n]
-            joined[n] = node.kind not in (*IN_MEMORY, "reduce", "reshape") and (
-                node.kind in ("join", "update") or any(joined[x] for x in node.inputs)
-            )
             if node.kind == "reduce":
                 forced.add(n)
-                if joined[node.inputs[0]] and len(node.data[1]) < len(self.nodes[node.inputs[0]].shape):
-                    forced.add(node.inputs[0])
             elif node.kind == "reshape":
                 forced.update((n, node.inputs[0]))
             elif node.kind == "elementwise":
@@ -305,21 +291,6 @@ class Materialization:
     def is_shared(self, n: int) -> bool:
         """Return whether several nodes read a node, or it is an output."""
         return len(self.users[n]) > 1 or n in self.program.outputs
-
-
-def _times(shape: Shape, uses: Collection[_Use]) -> int:
-    """Return the number of times that loops compute an entry of an array that isn't kept."""
-    short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
-    whole, fixed = 0, Counter[tuple[int, ...]]()
-    for use in uses:
-        places = [use.map[k] for k in short]
-        if not short or any(axis.source is not None for axis in places):
-            whole += 1
-            continue
-        along = {axis.source for axis in use.map}
-        # An entry is computed for each index along axes of the loop that the array doesn't have.
-        fixed[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
-    return min(len(uses), whole + max(fixed.values(), default=0))
 
 
 def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]]:
