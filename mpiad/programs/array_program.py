@@ -11,8 +11,8 @@ Kinds of nodes, and in parentheses the contents of `Node.data`:
 - "join": a concatenation of arrays (the axis).
 - "update": the first array, with a block replaced by the second array (the first indices of the block).
 - "reduce": a reduction of an array along axes (the name of the operation, and the axes).
-- "call": a function that NumPy runs on whole arrays (a `Call`).
-- "communicate": a communication (a `Call`).
+- "call": a function that NumPy runs on whole arrays (its `Step`, in which a `Slot` replaces each array).
+- "communicate": a communication (its `Step`, likewise).
 - "item": one of several results of a call (its position).
 
 Communications are never dropped or reordered. Other nodes, except inputs, are dropped if no output or communication depends
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from mpiad._typing import Array, Shape
+from mpiad.programs.traced_array import Step
 from mpiad.transport.core.calls import Site
 
 # Affine maps from the indices of a result to indices of the source that it reads: slices, transposes, broadcasts.
@@ -157,21 +158,9 @@ IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
 
 class Slot(NamedTuple):
-    """A placeholder in the arguments of a `Call` for an array: the position of this array in the node's `inputs`."""
+    """A placeholder for an array in the arguments of a node's `Step`: the position of this array in the node's `inputs`."""
 
     place: int
-
-
-class Call(NamedTuple):
-    """A Python call in a program."""
-
-    kind: str  # "call", "communicate" or "operate"
-    fun: Any  # callable, or for "operate" an `Operation` of the package `primitives`
-    # Arrays in `args` and `kwargs` are replaced by `Slot`.
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    # For a communication in an adjoint or tangent rule: "adjoint" or "tangent", and name and site of the forward call.
-    rule: tuple[str, str, Site] | None = None
 
 
 class Node(NamedTuple):
@@ -190,7 +179,7 @@ def operation_of(node: Node) -> str:
     """Return the name of a node's operation."""
     if node.kind == "elementwise":
         return node.data[0]
-    if isinstance(node.data, Call):
+    if isinstance(node.data, Step):
         fun: Any = node.data.fun
         return getattr(fun, "__name__", repr(fun))
     if node.kind == "reduce":

@@ -8,7 +8,6 @@ function isn't compiled.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from types import CellType, FunctionType
@@ -29,19 +28,7 @@ from mpiad.compiling.function_reader import (
 
 # Bitwise comparison of arrays: each call compares all writable arrays in the closure.
 
-
-def _c_comparison() -> Any:
-    """Return the C library's memcmp, which makes no temporary arrays; None if it is unavailable."""
-    try:
-        compare = ctypes.CDLL(None).memcmp
-    except (OSError, TypeError, AttributeError):  # not on Windows
-        return None
-    compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return compare
-
-
-_memcmp = _c_comparison()
-_FEW_BYTES = 50_000  # up to which copies take less time than a call of memcmp
+_FEW_BYTES = 50_000  # up to which copies take less time than comparing the arrays
 
 
 def same_bits(x: Array, y: Array) -> bool:
@@ -50,9 +37,9 @@ def same_bits(x: Array, y: Array) -> bool:
         return True
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    if _memcmp is None or x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
+    if x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
         return np.ndarray.tobytes(x) == np.ndarray.tobytes(y)  # compares the data of masked arrays, too
-    return _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes) == 0
+    return np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
 
 def is_writable(x: Any) -> bool:

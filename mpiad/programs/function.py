@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -76,7 +75,7 @@ class Listing:
             if isinstance(step, Loop):
                 made = ", ".join(f"%{item.node}{' (copy)' * item.copies}" for item in step.items)
                 loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
-                read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]
+                read, written = (sum(schedule.buffers[b].nbytes for b in part) for part in (loaded, text.written))  # type: ignore[union-attr]
                 lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}")
             else:
                 node = self._nodes[step.node]
@@ -89,10 +88,6 @@ class Listing:
     def kernels(self) -> list[str]:
         """The code of the loops."""
         return [text.text for text in self._replays.texts if text is not None]
-
-    def _bytes(self, b: int) -> int:
-        found = self._replays.schedule.buffers[b]
-        return math.prod(found.shape) * found.dtype.itemsize
 
     def __str__(self) -> str:
         return f"program of {self._name}\n{self.operations}\n\n{self.loops}"

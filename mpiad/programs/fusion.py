@@ -54,6 +54,11 @@ class Buffer(NamedTuple):
     dtype: np.dtype
     data: int = -1  # number of the input, constant or output; for a result, of the node; for an alias, of the buffer
 
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of its entries."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Place(NamedTuple):
     """The place of an array in memory: a buffer, and the map from indices of the array to indices of the buffer."""

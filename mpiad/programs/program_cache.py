@@ -91,18 +91,25 @@ def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | No
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
+    return _entry_of_shapes(trace.recorder, watch, lambda: traced_parts(fun, trace))
+
+
+_Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
+
+
+def _entry_of_shapes(recorder: Recorder, watch: Watch, traced: Callable[[], _Parts | None]) -> Entry | None:
+    """Compile a trace, given the function that makes it; return None if the function can't be traced.
+
+    ``traced()`` returns the arguments `parts` and `build` of `entry_of`, or None.
+    """
     try:
-        return _entry_of_shapes(fun, trace, watch)
+        with np.errstate(all="ignore"):  # the values are those of uninitialized memory
+            found = traced()
+            # For complex numbers a warning must be logged, which the trace that runs the function does.
+            return None if found is None or recorder.complex_line() else entry_of(recorder, *found, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
-        raise_own(trace.recorder, error)
+        raise_own(recorder, error)
         return None
-
-
-def _entry_of_shapes(fun: Function, trace: TraceRun, watch: Watch) -> Entry | None:
-    with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-        parts, build = traced_parts(fun, trace)
-        # For complex numbers a warning must be logged, which the trace that runs the function does.
-        return None if trace.recorder.complex_line() else entry_of(trace.recorder, parts, build, watch)
 
 
 def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
@@ -112,9 +119,9 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
     besides its arguments; if its trace changes one of them, for example a counter of calls, it isn't compiled.
     """
     try:
-        watch = watch_of(_nothing, (), objects)
-        entry = _entry_of_shapes(fun, TraceRun(given, ShapeRecorder), watch)
-    except (Abandoned, Unfollowed, HoldsTraced, Exception):  # noqa: BLE001
+        watch, trace = watch_of(_nothing, (), objects), TraceRun(given, ShapeRecorder)
+        entry = _entry_of_shapes(trace.recorder, watch, lambda: traced_parts(fun, trace))
+    except Exception:  # noqa: BLE001
         return None
     is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
     return entry if is_usable else None
@@ -217,26 +224,17 @@ class ProgramCache:
         """
         if is_shown():
             return None
-        key, chosen = (given.key, tuple(sorted(set(variables)))), set(variables)
-        program, valid = self._programs.get(key, (None, None))
-        trace = TraceRun(given, ShapeRecorder) if valid is None or not valid.is_the_same() else None
-        recorder = ShapeRecorder()
-        try:
-            with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-                if trace is not None:
-                    self._programs[key] = None, watch
-                    program = recorded(self.fun, trace, chosen)
-                    self._programs[key] = program, watch
-                if program is None:
-                    return None
-                parts = derive(program, recorder)
-                # For complex numbers a warning must be logged, which the trace that runs the function does.
-                if recorder.complex_line():
-                    return None
-                return entry_of(recorder, parts, program.build, watch)
-        except (Abandoned, Exception) as error:  # noqa: BLE001
-            raise_own(recorder if trace is None else trace.recorder, error)
-            return None
+        key, recorder = (given.key, tuple(sorted(set(variables)))), ShapeRecorder()
+
+        def traced() -> _Parts | None:
+            program, valid = self._programs.get(key, (None, None))
+            if valid is None or not valid.is_the_same():
+                self._programs[key] = None, watch
+                program = recorded(self.fun, TraceRun(given, ShapeRecorder), set(variables))
+                self._programs[key] = program, watch
+            return None if program is None else (derive(program, recorder), program.build)
+
+        return _entry_of_shapes(recorder, watch, traced)
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
         """Compile a trace, and store the entry of the signature; `made`: the further arguments of `entry_of`."""

@@ -8,7 +8,6 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,12 +20,13 @@ from mpiad._typing import Array
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
-from mpiad.programs.array_program import Call, Node, Slot, described
+from mpiad.programs.array_program import Node, Slot, described
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
 from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
+from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import is_watched
@@ -210,7 +210,7 @@ def _as_argument(x: Any, dtype: np.dtype) -> Array:
 
 
 def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
-    """Return the function `_CALLS[kind]` with a frame of the user's line; `rule`: see `Call.rule`."""
+    """Return the function `_CALLS[kind]` with a frame of the user's line; `rule`: see `Step.rule`."""
     made: Any = _CALLS[kind]
     if rule is not None:
         return _in_rule(made, rule)
@@ -335,8 +335,7 @@ class _ReplayWriter:
                 self._bind(b)
 
     def _is_large(self, b: int) -> bool:
-        found = self.schedule.buffers[b]
-        return math.prod(found.shape) * found.dtype.itemsize > SMALL
+        return self.schedule.buffers[b].nbytes > SMALL
 
     def _bind(self, b: int) -> None:
         """Allocate a buffer, unless it is in scratch memory, and store its address in the kernels' arguments."""
@@ -436,7 +435,7 @@ class _ReplayWriter:
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
-        call: Call = node.data
+        call: Step = node.data
         if self._prepares:
             if buffer in self.names:  # otherwise it is in scratch memory, and `_scratch` prepares the operator
                 self._prepare(at)
@@ -452,7 +451,7 @@ class _ReplayWriter:
 
     def _prepare(self, at: int) -> None:
         step = self.schedule.steps[at]
-        call: Call = self.nodes[step.node].data
+        call: Step = self.nodes[step.node].data
         self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
 
     def _constant(self, x: Any) -> str:
@@ -460,7 +459,7 @@ class _ReplayWriter:
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
-        call: Call = node.data
+        call: Step = node.data
         if node.kind == "communicate":
             self._communicate(at, step, node)
         else:
@@ -481,7 +480,7 @@ class _ReplayWriter:
 
     def _communicate(self, at: int, step: Run, node: Node) -> None:
         """Append lines that communicate, and that raise `Changed` if the result differs from the trace (`_is_checked`)."""
-        call: Call = node.data
+        call: Step = node.data
         last_check = self.replays.last_check
         self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, call.kind, call.rule), call.fun
         parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
@@ -540,22 +539,24 @@ class _ReplayWriter:
 
     def _argument(self, step: Run, x: Any) -> str:
         """Return the expression of an argument of a call."""
-        if isinstance(x, Slot):
-            text = self._array(step.inputs[x.place])
-            if self.nodes[self.nodes[step.node].inputs[x.place]].dtype == object:
-                return text
-            found = self.schedule.buffers[step.inputs[x.place]]
-            if self.nodes[step.node].inputs[x.place] in self.schedule.program.weak:
-                return f"{text}.item()"
-            return text if found.shape else f"{text}[()]"
-        if type(x) in (tuple, list):
-            parts = ", ".join(self._argument(step, part) for part in x)
-            return f"[{parts}]" if type(x) is list else f"({parts}{',' if len(x) == 1 else ''})"
-        if type(x) is dict:
-            return "{" + ", ".join(f"{key!r}: {self._argument(step, part)}" for key, part in x.items()) + "}"
-        if type(x) is slice:
-            return f"slice({', '.join(self._argument(step, part) for part in (x.start, x.stop, x.step))})"
-        return self._constant(x)
+
+        def leaf(x: Any) -> _Text:
+            if not isinstance(x, Slot):
+                return _Text(self._constant(x))
+            n, text = self.nodes[step.node].inputs[x.place], self._array(step.inputs[x.place])
+            if n in self.schedule.program.weak:
+                return _Text(f"{text}.item()")
+            is_array = self.nodes[n].shape or self.nodes[n].dtype == object
+            return _Text(text if is_array else f"{text}[()]")
+
+        return repr(mapped(x, leaf))
+
+
+class _Text(str):
+    """An expression in a nest of arguments, whose `repr` is an expression, too."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _own(made: Any, *given: Array) -> Any:

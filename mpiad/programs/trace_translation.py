@@ -22,7 +22,6 @@ from mpiad.programs.array_program import (
     COMPUTED,
     FLOATS,
     ArrayProgram,
-    Call,
     IndexMap,
     Slot,
     Value,
@@ -68,7 +67,7 @@ class _Translation:
             number = self.nodes[x.number] if isinstance(x, Traced) else program.constant(np.asarray(x))
             node = program.nodes[number]
             if not program.is_float(number) and (node.kind in ("input", "constant") or number in found):
-                data = Call("call", np.array, (Slot(0),), {})
+                data = Step("call", np.array, (Slot(0),), {}, (), program.site)  # type: ignore[arg-type]
                 number = program.add("call", [number], node.shape, node.dtype, data)
             found.append(number)
         return found
@@ -114,8 +113,7 @@ class _Translation:
             found.append(x.number)
             return Slot(len(found) - 1)
 
-        given = mapped(args, slot), mapped(kwargs, slot)
-        data = Call(step.kind, step.fun, *given, step.rule)
+        data = step._replace(args=mapped(args, slot), kwargs=mapped(kwargs, slot))
         single = len(specs) == 1 and step.fun not in SPLITTING and step.kind != "opaque"
         shape, dtype = specs[0] if single else ((), np.dtype(bool if specs else object))
         number = program.add(kind, found, shape, dtype, data)
