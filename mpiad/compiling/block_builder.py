@@ -181,10 +181,7 @@ class BlockBuilder:
             return x
         if kind == BOOLEAN:
             return self.truth(x)
-        is_constant = not x.text.startswith("%")
-        if is_constant and x.kind == INTEGER and kind == DOUBLE:
-            return Value(kind, float_literal(float(int(x.text))))
-        if is_constant and x.kind == DOUBLE and kind == SINGLE:
+        if x.kind == DOUBLE and kind == SINGLE and not x.text.startswith("%"):
             return Value(kind, float_literal(float(np.float32(literal_value(x.text)))))
         if kind == INTEGER:
             instruction = "zext" if x.kind == BOOLEAN else "fptosi"

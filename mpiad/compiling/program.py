@@ -213,24 +213,6 @@ class Program:
         return f"<Program of {self.cost} operations>"
 
 
-def needed_values(instructions: Sequence[Instruction], outputs: Iterable[int]) -> set[int]:
-    """Return the values from which the outputs are computed."""
-    needed = set(outputs)
-    # Arguments precede the values computed from them, so one backward pass finds all needed values.
-    for number in range(len(instructions) - 1, -1, -1):
-        if number in needed:
-            needed.update(instructions[number].arguments)
-    return needed
-
-
-def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
-    """Return whether the value of an instruction is boolean."""
-    operation, arguments, value = instructions[number]
-    if operation == "where":
-        return is_boolean(instructions, arguments[1])
-    return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
-
-
 def exact(value: float | bool | Input | None) -> str:
     """Return a text that differs for different values, including types and signs of zero."""
     return value.hex() if isinstance(value, float) else repr(value)
@@ -313,11 +295,19 @@ class Builder:
 
     def is_boolean(self, number: int) -> bool:
         """Return whether a value is boolean."""
-        return is_boolean(self.instructions, number)
+        operation, arguments, value = self.instructions[number]
+        if operation == "where":
+            return self.is_boolean(arguments[1])
+        return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
         """Return the program that computes the values with the numbers `outputs`, without unused values."""
-        new = {old: place for place, old in enumerate(sorted(needed_values(self.instructions, outputs)))}
+        needed = set(outputs)
+        # Arguments precede the values computed from them, so one backward pass finds all needed values.
+        for number in range(len(self.instructions) - 1, -1, -1):
+            if number in needed:
+                needed.update(self.instructions[number].arguments)
+        new = {old: place for place, old in enumerate(sorted(needed))}
         kept = (self.instructions[old] for old in new)
         moved = [Instruction(op, tuple(new[i] for i in arguments), value) for op, arguments, value in kept]
         return Program(groups, moved, [new[i] for i in outputs])

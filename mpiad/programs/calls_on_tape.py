@@ -94,7 +94,7 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
             return cache.interpreted(key, given)
         if not cache.is_followed(key, given):  # values in the function's closure may have tangents, too
             return cache.fun(*given.args, **given.kwargs)
-        return _called_with_tangents(cache, tape, given, boxed, derived)
+        return _called_with_tangents(cache, given, boxed, derived)
     if not simple:
         return cache.fun(*given.args, **given.kwargs)
     key = ("reverse", tuple(boxed), given.key)
@@ -130,7 +130,6 @@ def _run(
         half = len(inside) // 2
         triples, inside = zip(values, values[half:], inside), inside[:half]
         values = [with_tangent(outer, x, tangent) if is_in else x for x, tangent, is_in in triples]
-    tape.channels |= entry.channels
     specs = [spec_like(getval(given.leaves[k])) for k in variables]
     # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
     kept_inputs = [x if k in entry.replays.read_later else None for k, x in enumerate(inputs)]
@@ -155,17 +154,12 @@ def _run(
         return [with_tangent(outer, g, tangent) for g, tangent in zip(cotangents, tangents)]
 
     places = [given.leaves[k]._node.index for k in variables]
-    return entry.build(put_on_tape(tape, values, inside, places, pull, entry.communicates))
+    return entry.build(put_on_tape(tape, entry.channels, values, inside, places, pull, entry.communicates))
 
 
-def _called_with_tangents(
-    cache: ProgramCache,
-    tape: TangentTape,
-    given: Arguments,
-    boxed: list[int],
-    derived: _Derived,
-) -> Tree:
+def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int], derived: _Derived) -> Tree:
     """Call a separate compiled function, which computes the value and its tangent."""
+    tape: Any = tracing.tape
     boxed = [k for k in boxed if given.leaves[k]._trace == tape.number]
     form = given.form, tuple(boxed)
     both = derived(form, lambda: _value_and_tangent_of(cache.fun, given.build, boxed))
@@ -196,7 +190,6 @@ def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed:
             run = trace.run_on_tape(cache.fun, boxed)
     except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
         return cache.run_again(trace, key, error)
-    tape.channels |= run.recording.channels  # type: ignore[union-attr]
     cache.pending[key] = trace
     inside = in_program(run.values)
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
@@ -224,7 +217,8 @@ def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed:
 
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
-    return run.build(put_on_tape(tape, out, inside, places, pull, trace.recorder.communicates))
+    channels = run.recording.channels
+    return run.build(put_on_tape(tape, channels, out, inside, places, pull, trace.recorder.communicates))  # type: ignore[arg-type]
 
 
 # Second derivatives.
@@ -381,19 +375,12 @@ class _Call:
         return self.put_on_tape(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
 
     def put_on_tape(
-        self,
-        tape: OrderedTape,
-        values: list[Array],
-        inside: list[bool],
-        places: list[int],
-        pull: Callable,
-        together: Callable | None,
+        self, tape: OrderedTape, values: list[Array], inside: list[bool], places: list[int], *pulls: Callable | None
     ) -> list[Array]:
-        """Record values on a tape; see `tape_node.put_on_tape`, whose parameter `pull_all` is `together`."""
-        tape.channels |= self._entry.channels
-        return put_on_tape(
-            tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
-        )
+        """Record values on a tape; `pulls`: the arguments `pull` and `pull_all` of `tape_node.put_on_tape`."""
+        entry, (pull, together) = self._entry, pulls
+        together = together if self._meets_others else None
+        return put_on_tape(tape, entry.channels, values, inside, places, pull, entry.communicates, together)  # type: ignore[arg-type]
 
     def _part(self, number: int, *given: Sequence[Array]) -> list[Array]:
         """Run a part of the program; `given`: the inputs after the arguments."""

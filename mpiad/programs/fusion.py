@@ -67,42 +67,27 @@ class Place(NamedTuple):
     map: IndexMap
 
 
-class Store(NamedTuple):
-    """An array that a loop computes or copies, and writes."""
+class Item(NamedTuple):
+    """An array that a loop computes, copies or reduces, and writes."""
 
-    node: int
-    reads: IndexMap  # map from the loop's indices to indices of the node
+    node: int  # the array that is written
+    of: int  # the array whose entries the loop computes or copies: the node itself, or the array that is reduced
+    reads: IndexMap  # map from the loop's indices to indices of the array `of`
     place: Place  # buffer, and map from the loop's indices to indices of the buffer
-    copies: bool  # whether the loop copies the node from its place in memory
+    copies: bool = False  # whether the loop copies the node from its place in memory
+    reduction: str = ""  # name of the operation that reduces the array along some or all axes; "" if there is none
 
     @property
-    def of(self) -> int:
-        """The node whose entries the loop computes or copies."""
-        return self.node
-
-
-class Fold(NamedTuple):
-    """A reduction of an array by a loop, along some or all of its axes."""
-
-    node: int  # the result
-    of: int  # the array
-    reads: IndexMap  # map from the loop's indices to indices of the array
-    name: str  # of the operation
-    place: Place  # buffer of the result, and map from the loop's indices to indices of this buffer
-
-    copies = False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the result is one number."""
-        return all(axis.source is None for axis in self.place.map)
+    def is_partial(self) -> bool:
+        """Whether the array is reduced to more than one number."""
+        return bool(self.reduction) and any(axis.source is not None for axis in self.place.map)
 
 
 class Loop(NamedTuple):
     """A loop that computes arrays with one index space."""
 
     shape: Shape
-    items: tuple[Store | Fold, ...]
+    items: tuple[Item, ...]
     inside: frozenset[int]  # nodes that this loop computes, and therefore doesn't read from memory
 
 
@@ -452,7 +437,7 @@ class Fusion:
 
         `wanted`: triples of a node, the place for it (None for a new buffer), and whether it may be read from there later.
         """
-        items: list[Store | Fold] = []
+        items: list[Item] = []
         for n, place, is_readable in wanted:
             if place is not None:
                 self._put(n, place, is_readable, items)
@@ -469,7 +454,7 @@ class Fusion:
         for item in items:
             if item.copies:
                 continue
-            stack = [item.of] if isinstance(item, Fold) else list(self.nodes[item.node].inputs)
+            stack = [item.of] if item.reduction else list(self.nodes[item.node].inputs)
             while stack:
                 n = stack.pop()
                 if n in self.places or n in seen:
@@ -481,7 +466,7 @@ class Fusion:
                     stack.extend(self.nodes[n].inputs)
         self._group(items)
 
-    def _put(self, n: int, place: Place, is_readable: bool, items: list[Store | Fold]) -> None:
+    def _put(self, n: int, place: Place, is_readable: bool, items: list[Item]) -> None:
         """Append the items that store a node at a place; `is_readable`: whether the node may be read from there later."""
         node = self.nodes[n]
         copies = n in self.places
@@ -497,7 +482,7 @@ class Fusion:
             if node.kind == "reduce":
                 (name, axes), reads = node.data, to_long(shape)
                 kept = tuple([reads[k] for k in range(len(shape)) if k not in axes])
-                items.append(Fold(n, x, reads, name, Place(place.buffer, kept)))
+                items.append(Item(n, x, reads, Place(place.buffer, kept), reduction=name))
             else:
                 alias = self._buffer("alias", shape, node.dtype, place.buffer)
                 self._put(x, Place(alias, identity(len(shape))), is_readable, items)
@@ -518,9 +503,9 @@ class Fusion:
                 self._put(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
                 return
         reads = to_long(node.shape)
-        items.append(Store(n, reads, Place(place.buffer, composed(place.map, reads)), copies))
+        items.append(Item(n, n, reads, Place(place.buffer, composed(place.map, reads)), copies))
 
-    def _keep(self, n: int, items: list[Store | Fold]) -> None:
+    def _keep(self, n: int, items: list[Item]) -> None:
         """Append the items that store a node in a new buffer."""
         node = self.nodes[n]
         if node.kind == "reshape":
@@ -536,7 +521,7 @@ class Fusion:
         else:
             self._put(n, self._new_place(n), True, items)
 
-    def _group(self, items: list[Store | Fold]) -> None:
+    def _group(self, items: list[Item]) -> None:
         pending = sorted(items, key=lambda item: (item.node, item.copies))
         computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
@@ -549,7 +534,7 @@ class Fusion:
         wholes -= sources.keys()
         reads = {id(item): self._needs(item, computed.keys() | wholes, sources) for item in pending}
         while pending:
-            loop: list[Store | Fold] = []
+            loop: list[Item] = []
             inside: dict[int, IndexMap] = {}
             waiting = {item.node for item in pending if not item.copies}
             buffers = {self._root(item.place.buffer) for item in pending}
@@ -557,16 +542,15 @@ class Fusion:
             shape: Shape | None = None
             precision, has_partial_fold = None, False
             for item in pending:
-                partial = isinstance(item, Fold) and not item.is_full
                 own_shape, own_precision = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
-                if shape is not None and (own_shape != shape or partial or has_partial_fold):
+                if shape is not None and (own_shape != shape or item.is_partial or has_partial_fold):
                     continue
                 if own_precision is not None and precision is not None and own_precision != precision:
                     continue  # a loop computes in one precision, and doesn't round values to another one
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
-                    shape, precision, has_partial_fold = own_shape, precision or own_precision, partial
-                    if isinstance(item, Store) and not item.copies:
+                    shape, precision, has_partial_fold = own_shape, precision or own_precision, item.is_partial
+                    if not item.reduction and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:
                 raise AssertionError(f"no order of loops for {pending}")
@@ -594,12 +578,12 @@ class Fusion:
             n = x
         return None
 
-    def _needs(self, item: Store | Fold, written: set[int], sources: dict[int, int]) -> set[tuple[int, IndexMap]]:
+    def _needs(self, item: Item, written: set[int], sources: dict[int, int]) -> set[tuple[int, IndexMap]]:
         """Return the nodes that an item reads from memory and that are in `written`, with their index maps."""
         found: set[tuple[int, IndexMap]] = set()
         if item.copies:
             return {(item.node, item.reads)}
-        if isinstance(item, Fold):
+        if item.reduction:
             stack = [(item.of, item.reads)]
         else:
             stack = [(x, composed(map, item.reads)) for x, map in reads_of(self.program, self.nodes[item.node])]

@@ -22,7 +22,7 @@ from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of
-from mpiad.programs.traced_array import Abandoned, Traced
+from mpiad.programs.traced_array import Abandoned, TracedArray
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
@@ -145,12 +145,12 @@ def is_shown() -> bool:
 
 def in_program(leaves: Sequence[Any]) -> list[bool]:
     """Return for each leaf whether it is a traced value."""
-    return [isinstance(x, Traced) for x in leaves]
+    return [isinstance(x, TracedArray) for x in leaves]
 
 
 def own(leaf: Any) -> Any:
     """Return the value of a leaf; for an array, a copy of it."""
-    value = leaf.value if isinstance(leaf, Traced) else leaf
+    value = leaf.value if isinstance(leaf, TracedArray) else leaf
     return value.copy() if isinstance(value, np.ndarray) else value
 
 

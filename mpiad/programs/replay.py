@@ -20,7 +20,7 @@ from mpiad._typing import Array
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
-from mpiad.programs.array_program import Node, Slot, described
+from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
 from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
@@ -51,7 +51,6 @@ class Replays:
         self.uses = spans_of(schedule, self.texts)
         last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
         self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}  # inputs for later parts
-        self.logged = schedule.program.logged
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
         self.last_check = max((at for at in range(len(schedule.steps)) if _is_checked(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays; the key is `Replay.prepared`
@@ -92,23 +91,20 @@ class Replay:
 
 
 class Changed(TypeError):
-    """Raised by a replay if the result of a call differs in shape or dtype from the result in the trace."""
+    """Raised by a replay if the result of a call differs in shape or dtype from the result in the trace.
 
-    # The results of the communications of this run, up to that of this call; None if they aren't known.
-    log: list[Any] | None = None
+    `log`: the results of the communications of this run, up to that of this call; None if they aren't known.
+    """
 
-
-def _raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
-    name = getattr(node.data.fun, "__name__", repr(node.data.fun))
-    line = "" if node.site is None else f"{node.site.text}: "
-    error = Changed(
-        f"{line}{name} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} when the "
-        "function was compiled for arguments of the same shapes. Call it outside of the jitted function"
-    )
-    if log is not None:
-        error.log = list(log)
-        log.clear()
-    raise error
+    def __init__(self, made: Any, node: Node, log: list[Any] | None):
+        line = "" if node.site is None else f"{node.site.text}: "
+        super().__init__(
+            f"{line}{operation_of(node)} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} "
+            "when the function was compiled for arguments of the same shapes. Call it outside of the jitted function"
+        )
+        self.log = None if log is None else list(log)
+        if log is not None:
+            log.clear()
 
 
 def _is_checked(schedule: Schedule, at: int) -> bool:
@@ -270,7 +266,7 @@ class _ReplayWriter:
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             # The log has the results of communications, as long as a later result may differ from the trace.
-            "log": [], "logged": logged, "changed": _raise_changed,
+            "log": [], "logged": logged, "Changed": Changed,
             "blocks": self._blocks,  # a reference that keeps the memory alive
         }  # fmt: skip
         self._memories: dict[int, Array] = {}
@@ -299,7 +295,7 @@ class _ReplayWriter:
             self._lines = [f"global {names}"] if kept else []
             if self._renumbers and not part:
                 self._lines.append("begin()")
-            if (self.replays.last_check >= 0 or self.replays.logged) and not part:
+            if (self.replays.last_check >= 0 or schedule.program.logged) and not part:
                 self._lines.append("log.clear()")
             outputs = schedule.outputs[start:end]
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
@@ -447,7 +443,7 @@ class _ReplayWriter:
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
 
     def _is_logged(self, at: int) -> bool:
-        return at <= self.replays.last_check or self.schedule.part(at) < self.replays.logged
+        return at <= self.replays.last_check or self.schedule.part(at) < self.schedule.program.logged
 
     def _prepare(self, at: int) -> None:
         step = self.schedule.steps[at]
@@ -496,7 +492,7 @@ class _ReplayWriter:
             self._lines.append(f"log.append({entry})")
         if _is_checked(self.schedule, at):
             condition = _condition_of(node, f"v{at}", self._bound)
-            self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")
+            self._lines.append(f"if {condition}: raise Changed(v{at}, {self._bound(node)}, log)")
         if at == last_check:
             self._lines.append("log.clear()")
 
@@ -531,7 +527,7 @@ class _ReplayWriter:
         if made.kind == "call":
             # A kernel is compiled for one shape, and would read beyond the end of a smaller array.
             log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
-            self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
+            self._lines.append(f"if r{b}.shape != {found.shape}: raise Changed(r{b}, {self._bound(made)}, {log})")
         if b in self._in_kernels:
             self._read_argument(b, f"r{b}")
         else:

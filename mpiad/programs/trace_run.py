@@ -17,7 +17,7 @@ from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import Uncounted, WildcardMessage, envelopes_of, message_counts
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.traced_array import Abandoned, Traced, let_arrays_be_traced, on_host, plain
+from mpiad.programs.traced_array import Abandoned, TracedArray, let_arrays_be_traced, on_host, plain
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, report_to_recorders
@@ -73,29 +73,22 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
 
     `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
     """
-    if not kwargs and all(type(x) is np.ndarray for x in args):  # the most common case
-        key = tuple([(x.shape, x.dtype) for x in args])
-        return Arguments(list(args), _only_positional, list(range(len(args))), key, None, args, kwargs)
     leaves, build = flatten((args, kwargs))
     form = _form((args, kwargs))
     traced: list[int] = []
-    kinds: list[Any] = [form]
+    key: list[Any] = [form]
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, np.ndarray) or type(leaf) in _boxes:
             traced.append(place)
-            kinds.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
+            key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
             continue
         integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < _MOST
         if isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked:
             traced.append(place)
-            kinds.append(type(leaf))
+            key.append(type(leaf))
         else:
-            kinds.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
-    return Arguments(leaves, build, traced, tuple(kinds), form, args, kwargs)
-
-
-def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
-    return tuple(leaves), {}
+            key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
+    return Arguments(leaves, build, traced, tuple(key), form, args, kwargs)
 
 
 def _form(tree: Tree) -> Hashable:
@@ -201,7 +194,7 @@ def raise_own(recorder: Recorder, error: BaseException) -> None:
 
     Another exception is due to the trace: the function will run again on plain arrays.
     """
-    has_traced = any(isinstance(getval(part), Traced) for part in error.args)
+    has_traced = any(isinstance(getval(part), TracedArray) for part in error.args)
     if error is recorder.failed or not has_traced and calls.is_raised_by_user(error):
         recorder.mark()
         raise error
@@ -291,8 +284,4 @@ class PlayingBack:
 
 def as_value(x: Array | complex) -> Array:
     """Return a Python number as a NumPy scalar."""
-    if isinstance(x, (np.ndarray, np.generic)):
-        return x
-    if isinstance(x, int):
-        return np.int64(x)
-    return np.complex128(x) if isinstance(x, complex) else np.float64(x)
+    return x if isinstance(x, (np.ndarray, np.generic)) else np.asarray(x)[()]
