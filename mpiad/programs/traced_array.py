@@ -60,7 +60,6 @@ class Abandoned(BaseException):
 
     def __init__(self, reason: str, line: str):
         super().__init__(f"{line}: {reason}")
-        self.reason, self.line = reason, line
 
 
 def plain(x: Any) -> Any:
