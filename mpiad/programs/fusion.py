@@ -234,7 +234,9 @@ class Materialization:
             computed = [x for x in node.inputs if x not in kept and x not in long]
             costs[n] = sum(costs[x] for x in computed)
             if node.kind == "elementwise":
-                costs[n] += _COSTS.get(node.data[0], _CALL)
+                exponent = self.nodes[node.inputs[-1]]
+                by_products = node.data[0] == "power" and exponent.kind == "number" and exponent.data in (2.0, 3.0)
+                costs[n] += 2 if by_products else _COSTS.get(node.data[0], _CALL)
             found = frozenset(stored).union(*(sets[x] for x in computed))
             sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
