@@ -181,10 +181,7 @@ class BlockBuilder:
             return x
         if kind == BOOLEAN:
             return self.truth(x)
-        is_constant = not x.text.startswith("%")
-        if is_constant and x.kind == INTEGER and kind == DOUBLE:
-            return Value(kind, float_literal(float(int(x.text))))
-        if is_constant and x.kind == DOUBLE and kind == SINGLE:
+        if x.kind == DOUBLE and kind == SINGLE and not x.text.startswith("%"):
             return Value(kind, float_literal(float(np.float32(literal_value(x.text)))))
         if kind == INTEGER:
             instruction = "zext" if x.kind == BOOLEAN else "fptosi"
@@ -218,37 +215,30 @@ class Variables:
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):
         self._build, self._given, self.kinds = build, given, kinds
-        self._numbers: dict[str, tuple[str, str]] = {}  # kind and memory
-        self._arrays: dict[str, tuple[str, str, tuple[str, ...]]] = {}  # dtype, and memory of the address and the lengths
+        self._slots: dict[
+            str, list[tuple[str, str]]
+        ] = {}  # kinds and memory of a number, or of an array's address and lengths
+        self._dtypes: dict[str, str] = {}  # of arrays
 
     def read(self, name: str) -> Value | ArrayValue | None:
         """Return the value of a variable or an argument; None if the name is unknown."""
-        build = self._build
-        if name in self._numbers:
-            kind, slot = self._numbers[name]
-            return build.value(kind, f"load {kind}, ptr {slot}")
-        if name in self._arrays:
-            dtype, data, lengths = self._arrays[name]
-            shape = tuple(build.name(f"load i64, ptr {length}") for length in lengths)
-            return ArrayValue(dtype, build.name(f"load ptr, ptr {data}"), shape)
-        return self._given.get(name)
+        if name not in self._slots:
+            return self._given.get(name)
+        first, *lengths = [self._build.value(kind, f"load {kind}, ptr {slot}") for kind, slot in self._slots[name]]
+        if name not in self._dtypes:
+            return first
+        return ArrayValue(self._dtypes[name], first.text, tuple(length.text for length in lengths))
 
     def write(self, name: str, value: Value | ArrayValue) -> None:
         """Assign to a variable."""
         if isinstance(value, ArrayValue):
-            self._write_array(name, value)
-            return
-        self.kinds[name] = common_kind(self.kinds.get(name, value.kind), value.kind)
-        if name not in self._numbers:
-            self._numbers[name] = self.kinds[name], self._build.slot(self.kinds[name])
-        kind, slot = self._numbers[name]
-        self._build.do(f"store {kind} {self._build.converted(value, kind).text}, ptr {slot}")
-
-    def _write_array(self, name: str, value: ArrayValue) -> None:
-        build = self._build
-        if name not in self._arrays:
-            self._arrays[name] = value.dtype, build.slot("ptr"), tuple(build.slot("i64") for _ in value.shape)
-        _, data, lengths = self._arrays[name]
-        build.do(f"store ptr {value.data}, ptr {data}")
-        for length, slot in zip(value.shape, lengths, strict=True):
-            build.do(f"store i64 {length}, ptr {slot}")
+            self._dtypes.setdefault(name, value.dtype)
+            parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
+            kinds = [part.kind for part in parts]
+        else:
+            self.kinds[name] = common_kind(self.kinds.get(name, value.kind), value.kind)
+            parts, kinds = [value], [self.kinds[name]]
+        if name not in self._slots:
+            self._slots[name] = [(kind, self._build.slot(kind)) for kind in kinds]
+        for part, (kind, slot) in zip(parts, self._slots[name], strict=True):
+            self._build.do(f"store {kind} {self._build.converted(part, kind).text}, ptr {slot}")

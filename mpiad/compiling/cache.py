@@ -289,8 +289,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
         if known not in _loaded:
             key = _checksum(f"{_machine()}\n{name} {signature} {fast}\n{text}".encode()).decode()
             started = time.perf_counter()
-            found = _from_disk(key, text, signature)
-            function, origin = found or _compiled(key, text, code_of(text, name, signature, fast), signature)
+            function, origin = _from_disk_or_compiled(key, *known)
             _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
             action, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
             level = logging.INFO if call else logging.DEBUG
@@ -313,28 +312,22 @@ def forget() -> None:
         _loaded.clear()
 
 
-def _compiled(key: str, text: str, made: Code, signature: str) -> tuple[Callable[..., None], str]:
-    """Write a compiled kernel to the disk, and return its function and origin."""
+def _from_disk_or_compiled(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Callable[..., None], str]:
+    """Return the function of a kernel and its origin; a kernel that is compiled is written to the disk."""
     kept = store()
+    content = None if kept is None else kept.find(key)
+    if content is not None:
+        header, _, file = content.partition(b"\n")
+        source, symbol, outside = json.loads(header)
+        try:
+            if source == text:
+                return function_of(Code(symbol, file, tuple(outside)), signature), "disk"
+        except OSError as error:
+            _log.info("the compiled kernel of %s can't be used: %s", key, error)
+    made = code_of(text, name, signature, fast)
     if kept is not None:
         kept.keep(key, json.dumps([text, made.symbol, made.outside]).encode() + b"\n" + made.file)
     return function_of(made, signature), "compiled"
-
-
-def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None], str] | None:
-    kept = store()
-    content = None if kept is None else kept.find(key)
-    if content is None:
-        return None
-    header, _, file = content.partition(b"\n")
-    source, symbol, outside = json.loads(header)
-    if source != text:
-        return None
-    try:
-        return function_of(Code(symbol, file, tuple(outside)), signature), "disk"
-    except OSError as error:
-        _log.info("the compiled kernel of %s can't be used: %s", key, error)
-        return None
 
 
 @cache

@@ -128,8 +128,7 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     """Return the vector-Jacobian product of a program.
 
     Its outputs are the cotangents of the inputs in `wanted`, in this order; by default of all inputs. `seeds`: name of the
-    additional group of inputs, the cotangents of the program's outputs. Raises a ValueError if the program has no group of
-    a name in `wanted`, or has a group of the name `seeds`.
+    additional group of inputs, the cotangents of the program's outputs; no group of the program has this name.
     """
     builder = Builder()
     new = copy_program(builder, program)
@@ -144,7 +143,7 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
                     _add(cotangents, argument, partial, cotangents[number])
     zero = Symbol(builder, builder.constant(0.0))
     outputs = [cotangents.get(builder.input(*place), zero).number for place in _inputs(program, wanted)]
-    return builder.program(_with_seeds(program, seeds, len(program.outputs)), outputs)
+    return builder.program({**program.groups, seeds: len(program.outputs)}, outputs)
 
 
 def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
@@ -158,7 +157,7 @@ def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     tangents = {builder.input(*place): Symbol(builder, builder.input(seeds, i)) for i, place in enumerate(inputs)}
     _push(builder, max(new, default=-1) + 1, tangents)
     outputs = [tangents.get(new[output], zero).number for output in program.outputs]
-    return builder.program(_with_seeds(program, seeds, len(inputs)), outputs)
+    return builder.program({**program.groups, seeds: len(inputs)}, outputs)
 
 
 def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) -> dict[tuple[int, int], int]:
@@ -178,22 +177,11 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
 
 def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
     chosen: Wanted = dict.fromkeys(program.groups) if wanted is None else wanted
-    unknown = [group for group in chosen if group not in program.groups]
-    if unknown:
-        raise ValueError(
-            f"derivatives with respect to {unknown} were requested, but the groups of inputs are {program.groups}"
-        )
     return [
         (group, place)
         for group, places in chosen.items()
         for place in (range(program.groups[group]) if places is None else places)
     ]
-
-
-def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
-    if seeds in program.groups:
-        raise ValueError(f"the program has a group {seeds!r} of {program.groups[seeds]} inputs: choose another name")
-    return {**program.groups, seeds: count}
 
 
 def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:

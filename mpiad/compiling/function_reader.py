@@ -41,7 +41,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType, slice
 _VALUES = (*_PLAIN, *_CONTAINERS, np.ndarray)  # read as a whole
 _FUNCTIONS_IN_C = (np.ufunc, type(np.dot), MethodDescriptorType, WrapperDescriptorType)
 _STANDARD_LOOKUPS = {kind.__getattribute__ for kind in (object, SimpleNamespace, *_VALUES)}
-_MISSING, _UNFOLLOWED = object(), object()
+MISSING, _UNFOLLOWED = object(), object()
 
 
 class Unknown(Exception):
@@ -158,6 +158,8 @@ class FunctionReader:
             self.reading = f"{'.'.join((name, *attributes))} in {value.__qualname__}"
             if not is_global:
                 found = content_of(cells[name])
+                if found is MISSING:
+                    raise Unknown
                 self.variable(cells[name], found)
                 self._chain(found, attributes)
                 continue
@@ -225,11 +227,11 @@ class FunctionReader:
             own, bases = getattr(value, "__dict__", {}), kind.__mro__
         else:
             raise Unknown
-        common = next((base.__dict__[name] for base in bases if name in base.__dict__), _MISSING)
+        common = next((base.__dict__[name] for base in bases if name in base.__dict__), MISSING)
         method = self._wrapped(common) or common
         if isinstance(method, FunctionType) and kind is not type:
             common = MethodType(method, value)
-        elif hasattr(type(common), "__get__") or (common is _MISSING and name not in own):
+        elif hasattr(type(common), "__get__") or (common is MISSING and name not in own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
                 return _UNFOLLOWED  # an attribute of the built-in base class
             raise Unknown
@@ -287,11 +289,11 @@ def parts_of(container: Any) -> list[Any]:
 
 
 def content_of(cell: CellType) -> Any:
-    """Return the value of a variable of an enclosing function."""
+    """Return the value of a variable of an enclosing function; MISSING if none has been assigned yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not assigned yet
-        raise Unknown from None
+    except ValueError:
+        return MISSING
 
 
 # Bytecode.

@@ -8,14 +8,10 @@ also instructions. Inputs belong to groups (such as state and parameters), whose
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-import autograd
 import numpy as np
 
 from mpiad._typing import Array
@@ -127,11 +123,6 @@ OPERATIONS: dict[str, Operation] = {
     "smallest": _composed(lambda *x: reduce(np.minimum, x), 3),
 }
 
-# Folders of code that isn't the user's.
-_PATHS, _PACKAGES = sysconfig.get_paths(), (Path(np.__file__).parent, Path(autograd.__file__).parent)
-_FOLDERS = _PATHS["stdlib"], _PATHS["purelib"], *_PACKAGES, Path(__file__).parents[1]
-_LIBRARIES = tuple(str(Path(folder).resolve()) for folder in _FOLDERS)
-
 
 class Untraceable(TypeError):
     """Raised if a function can't be traced as straight-line arithmetic; the message names the user's file and line."""
@@ -143,17 +134,6 @@ class Untraceable(TypeError):
 
 class Refusal(TypeError):
     """Raised in a traced function by an unsupported operation on a symbol; the tracer turns it into `Untraceable`."""
-
-
-def where_raised(traceback: TracebackType | None, f: object) -> str:
-    """Return file and line of the innermost frame of user code in a traceback, or of f's definition if there is none."""
-    place = place_of(f)
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and not str(Path(name).resolve()).startswith(_LIBRARIES):
-            place = f"{name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
 
 
 def place_of(f: object) -> str:
@@ -231,24 +211,6 @@ class Program:
 
     def __repr__(self) -> str:
         return f"<Program of {self.cost} operations>"
-
-
-def needed_values(instructions: Sequence[Instruction], outputs: Iterable[int]) -> set[int]:
-    """Return the values from which the outputs are computed."""
-    needed = set(outputs)
-    # Arguments precede the values computed from them, so one backward pass finds all needed values.
-    for number in range(len(instructions) - 1, -1, -1):
-        if number in needed:
-            needed.update(instructions[number].arguments)
-    return needed
-
-
-def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
-    """Return whether the value of an instruction is boolean."""
-    operation, arguments, value = instructions[number]
-    if operation == "where":
-        return is_boolean(instructions, arguments[1])
-    return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
 
 
 def exact(value: float | bool | Input | None) -> str:
@@ -333,11 +295,19 @@ class Builder:
 
     def is_boolean(self, number: int) -> bool:
         """Return whether a value is boolean."""
-        return is_boolean(self.instructions, number)
+        operation, arguments, value = self.instructions[number]
+        if operation == "where":
+            return self.is_boolean(arguments[1])
+        return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
         """Return the program that computes the values with the numbers `outputs`, without unused values."""
-        new = {old: place for place, old in enumerate(sorted(needed_values(self.instructions, outputs)))}
+        needed = set(outputs)
+        # Arguments precede the values computed from them, so one backward pass finds all needed values.
+        for number in range(len(self.instructions) - 1, -1, -1):
+            if number in needed:
+                needed.update(self.instructions[number].arguments)
+        new = {old: place for place, old in enumerate(sorted(needed))}
         kept = (self.instructions[old] for old in new)
         moved = [Instruction(op, tuple(new[i] for i in arguments), value) for op, arguments, value in kept]
         return Program(groups, moved, [new[i] for i in outputs])

@@ -145,14 +145,128 @@ def refuse(node: ast.AST) -> NoReturn:
     raise NotImplementedError(f"line {getattr(node, 'lineno', '?')} of a kernel: {ast.unparse(node)}")
 
 
-class Expressions:
-    """Translates expressions, in the current block of a function.
+@cache
+def has_fma_instruction() -> bool:
+    """Return whether the processor computes a b + c in one instruction; without it, fma would be a slow library call."""
+    import llvmlite.binding as llvm
 
-    ``inlined(node)`` returns the results of a call of a function in the same source text, None for other functions.
+    return bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_process_triple().startswith("x86_64")
+
+
+@cache
+def prefers_512_bit_vectors() -> bool:
+    """Return whether vectors of 64 bytes are faster than vectors of 32 bytes.
+
+    By default LLVM uses vectors of 32 bytes on Intel's processors, since older processors reduce their clock frequency for
+    longer vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
     """
+    import llvmlite.binding as llvm
 
-    def __init__(self, build: BlockBuilder, variables: Variables, inlined: Callable[[ast.Call], list[Value] | None]):
-        self._build, self._variables, self._inlined = build, variables, inlined
+    return bool(llvm.get_host_cpu_features().get("avx512fp16", False))
+
+
+_ALIGNED = "alignstack(64) noinline"
+_WIDE = '"prefer-vector-width"="512"'
+
+
+def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
+    """Return the kernel `name`, a function in the text, as a module of LLVM's intermediate representation.
+
+    `fast`: LLVM's fast-math flags. `linked`: whether it is a linked kernel (see `cache`). Raises a
+    NotImplementedError if the text isn't in the kernel language.
+    """
+    defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    module = _Module(defined, fast, linked)
+    if not linked:
+        return module.kernel(defined[name], arguments, name)
+    # The body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses loaded from memory.
+    body = module.kernel(defined[name], arguments, f"{name}.body", "ptr noalias", "internal ")
+    return f"{body}\n\n{_link(name, arguments)}"
+
+
+class _Module:
+    """The functions of a source text; each is translated once per combination of argument types, at the first call."""
+
+    def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
+        # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
+        # time, without a gain.
+        self.defined, self.fast, self.hides_rows = defined, fast, linked
+        self.declared: dict[str, str] = {}
+        self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
+        self._texts: list[str] = []
+        self._assigned: dict[str, set[str]] = {}
+
+    def assigned(self, node: ast.FunctionDef) -> set[str]:
+        """Return the names to which a function assigns."""
+        if node.name not in self._assigned:
+            names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            self._assigned[node.name] = {n.id for n in names}
+        return self._assigned[node.name]
+
+    def kernel(
+        self, node: ast.FunctionDef, arguments: Sequence[Argument], symbol: str, pointer: str = "ptr", linkage: str = ""
+    ) -> str:
+        names = [argument.arg for argument in node.args.args]
+        given: dict[str, Value | ArrayValue] = {}
+        kinds = []
+        for i, (name, (dtype, ndim)) in enumerate(zip(names, arguments, strict=True)):
+            if ndim is None:
+                given[name] = Value(kind_of(dtype), f"%a{i}")
+                kinds.append(f"{kind_of(dtype)} %a{i}")
+            else:
+                lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
+                given[name] = ArrayValue(dtype.name, f"%a{i}", lengths)
+                kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
+        function = self._translated(node, given)
+        own = " noinline" if linkage else ""
+        attributes = f"nounwind{own} {function.attributes}".strip()
+        made = f"define {linkage}void @{symbol}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
+        return "\n\n".join([*self._texts, made, *self.declared.values()])
+
+    def call(self, name: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+        """Return the symbol of a function for these kinds of arguments, and the kinds of its results."""
+        known = name, kinds
+        if known not in self._made:
+            node, symbol = self.defined[name], f"{name}.{len(self._made)}"
+            given = {a.arg: Value(kind, f"%a{i}") for i, (a, kind) in enumerate(zip(node.args.args, kinds, strict=True))}
+            function = self._translated(node, given)
+            result = f"{{{', '.join(function.results)}}}"
+            parameters = ", ".join(f"{x.kind} {x.text}" for x in given.values())
+            head = f"define internal {result} @{symbol}({parameters}) alwaysinline nounwind"
+            self._texts.append(f"{head} {{\n{function.text()}\n}}")
+            self._made[known] = symbol, tuple(function.results)
+        return self._made[known]
+
+    def _translated(self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue]) -> _Function:
+        kinds: dict[str, str] = {}
+        while True:
+            function = _Function(self, node, given, dict(kinds))
+            if function.kinds == kinds:
+                return function
+            kinds = function.kinds
+
+
+class _Function:
+    """One translation of a function; `kinds`: the kinds of its variables, as found by the previous translation."""
+
+    def __init__(
+        self, module: _Module, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]
+    ):
+        self.kinds, self.attributes = kinds, ""
+        self.results: list[str] = []
+        self._module = module
+        self._build = BlockBuilder(module.fast, module.declared, module.hides_rows)
+        self._variables = Variables(self._build, given, kinds)
+        self._ends_of_loops: list[Block] = []  # the targets of `break`
+        for name in sorted(module.assigned(node) & given.keys()):
+            self._variables.write(name, given[name])
+        self._statements(node.body)
+        self._build.leave("void")
+
+    def text(self) -> str:
+        return self._build.text()
+
+    # ---- expressions
 
     def several(self, node: ast.expr) -> list[Value | ArrayValue]:
         """Return the values of a tuple or of a call with several results; for another expression a list with its value."""
@@ -196,7 +310,7 @@ class Expressions:
         build.enter(after)
         return build.value(kind, f"phi {kind} {', '.join(made)}")
 
-    # ---- expressions
+    # ---- values
 
     def _any(self, node: ast.expr) -> Value | ArrayValue:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
@@ -341,129 +455,6 @@ class Expressions:
         data = build.name(f"getelementptr inbounds {ELEMENTS[array.dtype]}, ptr {array.data}, i64 {start}")
         return ArrayValue(array.dtype, data, (build.name(f"sub nsw i64 {stop}, {start}"),))
 
-
-@cache
-def has_fma_instruction() -> bool:
-    """Return whether the processor computes a b + c in one instruction; without it, fma would be a slow library call."""
-    import llvmlite.binding as llvm
-
-    return bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_process_triple().startswith("x86_64")
-
-
-@cache
-def prefers_512_bit_vectors() -> bool:
-    """Return whether vectors of 64 bytes are faster than vectors of 32 bytes.
-
-    By default LLVM uses vectors of 32 bytes on Intel's processors, since older processors reduce their clock frequency for
-    longer vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
-    """
-    import llvmlite.binding as llvm
-
-    return bool(llvm.get_host_cpu_features().get("avx512fp16", False))
-
-
-_ALIGNED = "alignstack(64) noinline"
-_WIDE = '"prefer-vector-width"="512"'
-
-
-def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
-    """Return the kernel `name`, a function in the text, as a module of LLVM's intermediate representation.
-
-    `fast`: LLVM's fast-math flags. `linked`: whether it is a linked kernel (see `cache`). Raises a
-    NotImplementedError if the text isn't in the kernel language.
-    """
-    defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    module = _Module(defined, fast, linked)
-    if not linked:
-        return module.kernel(defined[name], arguments, name)
-    # The body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses loaded from memory.
-    body = module.kernel(defined[name], arguments, f"{name}.body", "ptr noalias", "internal ")
-    return f"{body}\n\n{_link(name, arguments)}"
-
-
-class _Module:
-    """The functions of a source text; each is translated once per combination of argument types, at the first call."""
-
-    def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
-        # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
-        # time, without a gain.
-        self.defined, self.fast, self.hides_rows = defined, fast, linked
-        self.declared: dict[str, str] = {}
-        self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
-        self._texts: list[str] = []
-        self._assigned: dict[str, set[str]] = {}
-
-    def assigned(self, node: ast.FunctionDef) -> set[str]:
-        """Return the names to which a function assigns."""
-        if node.name not in self._assigned:
-            names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            self._assigned[node.name] = {n.id for n in names}
-        return self._assigned[node.name]
-
-    def kernel(
-        self, node: ast.FunctionDef, arguments: Sequence[Argument], symbol: str, pointer: str = "ptr", linkage: str = ""
-    ) -> str:
-        names = [argument.arg for argument in node.args.args]
-        given: dict[str, Value | ArrayValue] = {}
-        kinds = []
-        for i, (name, (dtype, ndim)) in enumerate(zip(names, arguments, strict=True)):
-            if ndim is None:
-                given[name] = Value(kind_of(dtype), f"%a{i}")
-                kinds.append(f"{kind_of(dtype)} %a{i}")
-            else:
-                lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
-                given[name] = ArrayValue(dtype.name, f"%a{i}", lengths)
-                kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
-        function = self._translated(node, given)
-        own = " noinline" if linkage else ""
-        attributes = f"nounwind{own} {function.attributes}".strip()
-        made = f"define {linkage}void @{symbol}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
-        return "\n\n".join([*self._texts, made, *self.declared.values()])
-
-    def call(self, name: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        """Return the symbol of a function for these kinds of arguments, and the kinds of its results."""
-        known = name, kinds
-        if known not in self._made:
-            node, symbol = self.defined[name], f"{name}.{len(self._made)}"
-            given = {a.arg: Value(kind, f"%a{i}") for i, (a, kind) in enumerate(zip(node.args.args, kinds, strict=True))}
-            function = self._translated(node, given)
-            result = f"{{{', '.join(function.results)}}}"
-            parameters = ", ".join(f"{x.kind} {x.text}" for x in given.values())
-            head = f"define internal {result} @{symbol}({parameters}) alwaysinline nounwind"
-            self._texts.append(f"{head} {{\n{function.text()}\n}}")
-            self._made[known] = symbol, tuple(function.results)
-        return self._made[known]
-
-    def _translated(self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue]) -> _Function:
-        kinds: dict[str, str] = {}
-        while True:
-            function = _Function(self, node, given, dict(kinds))
-            if function.kinds == kinds:
-                return function
-            kinds = function.kinds
-
-
-class _Function:
-    """One translation of a function; `kinds`: the kinds of its variables, as found by the previous translation."""
-
-    def __init__(
-        self, module: _Module, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]
-    ):
-        self.kinds, self.attributes = kinds, ""
-        self.results: list[str] = []
-        self._module = module
-        self._build = BlockBuilder(module.fast, module.declared, module.hides_rows)
-        self._variables = Variables(self._build, given, kinds)
-        self._values = Expressions(self._build, self._variables, self._inlined)
-        self._loops: list[tuple[Block, Block]] = []  # the targets of `continue` and `break`
-        for name in sorted(module.assigned(node) & given.keys()):
-            self._variables.write(name, given[name])
-        self._statements(node.body)
-        self._build.leave("void")
-
-    def text(self) -> str:
-        return self._build.text()
-
     # ---- statements
 
     def _statements(self, nodes: Sequence[ast.stmt]) -> None:
@@ -474,8 +465,8 @@ class _Function:
                 case ast.Assign():
                     self._assign(node)
                 case ast.AugAssign():
-                    operands = self._values.number(node.target), self._values.number(node.value)
-                    self._store(node.target, self._values.arithmetic(node, node.op, *operands))
+                    operands = self.number(node.target), self.number(node.value)
+                    self._store(node.target, self.arithmetic(node, node.op, *operands))
                 case ast.Return():
                     self._return(node)
                 case ast.If():
@@ -485,9 +476,7 @@ class _Function:
                 case ast.For():
                     self._for(node)
                 case ast.Break():
-                    self._build.jump(self._loops[-1][1])
-                case ast.Continue():
-                    self._build.jump(self._loops[-1][0])
+                    self._build.jump(self._ends_of_loops[-1])
                 case ast.Pass():
                     pass
                 case _:
@@ -508,7 +497,7 @@ class _Function:
             refuse(node)
 
     def _prefetch(self, table: ast.expr, index: ast.expr) -> None:
-        array, row = self._values.array(table), self._values.index(index)
+        array, row = self.array(table), self.index(index)
         for length in array.shape[1:]:
             row = self._build.name(f"mul i64 {row}, {length}")
         self._module.declared["llvm.prefetch"] = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
@@ -517,7 +506,7 @@ class _Function:
         self._build.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
 
     def _assign(self, node: ast.Assign) -> None:
-        values = self._values.several(node.value)
+        values = self.several(node.value)
         for target in node.targets:
             variables = target.elts if isinstance(target, ast.Tuple) else [target]
             if len(variables) != len(values):
@@ -529,7 +518,7 @@ class _Function:
         """Return the results of a call of a function in the same text, None for other calls."""
         if not isinstance(node.func, ast.Name) or node.func.id not in self._module.defined:
             return None
-        given = [self._values.number(a) for a in node.args]
+        given = [self.number(a) for a in node.args]
         symbol, kinds = self._module.call(node.func.id, tuple(x.kind for x in given))
         result = f"{{{', '.join(kinds)}}}"
         made = self._build.name(f"call {result} @{symbol}({', '.join(f'{x.kind} {x.text}' for x in given)})")
@@ -539,7 +528,7 @@ class _Function:
         if isinstance(target, ast.Name):
             self._variables.write(target.id, value)
         elif isinstance(target, ast.Subscript) and isinstance(value, Value):
-            array, place = self._values.entry_address(target)
+            array, place = self.entry_address(target)
             self._store_entry(array, place, value)
         else:
             refuse(target)
@@ -560,7 +549,7 @@ class _Function:
         if node.value is None:
             self._build.leave("void")
             return
-        values = [value if isinstance(value, Value) else refuse(node) for value in self._values.several(node.value)]
+        values = [value if isinstance(value, Value) else refuse(node) for value in self.several(node.value)]
         self.results = [x.kind for x in values]
         kind, made = f"{{{', '.join(self.results)}}}", "poison"
         for i, x in enumerate(values):
@@ -570,7 +559,7 @@ class _Function:
     def _if(self, node: ast.If) -> None:
         build = self._build
         yes, no, after = build.new_block(), build.new_block(), build.new_block()
-        self._values.condition(node.test, yes, no)
+        self.condition(node.test, yes, no)
         build.enter(yes)
         self._statements(node.body)
         build.jump(after)
@@ -586,41 +575,37 @@ class _Function:
         again, body, after = build.new_block(), build.new_block(), build.new_block()
         build.jump(again)
         build.enter(again)
-        self._values.condition(node.test, body, after)
-        self._loop_body(node.body, body, again, after)
+        self.condition(node.test, body, after)
+        build.enter(body)
+        self._loop_body(node.body, after)
         build.jump(again)
         build.enter(after)
 
-    def _loop_body(self, nodes: Sequence[ast.stmt], body: Block, again: Block, after: Block) -> None:
-        self._loops.append((again, after))
-        self._build.enter(body)
+    def _loop_body(self, nodes: Sequence[ast.stmt], after: Block) -> None:
+        self._ends_of_loops.append(after)
         self._statements(nodes)
-        self._loops.pop()
+        self._ends_of_loops.pop()
 
     def _for(self, node: ast.For) -> None:
-        call = node.iter
+        call, target = node.iter, node.target
         is_range = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "range"
-        if not is_range or not isinstance(node.target, ast.Name) or node.orelse:
+        if not is_range or not isinstance(target, ast.Name) or node.orelse:
             refuse(node)
         build, bounds = self._build, list(call.args)  # type: ignore[union-attr]
-        step = self._values.index(bounds[2]) if len(bounds) == 3 else "1"
-        first = Value(INTEGER, self._values.index(bounds[0])) if len(bounds) > 1 else Value(INTEGER, "0")
-        stop = Value(INTEGER, self._values.index(bounds[min(1, len(bounds) - 1)]))
+        step = self.index(bounds[2]) if len(bounds) == 3 else "1"
+        first = Value(INTEGER, self.index(bounds[0])) if len(bounds) > 1 else Value(INTEGER, "0")
+        stop = Value(INTEGER, self.index(bounds[min(1, len(bounds) - 1)]))
         # The loop has a separate counter, since the body may assign to the loop variable, as in Python.
         counter = build.slot(INTEGER)
         build.do(f"store i64 {first.text}, ptr {counter}")
-        again, body, more, after = (build.new_block() for _ in range(4))
+        again, body, after = build.new_block(), build.new_block(), build.new_block()
         build.jump(again)
         build.enter(again)
         current = build.value(INTEGER, f"load i64, ptr {counter}")
         build.branch(compare(build, ">" if step.startswith("-") else "<", current, stop), body, after)
         build.enter(body)
-        self._variables.write(node.target.id, current)
-        inside = build.new_block()
-        build.jump(inside)
-        self._loop_body(node.body, inside, more, after)
-        build.jump(more)
-        build.enter(more)
+        self._variables.write(target.id, current)
+        self._loop_body(node.body, after)
         next = build.name(f"add nsw i64 {current.text}, {step}")
         build.do(f"store i64 {next}, ptr {counter}")
         build.jump(again)

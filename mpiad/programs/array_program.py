@@ -11,8 +11,8 @@ Kinds of nodes, and in parentheses the contents of `Node.data`:
 - "join": a concatenation of arrays (the axis).
 - "update": the first array, with a block replaced by the second array (the first indices of the block).
 - "reduce": a reduction of an array along axes (the name of the operation, and the axes).
-- "call": a function that NumPy runs on whole arrays (a `Call`).
-- "communicate": a communication (a `Call`).
+- "call": a function that NumPy runs on whole arrays (its `Step`, in which a `Slot` replaces each array).
+- "communicate": a communication (its `Step`, likewise).
 - "item": one of several results of a call (its position).
 
 Communications are never dropped or reordered. Other nodes, except inputs, are dropped if no output or communication depends
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from mpiad._typing import Array, Shape
+from mpiad.programs.traced_array import Step
 from mpiad.transport.core.calls import Site
 
 # Affine maps from the indices of a result to indices of the source that it reads: slices, transposes, broadcasts.
@@ -157,21 +158,9 @@ IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
 
 class Slot(NamedTuple):
-    """A placeholder in the arguments of a `Call` for an array: the position of this array in the node's `inputs`."""
+    """A placeholder for an array in the arguments of a node's `Step`: the position of this array in the node's `inputs`."""
 
     place: int
-
-
-class Call(NamedTuple):
-    """A Python call in a program."""
-
-    kind: str  # "call", "communicate" or "operate"
-    fun: Any  # callable, or for "operate" an `Operation` of the package `primitives`
-    # Arrays in `args` and `kwargs` are replaced by `Slot`.
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    # For a communication in an adjoint or tangent rule: "adjoint" or "tangent", and name and site of the forward call.
-    rule: tuple[str, str, Site] | None = None
 
 
 class Node(NamedTuple):
@@ -186,10 +175,21 @@ class Node(NamedTuple):
     part: int = 0  # part of the program: 0 is the function, and later parts are reverse passes
 
 
+def operation_of(node: Node) -> str:
+    """Return the name of a node's operation."""
+    if node.kind == "elementwise":
+        return node.data[0]
+    if isinstance(node.data, Step):
+        fun: Any = node.data.fun
+        return getattr(fun, "__name__", repr(fun))
+    if node.kind == "reduce":
+        return f"{node.data[0]} over {list(node.data[1])}"
+    return f"{node.kind} {node.data}" if node.kind == "number" else node.kind
+
+
 def described(node: Node) -> str:
     """Return the operation of a node, and the user's line."""
-    operation = node.data[0] if node.kind in ("elementwise", "reduce") else node.kind
-    return operation if node.site is None else f"{operation} at {node.site.text}"
+    return operation_of(node) if node.site is None else f"{operation_of(node)} at {node.site.text}"
 
 
 class ArrayProgram:
@@ -253,13 +253,6 @@ class ArrayProgram:
             return self.view(node.inputs[0], composed(node.data, map), shape)
         if node.kind == "join":
             return self._view_of_join(x, map, shape)
-        if node.kind == "update":
-            base, block = node.inputs
-            lies = [_lies(axis, shape, start, start + n) for axis, start, n in zip(map, node.data, self.nodes[block].shape)]
-            if False in lies:
-                return self.view(base, map, shape)
-            if None not in lies:
-                return self.view(block, within(map, node.data), shape)
         return self.add("view", (x,), shape, node.dtype, map)
 
     def slice(self, x: int, axis: int, start: int, stop: int) -> int:
@@ -275,7 +268,7 @@ class ArrayProgram:
         parts, start, done = [], 0, 0
         for part in node.inputs:
             stop = start + self.nodes[part].shape[node.data]
-            if _lies(map[node.data], shape, start, stop) is True:
+            if _lies(map[node.data], shape, start, stop):
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
                 # The view has entries of this part at indices from `first` to `last`.
@@ -316,11 +309,6 @@ class ArrayProgram:
         long, made = ([k for k, n in enumerate(lengths) if n != 1] for lengths in (node.shape, shape))
         axes = dict(zip(long, made))
         is_view = [node.shape[k] for k in long] == [shape[k] for k in made]
-        if node.kind == "join" and is_view and node.data in axes:
-            place = axes[node.data]
-            lengths = [self.nodes[y].shape[node.data] for y in node.inputs]
-            parts = [self.reshape(y, (*shape[:place], n, *shape[place + 1 :])) for y, n in zip(node.inputs, lengths)]
-            return self.join(parts, place)
         if node.kind == "reshape":
             return self.reshape(node.inputs[0], shape)
         if is_view:
@@ -409,10 +397,8 @@ class Value:
         return Value(self.program, self.program.reshape(self.number, shape))
 
 
-def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:
-    """Return True if the array index lies in [start, stop) at all indices of a shape, False if at none, None otherwise."""
+def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool:
+    """Return whether the array index lies in [start, stop) at all indices of a shape."""
     last = 0 if axis.source is None else max(shape[axis.source] - 1, 0)
     low, high = sorted((axis.offset, axis.offset + axis.stride * last))
-    if start <= low and high < stop:
-        return True
-    return False if high < start or low >= stop else None
+    return start <= low and high < stop

@@ -73,7 +73,7 @@ _boxes = Box.types
 _Derived: TypeAlias = Callable[[Hashable, Callable[[], Function]], Function]  # the method `Jitted.derived`
 
 
-def called_on_tape(cache: ProgramCache, given: Arguments, args: tuple, kwargs: dict, derived: _Derived) -> Any:
+def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> Any:
     """Call a compiled function within a derivative; `derived`: the method of `Jitted`."""
     tape: Any = tracing.tape
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
@@ -81,72 +81,85 @@ def called_on_tape(cache: ProgramCache, given: Arguments, args: tuple, kwargs: d
     simple = is_simple(tape, boxes)
     twice = not simple and is_gradient_within(OrderedTape, tape, boxes) and tape.passes == "one"
     if simple and tape.passes in ("kept", "recorded") or twice:
-        made = called_with_reverse_differentiated(cache, given, boxed, args)
+        made = called_with_reverse_differentiated(cache, given, boxed)
         if made is not None:
             return made[0]
         if tape.passes != "kept" or is_shown():
-            return cache.fun(*args, **kwargs)
+            return cache.fun(*given.args, **given.kwargs)
     if not simple and is_gradient_within(TangentTape, tape, boxes):
-        return called_with_tangents_of_gradients(cache, given, boxed, args, kwargs)
+        return called_with_tangents_of_gradients(cache, given, boxed)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
         key = "tangent", given.key
         if key in cache.entries:
-            return cache.interpreted(key, args, kwargs)
-        if not cache.is_followed(key, args):  # values in the function's closure may have tangents, too
-            return cache.fun(*args, **kwargs)
-        return _called_with_tangents(cache, tape, given, boxed, derived)
+            return cache.interpreted(key, given)
+        if not cache.is_followed(key, given):  # values in the function's closure may have tangents, too
+            return cache.fun(*given.args, **given.kwargs)
+        return _called_with_tangents(cache, given, boxed, derived)
     if not simple:
-        return cache.fun(*args, **kwargs)
+        return cache.fun(*given.args, **given.kwargs)
     key = ("reverse", tuple(boxed), given.key)
     of = [given.traced.index(k) for k in boxed]
-    entry, watch = cache.entry_or_watch(
-        key, given, args,
-        lambda watch: cache.derived_entry(given, watch, boxed, lambda program, recorder: vjp(program, recorder, of)),
-    )  # fmt: skip
-    if entry is None:
-        if watch is None:
-            return cache.interpreted(key, args, kwargs)
-        return _traced_on_tape(cache, key, given, boxed, args, kwargs, watch)
-    values = [getval(given.leaves[k]) for k in given.traced]
-    lease = Lease(entry.replays)
-    count(entry.communications)
+    derive = partial(vjp, inner=of)
+    entry, watch = cache.entry_or_watch(key, given, lambda watch: cache.derived_entry(given, watch, boxed, derive))
+    if entry is not None:
+        return _run(cache, key, entry, given, boxed)
+    if watch is None:
+        return cache.interpreted(key, given)
+    return _traced_on_tape(cache, key, given, boxed, watch)
+
+
+def _run(
+    cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, variables: list[int], tangents: Sequence[Array] = ()
+) -> Tree:
+    """Run the first part of a program, record a node that runs the second part, and return the function's result.
+
+    `variables`: the positions of the tape's variables among the leaves. `tangents`: the tangents of arguments on the outer
+    tape; if there is an outer tape, the program also computes the tangents of its results.
+    """
+    tape: Any = tracing.tape
+    outer, inside = tape.outer, entry.inside
+    lease, inputs = Lease(entry.replays), [*(getval(given.leaves[k]) for k in given.traced), *tangents]
     counts = message_counts() if entry.replays.last_check >= 0 else None
+    count(entry.communications)
     try:
-        made = lease.replay.first(*values, *[None] * sum(entry.inside))
+        values = entry.leaves(lease.replay.first(*inputs))
     except Changed as change:
         with cache.changed(key, change, counts):
-            return cache.fun(*args, **kwargs)
-    tape.channels |= entry.channels
-    specs = [spec_like(getval(given.leaves[k])) for k in boxed]
+            return cache.fun(*given.args, **given.kwargs)
+    if outer is not None:
+        half = len(inside) // 2
+        triples, inside = zip(values, values[half:], inside), inside[:half]
+        values = [with_tangent(outer, x, tangent) if is_in else x for x, tangent, is_in in triples]
+    specs = [spec_like(getval(given.leaves[k])) for k in variables]
     # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
-    kept_values = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
-    all_arguments = given if entry.may_change else None
+    kept_inputs = [x if k in entry.replays.read_later else None for k, x in enumerate(inputs)]
+    all_arguments = given if outer is None and entry.may_change else None
 
     def pull(gs: list[Array]) -> list[Array]:
-        require_of(None, gs, cache.name)
+        require_of(outer, gs, cache.name)
         count(entry.communications)
+        pairs = [] if outer is None else [value_and_tangent(g, outer) for g in gs]
         try:
-            cotangents = lease.replay.later[0](*kept_values, *gs)
+            found = lease.replay.later[0](*kept_inputs, *([x for part in zip(*pairs) for x in part] if pairs else gs))
         except Changed as change:
             if all_arguments is None:
                 raise
             with suspended(body=False), cache.changed(key, change, counts):
-                second_run = TraceRun(all_arguments).run_on_tape(cache.fun, boxed, all_arguments.values())
-                return backwards(second_run, entry.inside, gs, specs)
-        return [conform(g, *spec) for g, spec in zip(cotangents, specs, strict=True)]
+                second_run = TraceRun(all_arguments).run_on_tape(cache.fun, variables, all_arguments.values())
+                return backwards(second_run, inside, gs, specs)
+        cotangents = [conform(g, *spec) for g, spec in zip(found, specs)]
+        if outer is None:
+            return cotangents
+        tangents = [conform(g, *spec) for g, spec in zip(found[len(specs) :], specs)]
+        return [with_tangent(outer, g, tangent) for g, tangent in zip(cotangents, tangents)]
 
-    places = [given.leaves[k]._node.index for k in boxed]
-    return entry.build(put_on_tape(tape, entry.leaves(made), entry.inside, places, pull, entry.communicates))
+    places = [given.leaves[k]._node.index for k in variables]
+    return entry.build(put_on_tape(tape, entry.channels, values, inside, places, pull, entry.communicates))
 
 
-def _called_with_tangents(
-    cache: ProgramCache,
-    tape: TangentTape,
-    given: Arguments,
-    boxed: list[int],
-    derived: _Derived,
-) -> Tree:
+def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int], derived: _Derived) -> Tree:
     """Call a separate compiled function, which computes the value and its tangent."""
+    tape: Any = tracing.tape
     boxed = [k for k in boxed if given.leaves[k]._trace == tape.number]
     form = given.form, tuple(boxed)
     both = derived(form, lambda: _value_and_tangent_of(cache.fun, given.build, boxed))
@@ -169,47 +182,43 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
     return both
 
 
-def _traced_on_tape(
-    cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
-) -> Tree:
+def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], watch: Watch) -> Tree:
     """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
     tape, trace = tracing.tape, TraceRun(given)
     try:
         with suspended(body=False), Noting(trace.recorder):
             run = trace.run_on_tape(cache.fun, boxed)
     except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-        return cache.run_again(trace, key, error, args, kwargs)
-    tape.channels |= run.recording.channels  # type: ignore[union-attr]
+        return cache.run_again(trace, key, error)
     cache.pending[key] = trace
     inside = in_program(run.values)
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
-    done = False
+    log_of_run = list(trace.recorder.log)
 
     def pull(gs: list[Array]) -> list[Array]:
-        nonlocal done
         require_of(None, gs, cache.name)
+        log = log_of_run
         with suspended(body=False):
-            if done or key in cache.entries:  # another reverse pass, in which the traced arrays are constants
-                with PlayingBack([], reread=trace.recorder):
-                    return backwards(run, inside, gs, specs)
-            done = True
-            cache.pending.pop(key, None)
-            try:
-                with Noting(trace.recorder, 1):
-                    seeds = [trace.recorder.input(as_value(g)) for g in gs]
-                    cotangents = backwards(run, inside, seeds, specs)
-            except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                raise_own(trace.recorder, error)
-                cache.give_up(key, error)
-                with trace.playing_back():
-                    second_run = trace.run_on_tape(cache.fun, boxed, given.values())
-                    return backwards(second_run, inside, gs, specs)
-        cache.compile(key, trace.recorder, [run.values, cotangents], run.build, watch)
-        return [own(g) for g in cotangents]
+            if cache.pending.pop(key, None) is trace:
+                try:
+                    with Noting(trace.recorder, 1):
+                        seeds = [trace.recorder.input(as_value(g)) for g in gs]
+                        cotangents = backwards(run, inside, seeds, specs)
+                except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
+                    raise_own(trace.recorder, error)
+                    cache.give_up(key, error)
+                    log = trace.recorder.log
+                else:
+                    cache.compile(key, trace.recorder, [run.values, cotangents], run.build, watch)
+                    return [own(g) for g in cotangents]
+            # This reverse pass can't be traced, or isn't the first one.
+            with PlayingBack(log, trace.counts):
+                return backwards(trace.run_on_tape(cache.fun, boxed, given.values()), inside, gs, specs)
 
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
-    return run.build(put_on_tape(tape, out, inside, places, pull, trace.recorder.communicates))
+    channels = run.recording.channels
+    return run.build(put_on_tape(tape, channels, out, inside, places, pull, trace.recorder.communicates))  # type: ignore[arg-type]
 
 
 # Second derivatives.
@@ -226,57 +235,18 @@ def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], lis
     return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
 
 
-def called_with_tangents_of_gradients(
-    cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
-) -> Tree:
+def called_with_tangents_of_gradients(cache: ProgramCache, given: Arguments, boxed: Sequence[int]) -> Tree:
     """Call a compiled function on the tape of a gradient, around which a tape propagates tangents."""
     tape: Any = tracing.tape
     variables, leaves, outer_leaves = without_tape(given, boxed)
     key = "tangents of gradients", tuple(variables), tuple(outer_leaves), given.key
     inner, outer = ([given.traced.index(k) for k in chosen] for chosen in (variables, outer_leaves))
 
-    derive = partial(jvp_of_vjp, inner=inner, outer=outer)
-    entry = cache.optional_entry(key, given, args, boxed, derive)
+    entry = cache.optional_entry(key, given, boxed, partial(jvp_of_vjp, inner=inner, outer=outer))
     if entry is None:
-        return cache.fun(*args, **kwargs)
-    places = [given.leaves[k]._node.index for k in variables]
+        return cache.fun(*given.args, **given.kwargs)
     tangents = [value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
-    inputs = [*(getval(leaves[k]) for k in given.traced), *tangents]
-    return entry.build(_run(cache.name, entry, places, [getval(leaves[k]) for k in variables], inputs))
-
-
-def _run(
-    name: str, entry: Entry, places: Sequence[int], variables: Sequence[Array], inputs: Sequence[Array]
-) -> list[Array]:
-    """Run the first part of a program, record a node that runs the second part, and return the function's result.
-
-    `places`, `variables`: nodes and values of the gradient's variables. `inputs`: the inputs of the program without the
-    cotangents.
-    """
-    tape: Any = tracing.tape
-    outer, lease = tape.outer, Lease(entry.replays)
-    half = len(entry.inside) // 2
-    inside = entry.inside[:half]
-    count(entry.communications)
-    made = entry.leaves(lease.replay.first(*inputs, *[None] * (2 * sum(inside))))
-    tape.channels |= entry.channels
-    specs = [spec_like(x) for x in variables]
-
-    def pull(gs: list[Array]) -> list[Array]:
-        require_of(outer, gs, name)
-        seeds = [value_and_tangent(g, outer) for g in gs]
-        count(entry.communications)
-        found = lease.replay.later[0](*inputs, *[g for g, _ in seeds], *[g for _, g in seeds])
-        return [
-            with_tangent(outer, conform(g, *spec), conform(tangent, *spec))
-            for g, tangent, spec in zip(found, found[len(specs) :], specs)
-        ]
-
-    values = [
-        with_tangent(outer, x, tangent) if is_in and is_variable(x) else x
-        for x, tangent, is_in in zip(made, made[half:], inside)
-    ]
-    return put_on_tape(tape, values, inside, places, pull, entry.communicates)
+    return _run(cache, key, entry, given, variables, tangents)
 
 
 # Reverse passes of a reverse pass. A function and its reverse pass are recorded on an outer tape. A reverse pass along this
@@ -337,9 +307,7 @@ def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recor
     return vjp_of_vjp(program, recorder, inner, outer, last=4 - by.parts)
 
 
-def called_with_reverse_differentiated(
-    cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple
-) -> tuple[Tree] | None:
+def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, boxed: Sequence[int]) -> tuple[Tree] | None:
     """Call a compiled function on a tape whose reverse pass may be differentiated or run several times.
 
     Return the result in a tuple, or None if the function must be interpreted.
@@ -348,7 +316,7 @@ def called_with_reverse_differentiated(
     variables, leaves, outer_leaves = without_tape(given, boxed)
     by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
     key = "reverse over reverse", by.parts, tuple(variables), tuple(outer_leaves), given.key
-    entry = cache.optional_entry(key, given, args, boxed, partial(_with_all_parts, by, given))
+    entry = cache.optional_entry(key, given, boxed, partial(_with_all_parts, by, given))
     if entry is None:
         return None
     call = _Call(cache, entry, given, by, tape.outer)
@@ -407,25 +375,17 @@ class _Call:
         return self.put_on_tape(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
 
     def put_on_tape(
-        self,
-        tape: OrderedTape,
-        values: list[Array],
-        inside: list[bool],
-        places: list[int],
-        pull: Callable,
-        together: Callable | None,
+        self, tape: OrderedTape, values: list[Array], inside: list[bool], places: list[int], *pulls: Callable | None
     ) -> list[Array]:
-        """Record values on a tape; see `tape_node.put_on_tape`, whose parameter `pull_all` is `together`."""
-        tape.channels |= self._entry.channels
-        return put_on_tape(
-            tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
-        )
+        """Record values on a tape; `pulls`: the arguments `pull` and `pull_all` of `tape_node.put_on_tape`."""
+        entry, (pull, together) = self._entry, pulls
+        together = together if self._meets_others else None
+        return put_on_tape(tape, entry.channels, values, inside, places, pull, entry.communicates, together)  # type: ignore[arg-type]
 
     def _part(self, number: int, *given: Sequence[Array]) -> list[Array]:
         """Run a part of the program; `given`: the inputs after the arguments."""
         replay, inputs = self._lease.replay, [*self._inputs, *[g for group in given for g in group]]
         count(self._entry.communications)
-        inputs += [None] * (len(self._entry.replays.schedule.program.inputs) - len(inputs))
         return (replay.later[number - 1] if number else replay.first)(*inputs)
 
     def _played_part(self, number: int, *given: Sequence[Array]) -> tuple[list[Array], _Played]:

@@ -8,7 +8,6 @@ function isn't compiled.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from types import CellType, FunctionType
@@ -18,23 +17,18 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array
-from mpiad.compiling.function_reader import FunctionReader, Unknown, attributes_of_results, parts_of
+from mpiad.compiling.function_reader import (
+    MISSING,
+    FunctionReader,
+    Unknown,
+    attributes_of_results,
+    content_of,
+    parts_of,
+)
 
 # Bitwise comparison of arrays: each call compares all writable arrays in the closure.
 
-
-def _c_comparison() -> Any:
-    """Return the C library's memcmp, which makes no temporary arrays; None if it is unavailable."""
-    try:
-        compare = ctypes.CDLL(None).memcmp
-    except (OSError, TypeError, AttributeError):  # not on Windows
-        return None
-    compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return compare
-
-
-_memcmp = _c_comparison()
-_FEW_BYTES = 50_000  # up to which copies take less time than a call of memcmp
+_FEW_BYTES = 50_000  # up to which copies take less time than comparing the arrays
 
 
 def same_bits(x: Array, y: Array) -> bool:
@@ -43,9 +37,9 @@ def same_bits(x: Array, y: Array) -> bool:
         return True
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    if _memcmp is None or x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
+    if x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
         return np.ndarray.tobytes(x) == np.ndarray.tobytes(y)  # compares the data of masked arrays, too
-    return _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes) == 0
+    return np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
 
 def is_writable(x: Any) -> bool:
@@ -57,7 +51,6 @@ def is_writable(x: Any) -> bool:
     return x is not None  # memory not owned by NumPy
 
 
-_MISSING = object()
 _boxes = Box.types
 # Attributes of a communicator that may be read without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
@@ -77,7 +70,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._terms: list[str] = []
-        self._values: dict[str, Any] = {"gone": _MISSING, "same_parts": _same_parts, "same_bits": same_bits}
+        self._values: dict[str, Any] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
         self._named: set[tuple[int, str]] = set()
 
     def note(self, term: str, *values: Any) -> None:
@@ -90,7 +83,7 @@ class Watch:
         """Add the condition that a name still refers to the same object."""
         if (id(names), name) not in self._named:
             self._named.add((id(names), name))
-            self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, _MISSING))
+            self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, MISSING))
 
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
@@ -124,7 +117,7 @@ def closed_over_numbers(fun: Any) -> dict[str, float]:
     if type(fun) is not FunctionType or not fun.__closure__:
         return {}
     cells = zip(fun.__code__.co_freevars, fun.__closure__)
-    return {name: cell.cell_contents for name, cell in cells if type(_content(cell)) in (float, np.float64)}
+    return {name: cell.cell_contents for name, cell in cells if type(content_of(cell)) in (float, np.float64)}
 
 
 def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
@@ -139,16 +132,9 @@ def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
 def are_alike(fun: FunctionType, other: FunctionType, numbers: Collection[str]) -> bool:
     """Return whether two functions with the same code read the same objects, apart from `numbers` in their closures."""
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), other.__closure__ or ())
-    same_closure = all(name in numbers or _content(a) is _content(b) for name, a, b in cells)
+    same_closure = all(name in numbers or content_of(a) is content_of(b) for name, a, b in cells)
     names = "__globals__", "__defaults__", "__kwdefaults__", "__dict__"
     return same_closure and all(getattr(fun, name) is getattr(other, name) or not getattr(fun, name) for name in names)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _MISSING
 
 
 class _Reader(FunctionReader):

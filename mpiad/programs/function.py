@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -23,7 +22,7 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.programs.array_program import Call, Node
+from mpiad.programs.array_program import Node, operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.closure import Watch, are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.fusion import Loop
@@ -62,7 +61,7 @@ class Listing:
         lines = []
         for n in self._replays.schedule.program.needed():
             node = self._nodes[n]
-            what = f"{_name_of(node)}({', '.join(f'%{x}' for x in node.inputs)})"
+            what = f"{operation_of(node)}({', '.join(f'%{x}' for x in node.inputs)})"
             lines.append(
                 f"{f'%{n}: {node.dtype}{list(node.shape)} = {what}':72}  {getattr(node.site, 'text', '')}".rstrip()
             )
@@ -76,12 +75,12 @@ class Listing:
             if isinstance(step, Loop):
                 made = ", ".join(f"%{item.node}{' (copy)' * item.copies}" for item in step.items)
                 loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
-                read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]
+                read, written = (sum(schedule.buffers[b].nbytes for b in part) for part in (loaded, text.written))  # type: ignore[union-attr]
                 lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}")
             else:
                 node = self._nodes[step.node]
                 lines.append(
-                    f"{_name_of(node)} -> %{step.node}{' in place' * step.in_place}  {getattr(node.site, 'text', '')}"
+                    f"{operation_of(node)} -> %{step.node}{' in place' * step.in_place}  {getattr(node.site, 'text', '')}"
                 )
         return "\n".join(lines)
 
@@ -90,23 +89,8 @@ class Listing:
         """The code of the loops."""
         return [text.text for text in self._replays.texts if text is not None]
 
-    def _bytes(self, b: int) -> int:
-        found = self._replays.schedule.buffers[b]
-        return math.prod(found.shape) * found.dtype.itemsize
-
     def __str__(self) -> str:
         return f"program of {self._name}\n{self.operations}\n\n{self.loops}"
-
-
-def _name_of(node: Node) -> str:
-    if node.kind == "elementwise":
-        return node.data[0]
-    if isinstance(node.data, Call):
-        fun: Any = node.data.fun
-        return getattr(fun, "__name__", repr(fun))
-    if node.kind == "reduce":
-        return f"{node.data[0]} over {list(node.data[1])}"
-    return f"{node.kind} {node.data}" if node.kind == "number" else node.kind
 
 
 # Fast calls, for positional arguments that are arrays and floats.
@@ -277,8 +261,8 @@ class Jitted:
             self._cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
             return self.fun(*args, **kwargs)
         if tracing.tape is None and not any(type(given.leaves[k]) in _boxes for k in given.traced):
-            return self._called(given, args, kwargs)
-        return called_on_tape(self._cache, given, args, kwargs, self.derived)
+            return self._called(given)
+        return called_on_tape(self._cache, given, self.derived)
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
         """Return the program for these arguments, in printable form: its operations and loops.
@@ -324,17 +308,15 @@ class Jitted:
             made._cache.warned = optional
         return self._derived[key]
 
-    def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
-        entry, watch = self._cache.entry_or_watch(
-            given.key, given, args, lambda watch: entry_by_shapes(self.fun, given, watch)
-        )
+    def _called(self, given: Arguments) -> Any:
+        entry, watch = self._cache.entry_or_watch(given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch))
         if entry is not None:
-            return self._replayed(entry, given, args, kwargs)
+            return self._replayed(entry, given)
         if watch is None:
-            return self._cache.interpreted(given.key, args, kwargs)
-        return self._traced(given, args, kwargs, watch)
+            return self._cache.interpreted(given.key, given)
+        return self._traced(given, watch)
 
-    def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
+    def _replayed(self, entry: Entry, given: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None
         if tracing.channels is not None:
             tracing.channels |= entry.channels
@@ -342,19 +324,19 @@ class Jitted:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:
             with self._cache.changed(given.key, change, counts):
-                return self.fun(*args, **kwargs)
-        if not kwargs and all(known is not entry for known, _ in self._fast_calls):
-            call = fast_call(entry, args, made)
+                return self.fun(*given.args, **given.kwargs)
+        if not given.kwargs and all(known is not entry for known, _ in self._fast_calls):
+            call = fast_call(entry, given.args, made)
             if call is not None:
                 self._fast_calls = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]
         return made
 
-    def _traced(self, given: Arguments, args: tuple, kwargs: dict, watch: Watch) -> Any:
+    def _traced(self, given: Arguments, watch: Watch) -> Any:
         trace = TraceRun(given)
         try:
             parts, build = traced_parts(self.fun, trace)
         except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-            return self._cache.run_again(trace, given.key, error, args, kwargs)
+            return self._cache.run_again(trace, given.key, error)
         self._cache.compile(given.key, trace.recorder, parts, build, watch)
         # Results of a trace may be views of arguments and of each other, and are therefore copied.
         return build([own(leaf) for leaf in parts[0]])

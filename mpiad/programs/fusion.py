@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections import Counter, deque
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from mpiad._typing import Shape
 from mpiad.programs.array_program import (
     FLOATS,
     IN_MEMORY,
-    SHORT,
     ArrayProgram,
     IndexMap,
     Node,
@@ -55,6 +54,11 @@ class Buffer(NamedTuple):
     dtype: np.dtype
     data: int = -1  # number of the input, constant or output; for a result, of the node; for an alias, of the buffer
 
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of its entries."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Place(NamedTuple):
     """The place of an array in memory: a buffer, and the map from indices of the array to indices of the buffer."""
@@ -63,42 +67,27 @@ class Place(NamedTuple):
     map: IndexMap
 
 
-class Store(NamedTuple):
-    """An array that a loop computes or copies, and writes."""
+class Item(NamedTuple):
+    """An array that a loop computes, copies or reduces, and writes."""
 
-    node: int
-    reads: IndexMap  # map from the loop's indices to indices of the node
+    node: int  # the array that is written
+    of: int  # the array whose entries the loop computes or copies: the node itself, or the array that is reduced
+    reads: IndexMap  # map from the loop's indices to indices of the array `of`
     place: Place  # buffer, and map from the loop's indices to indices of the buffer
-    copies: bool  # whether the loop copies the node from its place in memory
+    copies: bool = False  # whether the loop copies the node from its place in memory
+    reduction: str = ""  # name of the operation that reduces the array along some or all axes; "" if there is none
 
     @property
-    def of(self) -> int:
-        """The node whose entries the loop computes or copies."""
-        return self.node
-
-
-class Fold(NamedTuple):
-    """A reduction of an array by a loop, along some or all of its axes."""
-
-    node: int  # the result
-    of: int  # the array
-    reads: IndexMap  # map from the loop's indices to indices of the array
-    name: str  # of the operation
-    place: Place  # buffer of the result, and map from the loop's indices to indices of this buffer
-
-    copies = False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the result is one number."""
-        return all(axis.source is None for axis in self.place.map)
+    def is_partial(self) -> bool:
+        """Whether the array is reduced to more than one number."""
+        return bool(self.reduction) and any(axis.source is not None for axis in self.place.map)
 
 
 class Loop(NamedTuple):
     """A loop that computes arrays with one index space."""
 
     shape: Shape
-    items: tuple[Store | Fold, ...]
+    items: tuple[Item, ...]
     inside: frozenset[int]  # nodes that this loop computes, and therefore doesn't read from memory
 
 
@@ -108,6 +97,7 @@ class Run(NamedTuple):
     node: int
     inputs: tuple[int, ...]  # buffers of its array arguments
     in_place: bool  # whether it writes its result into the buffer of its argument
+    results: tuple[int, ...] = ()  # buffers of its results, unless it works in place
 
 
 class Schedule(NamedTuple):
@@ -152,13 +142,11 @@ _CUTS = frozenset({"communicate", "call"})
 
 # Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, and `_KEEPING` for storing an
 # entry and reading it again.
-_COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8
-_SIMPLE = frozenset(
-    """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
+_SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
-    at_least at_most""".split()
-)
+    at_least at_most where"""
+_COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
 # Limits of an expression: its depth, and the numbers of arrays and eras (see `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 
@@ -211,7 +199,7 @@ class Materialization:
                     uses[x].add(_Use(at, long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
             is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view", "join")
-            repeated = 0 if is_cheap else (_times(node.shape, uses[n]) - 1) * (costs[n] + leaves[n] - 1)
+            repeated = 0 if is_cheap else (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1)
             if n in forced or repeated > _KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
@@ -244,7 +232,11 @@ class Materialization:
                 continue
             stored = [x for x in node.inputs if x in kept or x in long]
             computed = [x for x in node.inputs if x not in kept and x not in long]
-            costs[n] = sum(costs[x] for x in computed) + (self._own_cost(node) if node.kind == "elementwise" else 0)
+            costs[n] = sum(costs[x] for x in computed)
+            if node.kind == "elementwise":
+                exponent = self.nodes[node.inputs[-1]]
+                by_products = node.data[0] == "power" and exponent.kind == "number" and exponent.data in (2.0, 3.0)
+                costs[n] += 2 if by_products else _COSTS.get(node.data[0], _CALL)
             found = frozenset(stored).union(*(sets[x] for x in computed))
             sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
@@ -255,25 +247,12 @@ class Materialization:
                 long.add(n)
         return costs, {n: len(found) for n, found in sets.items()}, long
 
-    def _own_cost(self, node: Node) -> int:
-        name = node.data[0]
-        by = self.nodes[node.inputs[-1]]
-        if by.kind == "number" and name in ("divide", "power"):
-            return 1 if name == "divide" else 2 if by.data in (2.0, 3.0) else _COSTS[name]
-        return _COSTS.get(name, 1 if name in _SIMPLE else _CALL)
-
     def _forced(self) -> set[int]:
         forced = set()
-        joined: dict[int, bool] = {}
         for n in self.needed:
             node = self.nodes[n]
-            joined[n] = node.kind not in (*IN_MEMORY, "reduce", "reshape") and (
-                node.kind in ("join", "update") or any(joined[x] for x in node.inputs)
-            )
             if node.kind == "reduce":
                 forced.add(n)
-                if joined[node.inputs[0]] and len(node.data[1]) < len(self.nodes[node.inputs[0]].shape):
-                    forced.add(node.inputs[0])
             elif node.kind == "reshape":
                 forced.update((n, node.inputs[0]))
             elif node.kind == "elementwise":
@@ -304,21 +283,6 @@ class Materialization:
     def is_shared(self, n: int) -> bool:
         """Return whether several nodes read a node, or it is an output."""
         return len(self.users[n]) > 1 or n in self.program.outputs
-
-
-def _times(shape: Shape, uses: Collection[_Use]) -> int:
-    """Return the number of times that loops compute an entry of an array that isn't kept."""
-    short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
-    whole, fixed = 0, Counter[tuple[int, ...]]()
-    for use in uses:
-        places = [use.map[k] for k in short]
-        if not short or any(axis.source is not None for axis in places):
-            whole += 1
-            continue
-        along = {axis.source for axis in use.map}
-        # An entry is computed for each index along axes of the loop that the array doesn't have.
-        fixed[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
-    return min(len(uses), whole + max(fixed.values(), default=0))
 
 
 def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]]:
@@ -430,10 +394,12 @@ class Fusion:
         places = {x: self._new_place(x) for x in missing}
         self._compute([(x, places[x], x not in self.places) for x in missing], n)
         inputs: Any = [places[x].buffer if x in places else self._whole(x) for x in node.inputs]
-        self.steps.append(Run(n, tuple(inputs), False))
         items = [user for user in self._users.get(n, ()) if self.nodes[user].kind == "item"]
-        for made in items or ([n] if n in self._users or n in self.program.outputs else []):
-            self._own(made, self._buffer("result", self.nodes[made].shape, self.nodes[made].dtype, made))
+        made = items or ([n] if n in self._users or n in self.program.outputs else [])
+        results = [self._buffer("result", self.nodes[x].shape, self.nodes[x].dtype, x) for x in made]
+        self.steps.append(Run(n, tuple(inputs), False, tuple(results)))
+        for x, buffer in zip(made, results):
+            self._own(x, buffer)
 
     def _run_in_place(self, n: int, operator: Any) -> None:
         node = self.nodes[n]
@@ -473,7 +439,7 @@ class Fusion:
 
         `wanted`: triples of a node, the place for it (None for a new buffer), and whether it may be read from there later.
         """
-        items: list[Store | Fold] = []
+        items: list[Item] = []
         for n, place, is_readable in wanted:
             if place is not None:
                 self._put(n, place, is_readable, items)
@@ -490,7 +456,7 @@ class Fusion:
         for item in items:
             if item.copies:
                 continue
-            stack = [item.of] if isinstance(item, Fold) else list(self.nodes[item.node].inputs)
+            stack = [item.of] if item.reduction else list(self.nodes[item.node].inputs)
             while stack:
                 n = stack.pop()
                 if n in self.places or n in seen:
@@ -502,7 +468,7 @@ class Fusion:
                     stack.extend(self.nodes[n].inputs)
         self._group(items)
 
-    def _put(self, n: int, place: Place, is_readable: bool, items: list[Store | Fold]) -> None:
+    def _put(self, n: int, place: Place, is_readable: bool, items: list[Item]) -> None:
         """Append the items that store a node at a place; `is_readable`: whether the node may be read from there later."""
         node = self.nodes[n]
         copies = n in self.places
@@ -518,7 +484,7 @@ class Fusion:
             if node.kind == "reduce":
                 (name, axes), reads = node.data, to_long(shape)
                 kept = tuple([reads[k] for k in range(len(shape)) if k not in axes])
-                items.append(Fold(n, x, reads, name, Place(place.buffer, kept)))
+                items.append(Item(n, x, reads, Place(place.buffer, kept), reduction=name))
             else:
                 alias = self._buffer("alias", shape, node.dtype, place.buffer)
                 self._put(x, Place(alias, identity(len(shape))), is_readable, items)
@@ -539,9 +505,9 @@ class Fusion:
                 self._put(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
                 return
         reads = to_long(node.shape)
-        items.append(Store(n, reads, Place(place.buffer, composed(place.map, reads)), copies))
+        items.append(Item(n, n, reads, Place(place.buffer, composed(place.map, reads)), copies))
 
-    def _keep(self, n: int, items: list[Store | Fold]) -> None:
+    def _keep(self, n: int, items: list[Item]) -> None:
         """Append the items that store a node in a new buffer."""
         node = self.nodes[n]
         if node.kind == "reshape":
@@ -557,7 +523,7 @@ class Fusion:
         else:
             self._put(n, self._new_place(n), True, items)
 
-    def _group(self, items: list[Store | Fold]) -> None:
+    def _group(self, items: list[Item]) -> None:
         pending = sorted(items, key=lambda item: (item.node, item.copies))
         computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
@@ -570,7 +536,7 @@ class Fusion:
         wholes -= sources.keys()
         reads = {id(item): self._needs(item, computed.keys() | wholes, sources) for item in pending}
         while pending:
-            loop: list[Store | Fold] = []
+            loop: list[Item] = []
             inside: dict[int, IndexMap] = {}
             waiting = {item.node for item in pending if not item.copies}
             buffers = {self._root(item.place.buffer) for item in pending}
@@ -578,16 +544,15 @@ class Fusion:
             shape: Shape | None = None
             precision, has_partial_fold = None, False
             for item in pending:
-                partial = isinstance(item, Fold) and not item.is_full
                 own_shape, own_precision = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
-                if shape is not None and (own_shape != shape or partial or has_partial_fold):
+                if shape is not None and (own_shape != shape or item.is_partial or has_partial_fold):
                     continue
                 if own_precision is not None and precision is not None and own_precision != precision:
                     continue  # a loop computes in one precision, and doesn't round values to another one
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
-                    shape, precision, has_partial_fold = own_shape, precision or own_precision, partial
-                    if isinstance(item, Store) and not item.copies:
+                    shape, precision, has_partial_fold = own_shape, precision or own_precision, item.is_partial
+                    if not item.reduction and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:
                 raise AssertionError(f"no order of loops for {pending}")
@@ -615,12 +580,12 @@ class Fusion:
             n = x
         return None
 
-    def _needs(self, item: Store | Fold, written: set[int], sources: dict[int, int]) -> set[tuple[int, IndexMap]]:
+    def _needs(self, item: Item, written: set[int], sources: dict[int, int]) -> set[tuple[int, IndexMap]]:
         """Return the nodes that an item reads from memory and that are in `written`, with their index maps."""
         found: set[tuple[int, IndexMap]] = set()
         if item.copies:
             return {(item.node, item.reads)}
-        if isinstance(item, Fold):
+        if item.reduction:
             stack = [(item.of, item.reads)]
         else:
             stack = [(x, composed(map, item.reads)) for x, map in reads_of(self.program, self.nodes[item.node])]

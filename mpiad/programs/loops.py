@@ -25,7 +25,7 @@ from mpiad.compiling.program import OPERATIONS, Builder
 from mpiad.compiling.source import indented, lines, number
 from mpiad.compiling.symbols import Symbol, choose
 from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, described, shifted, within
-from mpiad.programs.fusion import Fold, Loop, Place, Schedule, reads_of
+from mpiad.programs.fusion import Loop, Place, Schedule, reads_of
 
 LANES = 16
 NAME = "loop"
@@ -73,9 +73,8 @@ class LoopWriter:
         found = {program.precision(item.of) or self.nodes[item.of].dtype for item in loop.items} & set(FLOATS)
         single, double = FLOATS
         self.real = single if found == {single} else double
-        self.folds = [item for item in loop.items if isinstance(item, Fold)]
-        self.partial = [fold for fold in self.folds if not fold.is_full]
-        self.lanes = bool(loop.shape) and bool(self.folds) and not self.partial
+        self.folds = [item for item in loop.items if item.reduction]
+        self.lanes = bool(loop.shape) and bool(self.folds) and not any(fold.is_partial for fold in self.folds)
         self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
 
     def text(self) -> LoopText:
@@ -178,13 +177,13 @@ class LoopWriter:
         made = []
         for k, fold in enumerate(self.folds):
             target = f"w[{LANES * k} + {lane}]" if self.lanes else self.entry(fold.place.buffer, fold.place.map)
-            made.append(f"{target} = {OPERATIONS[fold.name].text.format(target, f'f{k}')}")
+            made.append(f"{target} = {OPERATIONS[fold.reduction].text.format(target, f'f{k}')}")
         return made
 
     def _before(self) -> list[str]:
         made = []
         for k, fold in enumerate(self.folds):
-            first = number(_FIRST[fold.name])
+            first = number(_FIRST[fold.reduction])
             if self.lanes:
                 made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
             else:
@@ -200,7 +199,7 @@ class LoopWriter:
             width = LANES
             while width > 1:
                 width //= 2
-                both = OPERATIONS[fold.name].text.format(f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]")
+                both = OPERATIONS[fold.reduction].text.format(f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]")
                 made += [f"for l in range({width}):", *indented([f"w[{LANES * k} + l] = {both}"])]
             made.append(f"{self.entry(fold.place.buffer, fold.place.map)} = w[{LANES * k}]")
         return made
@@ -281,7 +280,7 @@ class _LoopBody:
         loop, writer = self.writer.loop, self.writer
         outputs, targets, folds = [], [], 0
         for item in loop.items:
-            if isinstance(item, Fold):
+            if item.reduction:
                 outputs.append(self.value(item.of, item.reads).as_number().number)
                 targets.append(f"f{folds}")
                 folds += 1

@@ -8,7 +8,7 @@ gives new numbers to the copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,13 +113,12 @@ def logged(made: Any, params: Any = None) -> Any:
 
 
 def prepared_steps(
-    schedule: Schedule, made: Callable[[int], Sequence[int]], is_large: Callable[[int], bool], in_kernels: Collection[int]
+    schedule: Schedule, is_large: Callable[[int], bool], in_kernels: Collection[int]
 ) -> tuple[set[int], set[int]]:
     """Return the communications that can be prepared, and the communications whose messages have numbers, by step.
 
-    A communication from one buffer into another can be prepared if both are small and at fixed addresses. `made(at)`: the
-    buffers of the results of a step. `is_large(b)`: whether the address of a buffer may differ between runs. `in_kernels`:
-    the buffers that kernels read or write.
+    A communication from one buffer into another can be prepared if both are small and at fixed addresses. `is_large(b)`:
+    whether the address of a buffer may differ between runs. `in_kernels`: the buffers that kernels read or write.
     """
     found: set[int] = set()
     numbered: set[int] = set()
@@ -130,7 +129,7 @@ def prepared_steps(
         node = schedule.program.nodes[step.node]
         if node.kind != "communicate" or node.data.kind != "communicate":
             continue
-        call, results = node.data, made(at)
+        call, results = node.data, step.results
         if is_numbered(call.args[1]):
             numbered.add(at)
         if call.fun.prepared is None or len(results) != 1 or is_large(results[0]) or len(step.inputs) != 1:

@@ -19,8 +19,7 @@ from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trac
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangent
-from mpiad.programs.traced_array import Traced as TracedArray
-from mpiad.programs.traced_array import hides_traced
+from mpiad.programs.traced_array import TracedArray, hides_traced
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.core.channels import communications
@@ -92,7 +91,8 @@ def _as_array(x: Any) -> Any:
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Tree:
     """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or a `_Playback`."""
     leaves, build = flatten((args, kwargs))
-    call, tape = _Call(fun, build), tracing.tape
+    tape: Any = tracing.tape
+    call = _Call(fun, build)
     places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
     plain = [getval(leaf) for leaf in leaves]
     if any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):
@@ -104,14 +104,12 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
         return fun(*args, **kwargs)  # reached in a playback only
     nodes = [leaves[k]._node for k in places]
-    made = _with_tangents if type(tape) is TangentTape else _on_tape
-    return made(recorder, call, tape, plain, places, nodes)
-
-
-def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Tree:
-    *values, outcome = recorder.opaque(call, (leaves, places))
-    tape.channels |= outcome.traced.recording.channels
-    likes = [spec_like(leaves[k]) for k in places]
+    if type(tape) is TangentTape:
+        *made, outcome = recorder.opaque(call, (plain, places, [node.g for node in nodes]))
+        half = len(made) // 2
+        return outcome.build([with_tangent(tape, x, tangent) for x, tangent in zip(made[:half], made[half:])])
+    *values, outcome = recorder.opaque(call, (plain, places))
+    likes = [spec_like(plain[k]) for k in places]
     adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])
 
     def pull(gs: list[Array]) -> list[Array]:
@@ -119,12 +117,5 @@ def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: l
         *found, _ = adjoint(outcome, gs) if recorder is None else recorder.opaque(adjoint, (outcome, gs))
         return [conform(g, *like) for g, like in zip(found, likes)]
 
-    return outcome.build(
-        put_on_tape(tape, values, [True] * len(values), [node.index for node in nodes], pull, outcome.communicates)
-    )
-
-
-def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Tree:
-    *made, outcome = recorder.opaque(call, (leaves, places, [node.g for node in nodes]))
-    half = len(made) // 2
-    return outcome.build([with_tangent(tape, x, tangent) for x, tangent in zip(made[:half], made[half:])])
+    indices, channels = [node.index for node in nodes], outcome.traced.recording.channels
+    return outcome.build(put_on_tape(tape, channels, values, [True] * len(values), indices, pull, outcome.communicates))

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.programs.array_program import Call
 from mpiad.programs.fusion import Loop, Schedule, root_of
 from mpiad.programs.loops import Box, LoopText, as_rows, cut
+from mpiad.programs.traced_array import Step
 from mpiad.transport.resources import loop_threads
 
 # Multithreaded loops, if a rank has more than one core.
@@ -30,60 +30,27 @@ from mpiad.transport.resources import loop_threads
 LARGE = 1 << 20  # entries from which a loop is multithreaded; for fewer, starting threads takes longer than they save
 
 
-class _Team:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._given: list[SimpleQueue[Any]] = []
-        self._done: SimpleQueue[None] = SimpleQueue()
-
-    def run(self, kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
-        """Run a kernel on blocks of arguments: on the first in the calling thread, and on each other one in a thread."""
-        while len(self._given) < len(blocks) - 1:
-            self._given.append(SimpleQueue())
-            threading.Thread(target=self._work, args=(self._given[-1],), daemon=True, name="mpiad loops").start()
-        for queue, block in zip(self._given, blocks[1:]):
-            queue.put((kernel, block))
-        kernel(blocks[0])
-        left, interrupt = len(blocks) - 1, None
-        while left:
-            try:
-                self._done.get()
-                left -= 1
-            except KeyboardInterrupt as error:  # the arrays must stay alive as long as other threads compute
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-    def _work(self, queue: SimpleQueue[Any]) -> None:
-        while True:
-            kernel, block = queue.get()
-            kernel(block)
-            self._done.put(None)
-
-
-_team = _Team()
-
-
-def _renew() -> None:
-    global _team
-    _team = _Team()  # a forked process doesn't have its parent's threads
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="mpiad loops")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process doesn't have its parent's threads
 
 
 def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
-    """Run a kernel on several blocks of arguments: in threads, unless another thread of the user has occupied the pool."""
-    team = _team
-    if team.lock.acquire(blocking=False):
+    """Run a kernel on blocks of arguments: on the first in the calling thread, and on each other one in a thread."""
+    others = [_threads().submit(kernel, block) for block in blocks[1:]]
+    kernel(blocks[0])
+    interrupt = None
+    while not all(other.done() for other in others):
         try:
-            team.run(kernel, blocks)
-        finally:
-            team.lock.release()
-    else:
-        for block in blocks:
-            kernel(block)
+            wait(others)
+        except KeyboardInterrupt as error:  # the arrays must stay alive as long as other threads compute
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
@@ -159,7 +126,7 @@ def _unchanged_block(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] |
     step = schedule.steps[at]
     if isinstance(step, Loop) or not step.in_place:
         return None
-    call: Call = schedule.program.nodes[step.node].data
+    call: Step = schedule.program.nodes[step.node].data
     return call.fun.in_place.still(*call.args[1:])
 
 

@@ -22,7 +22,7 @@ from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of
-from mpiad.programs.traced_array import Abandoned, Traced
+from mpiad.programs.traced_array import Abandoned, TracedArray
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
@@ -91,18 +91,25 @@ def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | No
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
+    return _entry_of_shapes(trace.recorder, watch, lambda: traced_parts(fun, trace))
+
+
+_Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
+
+
+def _entry_of_shapes(recorder: Recorder, watch: Watch, traced: Callable[[], _Parts | None]) -> Entry | None:
+    """Compile a trace, given the function that makes it; return None if the function can't be traced.
+
+    ``traced()`` returns the arguments `parts` and `build` of `entry_of`, or None.
+    """
     try:
-        return _entry_of_shapes(fun, trace, watch)
+        with np.errstate(all="ignore"):  # the values are those of uninitialized memory
+            found = traced()
+            # For complex numbers a warning must be logged, which the trace that runs the function does.
+            return None if found is None or recorder.complex_line() else entry_of(recorder, *found, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
-        raise_own(trace.recorder, error)
+        raise_own(recorder, error)
         return None
-
-
-def _entry_of_shapes(fun: Function, trace: TraceRun, watch: Watch) -> Entry | None:
-    with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-        parts, build = traced_parts(fun, trace)
-        # For complex numbers a warning must be logged, which the trace that runs the function does.
-        return None if trace.recorder.complex_line() else entry_of(trace.recorder, parts, build, watch)
 
 
 def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
@@ -112,9 +119,9 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
     besides its arguments; if its trace changes one of them, for example a counter of calls, it isn't compiled.
     """
     try:
-        watch = watch_of(_nothing, (), objects)
-        entry = _entry_of_shapes(fun, TraceRun(given, ShapeRecorder), watch)
-    except (Abandoned, Unfollowed, HoldsTraced, Exception):  # noqa: BLE001
+        watch, trace = watch_of(_nothing, (), objects), TraceRun(given, ShapeRecorder)
+        entry = _entry_of_shapes(trace.recorder, watch, lambda: traced_parts(fun, trace))
+    except Exception:  # noqa: BLE001
         return None
     is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
     return entry if is_usable else None
@@ -138,12 +145,12 @@ def is_shown() -> bool:
 
 def in_program(leaves: Sequence[Any]) -> list[bool]:
     """Return for each leaf whether it is a traced value."""
-    return [isinstance(x, Traced) for x in leaves]
+    return [isinstance(x, TracedArray) for x in leaves]
 
 
 def own(leaf: Any) -> Any:
     """Return the value of a leaf; for an array, a copy of it."""
-    value = leaf.value if isinstance(leaf, Traced) else leaf
+    value = leaf.value if isinstance(leaf, TracedArray) else leaf
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -178,7 +185,7 @@ class ProgramCache:
         return entry if entry is None or entry is UNKNOWN or entry.is_current() else UNKNOWN
 
     def entry_or_watch(
-        self, key: Hashable, given: Arguments, args: tuple, compiled: Callable[[Watch], Entry | None]
+        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None]
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
 
@@ -188,20 +195,18 @@ class ProgramCache:
         if entry is not UNKNOWN:
             return entry, None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
-        watch = None if key in self.pending else self._watch(key, given, args)
+        watch = None if key in self.pending else self._watch(key, given)
         entry = None if watch is None else compiled(watch)
         if entry is not None:
             self.entries[key] = entry
         return entry, watch
 
-    def optional_entry(
-        self, key: Hashable, given: Arguments, args: tuple, variables: Sequence[int], derive: _Derive
-    ) -> Entry | None:
+    def optional_entry(self, key: Hashable, given: Arguments, variables: Sequence[int], derive: _Derive) -> Entry | None:
         """Return the entry of a signature, created by `derived_entry`; None, without a warning, if that fails."""
         entry = self._current(key)
         if entry is not UNKNOWN:
             return entry
-        watch = None if is_shown() else self._watch(key, given, args, optional=True)
+        watch = None if is_shown() else self._watch(key, given, optional=True)
         if watch is None:
             return None
         entry = self.derived_entry(given, watch, variables, derive)
@@ -219,26 +224,17 @@ class ProgramCache:
         """
         if is_shown():
             return None
-        key, chosen = (given.key, tuple(sorted(set(variables)))), set(variables)
-        program, valid = self._programs.get(key, (None, None))
-        trace = TraceRun(given, ShapeRecorder) if valid is None or not valid.is_the_same() else None
-        recorder = ShapeRecorder()
-        try:
-            with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-                if trace is not None:
-                    self._programs[key] = None, watch
-                    program = recorded(self.fun, trace, chosen)
-                    self._programs[key] = program, watch
-                if program is None:
-                    return None
-                parts = derive(program, recorder)
-                # For complex numbers a warning must be logged, which the trace that runs the function does.
-                if recorder.complex_line():
-                    return None
-                return entry_of(recorder, parts, program.build, watch)
-        except (Abandoned, Exception) as error:  # noqa: BLE001
-            raise_own(recorder if trace is None else trace.recorder, error)
-            return None
+        key, recorder = (given.key, tuple(sorted(set(variables)))), ShapeRecorder()
+
+        def traced() -> _Parts | None:
+            program, valid = self._programs.get(key, (None, None))
+            if valid is None or not valid.is_the_same():
+                self._programs[key] = None, watch
+                program = recorded(self.fun, TraceRun(given, ShapeRecorder), set(variables))
+                self._programs[key] = program, watch
+            return None if program is None else (derive(program, recorder), program.build)
+
+        return _entry_of_shapes(recorder, watch, traced)
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
         """Compile a trace, and store the entry of the signature; `made`: the further arguments of `entry_of`."""
@@ -253,8 +249,8 @@ class ProgramCache:
         if line:
             self.warn("%s computes with complex numbers: %s: NumPy runs such operations; the others are compiled.", line)
 
-    def _watch(self, key: Hashable, given: Arguments, args: tuple, optional: bool = False) -> Watch | None:
-        watch = self._read(key, args, given.constants(), optional)
+    def _watch(self, key: Hashable, given: Arguments, optional: bool = False) -> Watch | None:
+        watch = self._read(key, given, given.constants(), optional)
         if watch is None:
             return None
         self.traces += 1
@@ -264,20 +260,20 @@ class ProgramCache:
             return None
         return watch
 
-    def _read(self, key: Hashable, args: tuple, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
+    def _read(self, key: Hashable, given: Arguments, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
         try:
-            return watch_of(self.fun, args, objects)
+            return watch_of(self.fun, given.args, objects)
         except HoldsTraced:  # other calls may be compiled
             return None
         except Unfollowed as error:
             self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
             return None
 
-    def run_again(self, trace: TraceRun, key: Hashable, error: BaseException, args: tuple, kwargs: dict) -> Tree:
+    def run_again(self, trace: TraceRun, key: Hashable, error: BaseException) -> Tree:
         """Interpret the function after its trace has failed, without repeating communications."""
         raise_own(trace.recorder, error)
-        with trace.playing_back():
-            made = self.fun(*args, **kwargs)
+        with PlayingBack(trace.recorder.log, trace.counts):
+            made = self.fun(*trace.given.args, **trace.given.kwargs)
         if not self._is_worth_another(trace):
             self.give_up(key, error)
         return made
@@ -327,15 +323,15 @@ class ProgramCache:
             self.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
-    def interpreted(self, key: Hashable, args: tuple, kwargs: dict) -> Tree:
+    def interpreted(self, key: Hashable, given: Arguments) -> Tree:
         """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
-        made = self.fun(*args, **kwargs)
+        made = self.fun(*given.args, **given.kwargs)
         if self.strict and key in self.reasons:
             raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
         return made
 
-    def is_followed(self, key: Hashable, args: tuple) -> bool:
+    def is_followed(self, key: Hashable, given: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
-            self._plain_closure = self._read(key, args)
+            self._plain_closure = self._read(key, given)
         return self._plain_closure is not None

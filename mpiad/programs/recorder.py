@@ -31,7 +31,6 @@ from mpiad.programs.traced_array import (
     Constant,
     Ref,
     Step,
-    Traced,
     TracedArray,
     hides_traced,
     mapped,
@@ -67,7 +66,7 @@ _WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".
 def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the reason why a call can't be recorded, as a relative clause; "" if the call can be recorded."""
     further = *args[1:], *kwargs.values()
-    repeats = fun is np.repeat and any(isinstance(x, Traced) for x in further)
+    repeats = fun is np.repeat and any(isinstance(x, TracedArray) for x in further)
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
         advice = ": give np.where three arguments" if fun is np.where else ""
         return f"whose result has a shape that depends on traced values{advice}"
@@ -114,8 +113,7 @@ class Recorder:
         self.inputs: list[int] = []  # the numbers of the arguments
         self.weak: set[int] = set()  # the numbers of values that are Python scalars
         self.steps: list[Step] = []
-        # Whether operations are still recorded, and whether arrays of the trace may be used as constants after its end.
-        self.open, self.reread = True, False
+        self.open = True  # whether operations are still recorded
         self.part = 0  # the part of the program to which steps are appended
         self.logged = 0  # the number of parts of the program whose communications a replay logs
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
@@ -151,11 +149,7 @@ class Recorder:
         self.open = False
         self._constant_of.clear()
         self._holders.clear()
-
-    def drop_arrays(self, kept: set[int]) -> None:
-        """Drop the arguments and, except for the constants `kept`, the constants of a trace that has ended."""
         self._inputs.clear()
-        self.constants = [x if k in kept else np.empty(0) for k, x in enumerate(self.constants)]
 
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
@@ -182,7 +176,7 @@ class Recorder:
 
     def weaken(self, made: Any) -> Any:
         """Mark a value as a Python scalar, and return it."""
-        if isinstance(made, Traced) and self.is_noting():
+        if isinstance(made, TracedArray) and self.is_noting():
             made.weak = True
             self.weak.add(made.number)
         return made
@@ -207,7 +201,7 @@ class Recorder:
         """Return the arguments of a call with `Ref` and `Constant` instead of arrays."""
         if type(x) in (tuple, list, dict, slice):
             return mapped(x, self.referenced)
-        if isinstance(x, Traced):
+        if isinstance(x, TracedArray):
             if x.recorder is not self:
                 x.recorder.is_noting()
                 return self._constant(np.asarray(x.value))  # belongs to another trace
@@ -370,12 +364,6 @@ class Recorder:
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return fun(*args, **kwargs)
 
-    def _written_into(self, fun: Callable, args: tuple, out: Array) -> None:
-        fun(*args, out=out)
-
-    def _put(self, out: Array, place: Any, values: Any) -> None:
-        out[place] = values
-
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         return self._run(operation.forward, x, params, params=params)
 
@@ -415,7 +403,7 @@ class Recorder:
     def require_open(self) -> None:
         """Raise a RuntimeError for arrays that are used after the end of their trace."""
         # These arrays would give wrong results: later calls don't update them, and outer derivatives ignore them.
-        if not self.open and not self.reread:
+        if not self.open:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
                 "attribute or a variable around it). The value belongs to that function's program, and later calls don't "
@@ -454,7 +442,7 @@ class Recorder:
         self._check_writing(target)
         if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
-        self._written_into(fun, plain(tuple(args)), target.value)
+        fun(*plain(tuple(args)), out=target.value)
         number = self._number(target.value)
         self._step("call", fun, references, (number,))
         self._written(target, number)
@@ -474,7 +462,7 @@ class Recorder:
         references = self.referenced(target), self.referenced(key), self.referenced(value)
         self._check_writing(target)
         if not is_written:
-            self._put(target.value, place, new)
+            target.value[place] = new
         number = self._number(target.value)
         self._step("call", with_entries, references, (number,))
         self._written(target, number, value if is_written else None)
@@ -537,8 +525,6 @@ class ShapeRecorder(Recorder):
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if fun is np.full:
             return np.empty(args[0], args[2])
-        if fun is np.concatenate and not kwargs and len(args) < 3 and any(map(is_large, args[0])):  # type: ignore[misc]
-            return _joined(*args)
         by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun is np.where
         if by_entries and not kwargs and any(map(is_large, args)):
             shape = np.broadcast_shapes(*[np.shape(x) for x in args])
@@ -548,15 +534,6 @@ class ShapeRecorder(Recorder):
         made = fun(*args, **kwargs)
         is_own = is_large(made) and made.base is None and not any(made is x for x in args)
         return np.empty(made.shape, made.dtype) if is_own else made
-
-    def _written_into(self, fun: Callable, args: tuple, out: Array) -> None:
-        if np.broadcast_shapes(*[np.shape(x) for x in args]) != out.shape:
-            fun(*args, out=out)  # raises NumPy's error
-
-    def _put(self, out: Array, place: Any, values: Any) -> None:
-        part = out[place]
-        if np.broadcast_shapes(part.shape, np.shape(values)) != part.shape:
-            out[place] = values
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         envelopes = envelopes_of(params)
@@ -585,12 +562,6 @@ class ShapeRecorder(Recorder):
 
     def _untraced(self, fun: Callable, *args: Any) -> NoReturn:
         self.refuse(f"the result of {getattr(fun, '__name__', fun)} is known only in a run")
-
-
-def _joined(parts: Any, axis: int = 0) -> Array:
-    # With an additional axis of length 0, NumPy finds the shape without copying entries.
-    made = np.concatenate([np.empty((0, *np.shape(x)), x.dtype) for x in parts], axis if axis < 0 else axis + 1)
-    return np.empty(made.shape[1:], made.dtype)
 
 
 def like(spec: Spec) -> Any:

@@ -8,7 +8,6 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,12 +20,13 @@ from mpiad._typing import Array
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
-from mpiad.programs.array_program import Call, Node, Slot, described
+from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
 from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
+from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import is_watched
@@ -48,15 +48,9 @@ class Replays:
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.allocations = allocate(schedule, self.texts)
         self.scratch = Scratch(self.allocations)
-        self.results: dict[int, list[int]] = {}  # the result buffers of each call
-        for b, found in enumerate(schedule.buffers):
-            if found.kind == "result":
-                node = schedule.program.nodes[found.data]
-                self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
         self.uses = spans_of(schedule, self.texts)
         last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
         self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}  # inputs for later parts
-        self.logged = schedule.program.logged
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
         self.last_check = max((at for at in range(len(schedule.steps)) if _is_checked(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays; the key is `Replay.prepared`
@@ -97,23 +91,20 @@ class Replay:
 
 
 class Changed(TypeError):
-    """Raised by a replay if the result of a call differs in shape or dtype from the result in the trace."""
+    """Raised by a replay if the result of a call differs in shape or dtype from the result in the trace.
 
-    # The results of the communications of this run, up to that of this call; None if they aren't known.
-    log: list[Any] | None = None
+    `log`: the results of the communications of this run, up to that of this call; None if they aren't known.
+    """
 
-
-def _raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
-    name = getattr(node.data.fun, "__name__", repr(node.data.fun))
-    line = "" if node.site is None else f"{node.site.text}: "
-    error = Changed(
-        f"{line}{name} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} when the "
-        "function was compiled for arguments of the same shapes. Call it outside of the jitted function"
-    )
-    if log is not None:
-        error.log = list(log)
-        log.clear()
-    raise error
+    def __init__(self, made: Any, node: Node, log: list[Any] | None):
+        line = "" if node.site is None else f"{node.site.text}: "
+        super().__init__(
+            f"{line}{operation_of(node)} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} "
+            "when the function was compiled for arguments of the same shapes. Call it outside of the jitted function"
+        )
+        self.log = None if log is None else list(log)
+        if log is not None:
+            log.clear()
 
 
 def _is_checked(schedule: Schedule, at: int) -> bool:
@@ -215,7 +206,7 @@ def _as_argument(x: Any, dtype: np.dtype) -> Array:
 
 
 def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
-    """Return the function `_CALLS[kind]` with a frame of the user's line; `rule`: see `Call.rule`."""
+    """Return the function `_CALLS[kind]` with a frame of the user's line; `rule`: see `Step.rule`."""
     made: Any = _CALLS[kind]
     if rule is not None:
         return _in_rule(made, rule)
@@ -275,7 +266,7 @@ class _ReplayWriter:
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             # The log has the results of communications, as long as a later result may differ from the trace.
-            "log": [], "logged": logged, "changed": _raise_changed,
+            "log": [], "logged": logged, "Changed": Changed,
             "blocks": self._blocks,  # a reference that keeps the memory alive
         }  # fmt: skip
         self._memories: dict[int, Array] = {}
@@ -284,7 +275,7 @@ class _ReplayWriter:
         self._in_kernels = {
             root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
         }
-        self._preparable, numbered = prepared_steps(self.schedule, self._result_buffers, self._is_large, self._in_kernels)
+        self._preparable, numbered = prepared_steps(self.schedule, self._is_large, self._in_kernels)
         self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
         self._renumbers = bool(numbered - self._preparable)
 
@@ -293,7 +284,7 @@ class _ReplayWriter:
         schedule, steps = self.schedule, self.schedule.steps
         uses = self.replays.uses
         # Arrays that calls return in one part of the program, and that a later part uses, are global variables.
-        made = {b: schedule.part(at) for at in range(len(steps)) for b in self._result_buffers(at)}
+        made = {b: schedule.part(at) for at, step in enumerate(steps) if isinstance(step, Run) for b in step.results}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
         has_scratch = any(allocation.is_scratch for allocation in self.replays.allocations.values())
@@ -304,7 +295,7 @@ class _ReplayWriter:
             self._lines = [f"global {names}"] if kept else []
             if self._renumbers and not part:
                 self._lines.append("begin()")
-            if (self.replays.last_check >= 0 or self.replays.logged) and not part:
+            if (self.replays.last_check >= 0 or schedule.program.logged) and not part:
                 self._lines.append("log.clear()")
             outputs = schedule.outputs[start:end]
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
@@ -316,18 +307,14 @@ class _ReplayWriter:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
             self._lines.append("return made")
             parts.append(self._lines)
-        inputs = ", ".join(f"n{k}" for k in range(len(schedule.program.inputs)))
+        # A part doesn't get the inputs of later parts.
+        inputs = ", ".join(f"n{k}=None" for k in range(len(schedule.program.inputs)))
         text = "\n".join(
             f"def part{k}({inputs}):\n" + "\n".join(f"    {line}" for line in lines if line)
             for k, lines in enumerate(parts)
         )
         exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
         return [self.names[f"part{k}"] for k in range(len(parts))]
-
-    def _result_buffers(self, at: int) -> list[int]:
-        """Return the result buffers of a step that is a call."""
-        step = self.schedule.steps[at]
-        return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
 
     def _begin(self, touched: set[int]) -> None:
         """Append lines that read the inputs and allocate the outputs, and bind the other buffers that are `touched`."""
@@ -344,8 +331,7 @@ class _ReplayWriter:
                 self._bind(b)
 
     def _is_large(self, b: int) -> bool:
-        found = self.schedule.buffers[b]
-        return math.prod(found.shape) * found.dtype.itemsize > SMALL
+        return self.schedule.buffers[b].nbytes > SMALL
 
     def _bind(self, b: int) -> None:
         """Allocate a buffer, unless it is in scratch memory, and store its address in the kernels' arguments."""
@@ -445,7 +431,7 @@ class _ReplayWriter:
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
-        call: Call = node.data
+        call: Step = node.data
         if self._prepares:
             if buffer in self.names:  # otherwise it is in scratch memory, and `_scratch` prepares the operator
                 self._prepare(at)
@@ -457,11 +443,11 @@ class _ReplayWriter:
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
 
     def _is_logged(self, at: int) -> bool:
-        return at <= self.replays.last_check or self.schedule.part(at) < self.replays.logged
+        return at <= self.replays.last_check or self.schedule.part(at) < self.schedule.program.logged
 
     def _prepare(self, at: int) -> None:
         step = self.schedule.steps[at]
-        call: Call = self.nodes[step.node].data
+        call: Step = self.nodes[step.node].data
         self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
 
     def _constant(self, x: Any) -> str:
@@ -469,7 +455,7 @@ class _ReplayWriter:
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
-        call: Call = node.data
+        call: Step = node.data
         if node.kind == "communicate":
             self._communicate(at, step, node)
         else:
@@ -478,7 +464,7 @@ class _ReplayWriter:
             args += [f"{key}={self._argument(step, x)}" for key, x in call.kwargs.items()]
             call_text = self._owned(step, f"f{at}({', '.join(args)})")
             self._lines.append(f"v{at} = {call_text}")
-        for b in self._result_buffers(at):
+        for b in step.results:
             made = self.nodes[self.schedule.buffers[b].data]
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
 
@@ -490,7 +476,7 @@ class _ReplayWriter:
 
     def _communicate(self, at: int, step: Run, node: Node) -> None:
         """Append lines that communicate, and that raise `Changed` if the result differs from the trace (`_is_checked`)."""
-        call: Call = node.data
+        call: Step = node.data
         last_check = self.replays.last_check
         self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, call.kind, call.rule), call.fun
         parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
@@ -506,7 +492,7 @@ class _ReplayWriter:
             self._lines.append(f"log.append({entry})")
         if _is_checked(self.schedule, at):
             condition = _condition_of(node, f"v{at}", self._bound)
-            self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")
+            self._lines.append(f"if {condition}: raise Changed(v{at}, {self._bound(node)}, log)")
         if at == last_check:
             self._lines.append("log.clear()")
 
@@ -518,7 +504,7 @@ class _ReplayWriter:
 
     def _prepared(self, at: int, step: Run) -> None:
         """Append the lines of a prepared communication from one buffer into another."""
-        node, (made,) = self.nodes[step.node], self._result_buffers(at)
+        node, (made,) = self.nodes[step.node], step.results
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
             params, renewed = self._prepared_numbers.with_copies(params)
@@ -541,7 +527,7 @@ class _ReplayWriter:
         if made.kind == "call":
             # A kernel is compiled for one shape, and would read beyond the end of a smaller array.
             log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
-            self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
+            self._lines.append(f"if r{b}.shape != {found.shape}: raise Changed(r{b}, {self._bound(made)}, {log})")
         if b in self._in_kernels:
             self._read_argument(b, f"r{b}")
         else:
@@ -549,22 +535,24 @@ class _ReplayWriter:
 
     def _argument(self, step: Run, x: Any) -> str:
         """Return the expression of an argument of a call."""
-        if isinstance(x, Slot):
-            text = self._array(step.inputs[x.place])
-            if self.nodes[self.nodes[step.node].inputs[x.place]].dtype == object:
-                return text
-            found = self.schedule.buffers[step.inputs[x.place]]
-            if self.nodes[step.node].inputs[x.place] in self.schedule.program.weak:
-                return f"{text}.item()"
-            return text if found.shape else f"{text}[()]"
-        if type(x) in (tuple, list):
-            parts = ", ".join(self._argument(step, part) for part in x)
-            return f"[{parts}]" if type(x) is list else f"({parts}{',' if len(x) == 1 else ''})"
-        if type(x) is dict:
-            return "{" + ", ".join(f"{key!r}: {self._argument(step, part)}" for key, part in x.items()) + "}"
-        if type(x) is slice:
-            return f"slice({', '.join(self._argument(step, part) for part in (x.start, x.stop, x.step))})"
-        return self._constant(x)
+
+        def leaf(x: Any) -> _Text:
+            if not isinstance(x, Slot):
+                return _Text(self._constant(x))
+            n, text = self.nodes[step.node].inputs[x.place], self._array(step.inputs[x.place])
+            if n in self.schedule.program.weak:
+                return _Text(f"{text}.item()")
+            is_array = self.nodes[n].shape or self.nodes[n].dtype == object
+            return _Text(text if is_array else f"{text}[()]")
+
+        return repr(mapped(x, leaf))
+
+
+class _Text(str):
+    """An expression in a nest of arguments, whose `repr` is an expression, too."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _own(made: Any, *given: Array) -> Any:

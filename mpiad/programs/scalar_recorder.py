@@ -20,7 +20,7 @@ from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of
 from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol, number_of
 from mpiad.programs.recorder import reason_against
-from mpiad.programs.traced_array import Traced, TracedArray, array_of, cast, mapped, plain, take
+from mpiad.programs.traced_array import TracedArray, array_of, cast, mapped, plain, take
 
 _OF_MANY = {"maximum": "largest", "minimum": "smallest"}
 
@@ -40,7 +40,7 @@ class ScalarRecorder:
         """Store the reason why the function can't be compiled, and raise a Refusal."""
         self.builder.refuse(reason)
 
-    def ask(self, x: Traced, reason: str) -> NoReturn:
+    def ask(self, x: TracedArray, reason: str) -> NoReturn:
         """Refuse an operation that needs the value of x."""
         self.refuse(reason)
 
@@ -83,7 +83,7 @@ class ScalarRecorder:
 
     def symbols(self, x: Array) -> Array:
         """Return the entries of an array of symbols or constants; raise a Refusal for anything else."""
-        if isinstance(x, Traced):
+        if isinstance(x, TracedArray):
             return x.number
         array = np.asarray(x)
         flat = list(array.ravel()) if array.dtype == object else array.ravel().tolist()
@@ -91,7 +91,7 @@ class ScalarRecorder:
             return array
         return _as_array([Symbol(self.builder, number_of(self.builder, entry)) for entry in flat], array.shape)
 
-    def plain_array(self, x: Traced, dtype: DTypeLike | None) -> Array:
+    def plain_array(self, x: TracedArray, dtype: DTypeLike | None) -> Array:
         """Return the entries: np.array([u[0], u[1]]) needs a plain array, and can't be intercepted differently."""
         if dtype is not None and np.dtype(dtype) != object:
             self.refuse(
@@ -158,7 +158,7 @@ class ScalarRecorder:
         target.number[key] = symbols if symbols.shape else symbols.item()
 
     def _check_index(self, key: Index) -> None:
-        if any(isinstance(part, Traced) for part in (key if isinstance(key, tuple) else (key,))):
+        if any(isinstance(part, TracedArray) for part in (key if isinstance(key, tuple) else (key,))):
             self.refuse("it uses traced values as an index: write np.where(u > 0, ...) instead")
 
     def elementwise(self, name: str, function: Callable[..., Symbol], *args: Array) -> TracedArray:
@@ -197,7 +197,7 @@ def _as_array(symbols: Sequence[Symbol], shape: Shape) -> Array:
 
 
 def _entries(x: Any) -> Any:
-    return x.number if isinstance(x, Traced) else x
+    return x.number if isinstance(x, TracedArray) else x
 
 
 def _cast(t: ScalarRecorder, x: TracedArray, dtype: np.dtype) -> TracedArray:

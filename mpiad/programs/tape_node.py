@@ -17,9 +17,10 @@ from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import BatchedVjp, Tape
 from mpiad.programs.replay import Replays
-from mpiad.programs.traced_array import Traced
+from mpiad.programs.traced_array import TracedArray
 from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
+from mpiad.transport.core.channels import Used
 from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
@@ -42,7 +43,7 @@ def is_simple(tape: Any, boxes: Sequence[Box]) -> bool:
     if type(tape) not in (OrderedTape, TangentTape) or tape.outer is not None:
         return False
     is_own = all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
-    return is_own and all(isinstance(box._value, (np.ndarray, np.generic, Traced)) for box in boxes)
+    return is_own and all(isinstance(box._value, (np.ndarray, np.generic, TracedArray)) for box in boxes)
 
 
 def is_above(tape: Tape, boxes: Sequence[Box]) -> bool:
@@ -80,16 +81,17 @@ def value_and_tangent(x: Array, tape: TangentTape) -> tuple[Array, Array]:
 
 
 def put_on_tape(
-    tape: LibraryTape, values: Sequence[Array], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable,
-    communicates: bool, pull_all: Callable | None = None,
+    tape: LibraryTape, channels: set[Used], values: Sequence[Array], in_program: Sequence[bool], inputs: Sequence[int],
+    pull: Callable, communicates: bool, pull_all: Callable | None = None,
 ) -> list[Array]:  # fmt: skip
     """Record a call on the tape, and return its results as values of the tape.
 
     A node for each result stores the cotangent of the result, and one node for the call runs the reverse pass.
 
-    `inputs`: the nodes of the variables. `pull`: returns their cotangents, given the results'. `pull_all`: does the
-    same for the cotangents of several reverse passes that run together ("lanes").
+    `channels`: those of the call. `inputs`: the nodes of the variables. `pull`: returns their cotangents, given the
+    results'. `pull_all`: does the same for the cotangents of several reverse passes that run together ("lanes").
     """
+    tape.channels |= channels
     slots: dict[int, list[Any]] = {}  # the cotangents of the results, by lane
     specs = [spec_like(x) for x, is_in in zip(values, in_program) if is_in]
 

@@ -17,7 +17,7 @@ from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import Uncounted, WildcardMessage, envelopes_of, message_counts
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.traced_array import Abandoned, Traced, let_arrays_be_traced, on_host, plain
+from mpiad.programs.traced_array import Abandoned, TracedArray, let_arrays_be_traced, on_host, plain
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, report_to_recorders
@@ -38,6 +38,8 @@ class Arguments(NamedTuple):
     traced: list[int]  # positions of the leaves that are traced; the other leaves are constants of the trace
     key: tuple[Any, ...]  # the signature; calls with equal keys can use the same program
     form: Hashable  # the structure of the pytree, as a hashable object
+    args: tuple  # the arguments of the call
+    kwargs: dict[str, Any]
 
     def constants(self) -> list[Any]:
         """Return the leaves that are constants of a trace."""
@@ -71,10 +73,6 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
 
     `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
     """
-    if not kwargs and all(type(x) is np.ndarray for x in args):  # the most common case
-        return Arguments(
-            list(args), _only_positional, list(range(len(args))), tuple([(x.shape, x.dtype) for x in args]), None
-        )
     leaves, build = flatten((args, kwargs))
     form = _form((args, kwargs))
     traced: list[int] = []
@@ -90,11 +88,7 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
             key.append(type(leaf))
         else:
             key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
-    return Arguments(leaves, build, traced, tuple(key), form)
-
-
-def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
-    return tuple(leaves), {}
+    return Arguments(leaves, build, traced, tuple(key), form, args, kwargs)
 
 
 def _form(tree: Tree) -> Hashable:
@@ -194,17 +188,13 @@ class TraceRun:
             leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
         return leaves
 
-    def playing_back(self) -> PlayingBack:
-        """Return a context in which the function runs again without repeating communications."""
-        return PlayingBack(self.recorder.log, self.counts)
-
 
 def raise_own(recorder: Recorder, error: BaseException) -> None:
     """Raise the exception that ended a trace if it comes from a communication, the user's function or a signal handler.
 
     Another exception is due to the trace: the function will run again on plain arrays.
     """
-    has_traced = any(isinstance(getval(part), Traced) for part in error.args)
+    has_traced = any(isinstance(getval(part), TracedArray) for part in error.args)
     if error is recorder.failed or not has_traced and calls.is_raised_by_user(error):
         recorder.mark()
         raise error
@@ -265,20 +255,16 @@ class PlayingBack:
     """A context in which communications return their logged results, until the log is exhausted.
 
     `counts`: the message counts of each channel before the logged messages. They are restored, since a playback counts
-    these messages again. `reread`: a recorder whose traced arrays may be used as constants in this context.
+    these messages again.
     """
 
-    def __init__(
-        self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None = None, reread: Recorder | None = None
-    ):
-        self._playback, self._before, self._reread = _Playback(log), counts, reread
+    def __init__(self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None):
+        self._playback, self._before = _Playback(log), counts
         self._later: list[tuple[Channel, Counts]] = []
 
     def __enter__(self) -> None:
         self._later = message_counts()
         self.around, tracing.contexts = tracing.contexts, self
-        if self._reread is not None:
-            self._reread.reread = True
         if self._before is not None:
             before = dict(self._before)
             for channel, _ in self._later:  # a channel that was created in the trace had counts of zero before it
@@ -292,16 +278,10 @@ class PlayingBack:
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
         """Set the message counts to at least those at the entry; a second call has no effect."""
-        if self._reread is not None:
-            self._reread.reread = False
         for channel, counts in self._later:
             channel.count_on(counts)
 
 
 def as_value(x: Array | complex) -> Array:
     """Return a Python number as a NumPy scalar."""
-    if isinstance(x, (np.ndarray, np.generic)):
-        return x
-    if isinstance(x, int):
-        return np.int64(x)
-    return np.complex128(x) if isinstance(x, complex) else np.float64(x)
+    return x if isinstance(x, (np.ndarray, np.generic)) else np.asarray(x)[()]

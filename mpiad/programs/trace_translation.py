@@ -22,7 +22,6 @@ from mpiad.programs.array_program import (
     COMPUTED,
     FLOATS,
     ArrayProgram,
-    Call,
     IndexMap,
     Slot,
     Value,
@@ -31,7 +30,7 @@ from mpiad.programs.array_program import (
     without_memory,
 )
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.traced_array import Constant, Ref, Step, Traced, array_of, cast, mapped, take, with_entries
+from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, array_of, cast, mapped, take, with_entries
 
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 
@@ -63,12 +62,12 @@ class _Translation:
     def outputs(self, outputs: Sequence[Any]) -> list[int]:
         program, found = self.program, []
         for x in outputs:
-            if isinstance(x, Traced) and x.stale is not None:
+            if isinstance(x, TracedArray) and x.stale is not None:
                 raise TypeError("it returns an array whose memory has been changed in place through another name (a view)")
-            number = self.nodes[x.number] if isinstance(x, Traced) else program.constant(np.asarray(x))
+            number = self.nodes[x.number] if isinstance(x, TracedArray) else program.constant(np.asarray(x))
             node = program.nodes[number]
             if not program.is_float(number) and (node.kind in ("input", "constant") or number in found):
-                data = Call("call", np.array, (Slot(0),), {})
+                data = Step("call", np.array, (Slot(0),), {}, (), program.site)  # type: ignore[arg-type]
                 number = program.add("call", [number], node.shape, node.dtype, data)
             found.append(number)
         return found
@@ -114,8 +113,7 @@ class _Translation:
             found.append(x.number)
             return Slot(len(found) - 1)
 
-        given = mapped(args, slot), mapped(kwargs, slot)
-        data = Call(step.kind, step.fun, *given, step.rule)
+        data = step._replace(args=mapped(args, slot), kwargs=mapped(kwargs, slot))
         single = len(specs) == 1 and step.fun not in SPLITTING and step.kind != "opaque"
         shape, dtype = specs[0] if single else ((), np.dtype(bool if specs else object))
         number = program.add(kind, found, shape, dtype, data)
@@ -328,11 +326,9 @@ def _diff(t: _Translation, x: Array, n: int = 1, axis: int = -1) -> Value:
 
 SPLITTING = frozenset({np.split, np.array_split})
 _VIEWING = (
-    np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.flip, np.flipud, np.fliplr, np.rot90, np.split, np.array_split
+    np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.flip, np.flipud, np.fliplr, np.rot90, *SPLITTING
 )  # fmt: skip
-_RESHAPING = (
-    np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np.atleast_2d, np.atleast_3d
-)  # fmt: skip
+_RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np.atleast_2d, np.atleast_3d
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},

@@ -17,6 +17,7 @@ from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
+from mpiad.compiling.function_reader import content_of
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays
@@ -59,21 +60,6 @@ class Abandoned(BaseException):
 
     def __init__(self, reason: str, line: str):
         super().__init__(f"{line}: {reason}")
-        self.reason, self.line = reason, line
-
-
-class Traced:
-    """The data of a traced array; see the subclass `TracedArray`.
-
-    `number`: its number in the trace; in a trace of scalars (`ScalarRecorder`), the array of its symbols.
-    """
-
-    __slots__ = ("number", "recorder", "stale", "value", "weak")
-
-    def __init__(self, recorder: Any, number: Any, value: Any):
-        self.recorder, self.number, self.value = recorder, number, value
-        self.stale: Any = None  # the array through which its memory was overwritten, if any
-        self.weak = False  # whether it is a Python number, which takes the precision of the other operand
 
 
 def plain(x: Any) -> Any:
@@ -82,7 +68,7 @@ def plain(x: Any) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    if isinstance(x, Traced):
+    if isinstance(x, TracedArray):
         return x.value.item() if x.weak else x.value
     return x
 
@@ -101,7 +87,7 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 def hides_traced(x: Any, depth: int = 4) -> bool:
     """Return whether an object, or the closure of a function, holds traced arrays that `plain` doesn't replace."""
-    if isinstance(x, (Traced, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type)) or not depth:
+    if isinstance(x, (TracedArray, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type)) or not depth:
         return False
     if isinstance(x, (tuple, list)):
         parts: Any = x
@@ -109,18 +95,11 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
         parts = x.values()
     else:
         cells = getattr(x, "__closure__", None) or ()
-        parts = [*getattr(x, "__dict__", {}).values(), *(cell.cell_contents for cell in cells if _is_filled(cell))]
+        parts = [*getattr(x, "__dict__", {}).values(), *map(content_of, cells)]
         parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
     plain_parts = [getval(part) for part in parts]
-    return any(isinstance(part, Traced) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+    return any(isinstance(part, TracedArray) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
 
 
 def on_host(params: Any) -> Any:
@@ -149,7 +128,7 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
             return NotImplemented
         given = (other, self) if swapped else (self, other)
         made = self.recorder.call(ufunc, given, {})
-        is_weak = other.weak if isinstance(other, Traced) else type(other) in (int, float)
+        is_weak = other.weak if isinstance(other, TracedArray) else type(other) in (int, float)
         return self.recorder.weaken(made) if self.weak and is_weak else made
 
     return method
@@ -179,12 +158,20 @@ def _of_value(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self._required_value(), name)(*args)
 
 
-class TracedArray(Traced):
-    """An array in a function that is being traced; `value` is a NumPy array or scalar."""
+class TracedArray:
+    """An array in a function that is being traced; `value` is a NumPy array or scalar.
 
-    __slots__ = ("__weakref__",)
+    `number`: its number in the trace; in a trace of scalars (`ScalarRecorder`), the array of its symbols.
+    """
+
+    __slots__ = ("__weakref__", "number", "recorder", "stale", "value", "weak")
     __array_priority__ = 50.0
     __hash__ = object.__hash__
+
+    def __init__(self, recorder: Any, number: Any, value: Any):
+        self.recorder, self.number, self.value = recorder, number, value
+        self.stale: Any = None  # the array through which its memory was overwritten, if any
+        self.weak = False  # whether it is a Python number, which takes the precision of the other operand
 
     @property
     def dtype(self) -> np.dtype:
@@ -230,7 +217,8 @@ class TracedArray(Traced):
     def __getitem__(self, key: Index) -> Any:
         if type(key) is tuple and not key and not self.value.ndim:
             return self
-        if any(isinstance(part, Traced) and part.value.dtype == bool for part in (key if type(key) is tuple else (key,))):
+        parts = key if type(key) is tuple else (key,)
+        if any(isinstance(part, TracedArray) and part.dtype == bool for part in parts):
             self._required_value("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
         return self.recorder.call(take, (self, key), {})
 
@@ -408,7 +396,7 @@ class _NumPy:
 
 
 def _traced(x: Any) -> Any:
-    if isinstance(x, Traced):
+    if isinstance(x, TracedArray):
         return x
     if isinstance(x, (list, tuple)):
         return next((found for part in x if (found := _traced(part)) is not None), None)

@@ -35,7 +35,7 @@ from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
 from mpiad.programs.trace_run import Noting, TraceRun
-from mpiad.programs.traced_array import Constant, Ref, Step, Traced, hides_traced, mapped, on_host
+from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.core import calls
@@ -85,7 +85,7 @@ class ProgramTape(OrderedTape):
         return [(self.referenced(x), index) for x, index in [value_and_node(x, self) for x in values]]
 
     def _argument(self, x: Any) -> Any:
-        if type(x) not in _boxes and not isinstance(x, (Traced, VSpace)) and hides_traced(x):
+        if type(x) not in _boxes and not isinstance(x, (TracedArray, VSpace)) and hides_traced(x):
             self.recorder.refuse("a derivative gets objects that contain traced values")
         return self.referenced(x)
 
@@ -120,20 +120,6 @@ class Program(NamedTuple):
     outputs: list[tuple[Any, int]]
     build: Callable[[list[Any]], Any]
 
-    def drop_unused(self) -> None:
-        """Drop the steps and constants that no evaluation needs, and the arrays of the arguments."""
-        recorder, calls = self.recorder, [node.pull for node in self.nodes if node.pull is not None]
-        computed, _ = _numbers([[node.like for node in self.nodes], self.inputs])
-        needed, constants = _numbers([*[(call.args, call.params) for call in calls], self.outputs])
-        steps = []
-        for step in recorder.steps[::-1]:
-            if not needed.isdisjoint(step.outs) and computed.isdisjoint(step.outs):
-                steps.append(step)
-                found = _numbers([step.args, step.kwargs])
-                needed, constants = needed | found[0], constants | found[1]
-        recorder.steps = steps[::-1]
-        recorder.drop_arrays(constants)
-
 
 def _innermost(x: Array) -> Array:
     while type(x) in _boxes:
@@ -143,14 +129,7 @@ def _innermost(x: Array) -> Array:
 
 def _spec(x: Array) -> Spec:
     x = _innermost(x)
-    return spec_like(x.value if isinstance(x, Traced) else x)
-
-
-def _numbers(nest: Any) -> tuple[set[int], set[int]]:
-    """Return the numbers of the values, and of the constants, to which a nest refers."""
-    found: list[Array] = []
-    mapped(nest, found.append)
-    return {x.number for x in found if type(x) is Ref}, {x.number for x in found if type(x) is Constant}
+    return spec_like(x.value if isinstance(x, TracedArray) else x)
 
 
 def recorded(fun: Function, trace: TraceRun, variables: Collection[int]) -> Program:
@@ -163,9 +142,7 @@ def recorded(fun: Function, trace: TraceRun, variables: Collection[int]) -> Prog
         args, kwargs = trace.given.build(leaves)
         values, build = flatten(fun(*args, **kwargs))
         outputs = tape.with_indices(values)
-    program = Program(trace.recorder, tape.close().nodes, inputs, outputs, build)
-    program.drop_unused()
-    return program
+    return Program(trace.recorder, tape.close().nodes, inputs, outputs, build)
 
 
 class Evaluation:
@@ -286,7 +263,7 @@ class _Parts:
         nodes = tape.close().nodes
         self.end([x for x, _ in pairs])
         recorder.part = 1
-        pairs = [(x, index) for x, index in pairs if isinstance(_innermost(x), Traced)]
+        pairs = [(x, index) for x, index in pairs if isinstance(_innermost(x), TracedArray)]
         gs = self.variables([recorder.input(like(_spec(x))) for x, _ in pairs], range(len(pairs)))
         lane = Lane.of(nodes)
         lane.add(zip([index for _, index in pairs], gs))
@@ -334,7 +311,7 @@ class _PartsWithReversePasses(_Parts):
     def end(self, results: Sequence[Array]) -> None:
         pairs = [value_and_node(x, self._tape) for x in results]
         self.made.append([x for x, _ in pairs])
-        self._results.append([(index, _spec(x)) for x, index in pairs if isinstance(_innermost(x), Traced)])
+        self._results.append([(index, _spec(x)) for x, index in pairs if isinstance(_innermost(x), TracedArray)])
         self._ranges.append(range(self._starts[-1], len(self._tape.record)))
 
     def end_with_reverse_passes(self, nodes: list[OrderedNode], last: int) -> None:

@@ -416,9 +416,9 @@ def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, 
     """Run the loop in a function that is being compiled: unrolled if short, otherwise as one call with compiled steps."""
     # A late import, since user programs without jit don't need this package.
     from mpiad.programs import Jitted, jit
-    from mpiad.programs.traced_array import Traced
+    from mpiad.programs.traced_array import TracedArray
 
-    n_steps = operator.index(n_steps) if isinstance(n_steps, Traced) else n_steps
+    n_steps = operator.index(n_steps) if isinstance(n_steps, TracedArray) else n_steps
     if checkpoints is None and not (isinstance(n_steps, Integral) and n_steps > _MAX_UNROLLED):
         return _scan(step, u0, n_steps, params, inputs, observe, checkpoints)
     compiled = [jit(fun) if callable(fun) and not isinstance(fun, Jitted) else fun for fun in (step, observe)]

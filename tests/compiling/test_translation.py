@@ -20,8 +20,8 @@ def run(x, n, out, codes):
     total = 0
     for i in range(n):
         if x[i] != x[i]:
-            continue
-        if x[i] > 9.0 and not n < 3 or x[i] == -7.5:
+            pass
+        elif x[i] > 9.0 and not n < 3 or x[i] == -7.5:
             codes[0] = i
             break
         elif x[i] < 0.0:

@@ -8,7 +8,7 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs import overlap
+from mpiad.programs import overlap, replay
 from mpiad.transport import resources
 
 SHAPE = (620, 510)
@@ -38,13 +38,13 @@ def as_if_threads(monkeypatch):
 def test_the_number_of_threads_changes_no_bit(as_if_threads, monkeypatch):
     domain, seen = Domain(SHAPE, periodic=(True, False)), []
     loss = mpiad.value_and_grad(loss_on(domain))
-    together = overlap._Team.run
+    together = overlap.run_together
 
-    def run(team, kernel, blocks):
+    def run(kernel, blocks):
         seen.append(len(blocks))
-        together(team, kernel, blocks)
+        together(kernel, blocks)
 
-    monkeypatch.setattr(overlap._Team, "run", run)
+    monkeypatch.setattr(replay, "run_together", run)
     u = np.random.default_rng(5).standard_normal(SHAPE)
     found = {}
     for count in (1, 2, 3, 5):

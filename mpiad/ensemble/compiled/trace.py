@@ -18,13 +18,14 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.arguments import argument, from_row_parts, is_complex, parts, real_dtype, row_parts
 from mpiad.compiling.function_fingerprint import fingerprint_of, without_floats
-from mpiad.compiling.program import Program, Untraceable, evaluated, place_of, where_raised
+from mpiad.compiling.program import Program, Untraceable, evaluated, place_of
 from mpiad.compiling.symbols import Symbol
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED
 from mpiad.programs.scalar_recorder import ScalarRecorder
 from mpiad.pytrees import is_variable
+from mpiad.transport.core.calls import site_of_trace
 from mpiad.transport.core.tracing import restoring_state, tracing
 
 # There are three kinds of leaves of the parameters: leaves that differ between trajectories, leaves shared by all, and
@@ -185,7 +186,8 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     except Exception as error:
         # The first refusal is the reason, even if NumPy or the function has replaced the exception by another one.
         reason = builder.refused or f"{type(error).__name__}: {error}"
-        raise Untraceable(reason, where_raised(error.__traceback__, f)) from error
+        site = site_of_trace(error.__traceback__)
+        raise Untraceable(reason, f"{site.file}:{site.line}" if site.file else place_of(f)) from error
     if builder.refused:  # the function has caught the Refusal
         raise Untraceable(builder.refused, place_of(f))
     return builder.program(groups, [x.as_number().number for x in components])
