@@ -141,6 +141,10 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
         _compare(channel.data, "Allreduce", array, op)
     elif large and exchanges(array.nbytes) and name_of(op) == "SUM":
         return _exchanged_sum(channel, array)
+    elif type(array) is np.ndarray:  # without a further function call, since small sums are frequent
+        out = np.empty(array.shape, array.dtype)
+        channel.data.Allreduce(array, out, op)
+        return out if array.ndim else out[()]
     return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array, None, of_whole(array, chunk))
 
 
@@ -373,7 +377,8 @@ def _shared_header(
     channel.data.Bcast(packet, root)
     if error is not None:
         raise error
-    header = pickle.loads(packet.data)
+    if channel.rank != root:
+        header = pickle.loads(packet.data)
     if len(header) == 2:
         kind = ValueError if header[0] == ValueError.__name__ else TypeError
         raise kind(f"{header[1]} (raised on the root, rank {root})")
