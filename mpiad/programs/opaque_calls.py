@@ -118,4 +118,5 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         return [conform(g, *like) for g, like in zip(found, likes)]
 
     indices, channels = [node.index for node in nodes], outcome.traced.recording.channels
-    return outcome.build(put_on_tape(tape, channels, values, [True] * len(values), indices, pull, outcome.communicates))
+    made = put_on_tape(tape, channels, values, [True] * len(values), indices, pull, outcome.communicates)  # type: ignore[arg-type]
+    return outcome.build(made)
