@@ -164,6 +164,19 @@ def test_communicators_that_outlive_it_are_freed_whole(rank, size):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_headers_that_are_left_behind_do_not_meet_later_communicators(rank, size):
+    with mpiad.debug.checked():
+        mpiad.mpi_send(1.0, (rank + 1) % size)  # received outside: its header stays behind
+    assert mpiad.mpi_recv(0.0, (rank - 1) % size) == 1.0
+    mpiad.reset()
+    later = [MPI.COMM_WORLD.Split(0, rank) for _ in range(20)]
+    MPI.COMM_WORLD.Barrier()
+    assert not any(comm.Iprobe() for comm in later)
+    for comm in later:
+        comm.Free()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_one_rank_leaves_it_alone(rank, size):
     """The others have begun to agree with it: what is left of that must not be met by a later part."""
     with pytest.raises(KeyError if rank == 0 else DeadlockError), mpiad.debug.checked(timeout=0.4):

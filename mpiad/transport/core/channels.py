@@ -151,6 +151,7 @@ class Channel:
         self.alone = False  # whether the fault is that the other ranks don't make the same calls
         self.lost: tuple[int, ...] = ()  # ranks whose processes have died
         self.pairs_compared = False  # whether `mpi_sendrecv` has checked that all ranks name the same pair
+        self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         self._order = next(_numbers)
         self._test_lock = threading.RLock()  # reentrant, since a signal handler may send
         self._open(make_communicator(self._duplicate))
@@ -180,7 +181,6 @@ class Channel:
         self._drained: Drained = {}
         self._backwards: Comm | None = None
         self._separate: tuple[Comm, Comm] | None = None
-        self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         if _watch is not None:
             _watch.put_on(self)
 
@@ -355,15 +355,15 @@ class Channel:
         self.derived = kept
 
     def duplicates(self) -> list[Comm]:
-        """Return all communicators that this channel owns."""
+        """Return all communicators that this channel owns, except `headers`, which `renew` keeps."""
         separate = self._separate[1] if self._separate is not None else None
-        owned = (self.data, self.reverse, self._backwards, separate, self.headers, *self.derived)
-        return [comm for comm in owned if comm is not None]
+        return [comm for comm in (self.data, self.reverse, self._backwards, separate, *self.derived) if comm is not None]
 
     def reopen(self, data: Comm) -> None:
         """Replace the duplicates, which may be revoked; `data`: a new one, of which others are made here; collective."""
         # The old ones aren't freed: their contexts mustn't be reused while messages are in flight.
-        ABANDONED.append((self.duplicates(), self.started))
+        ABANDONED.append((self.duplicates(), self.headers, self.started))
+        self.headers = None
         if _watch is not None:
             _watch.start_anew(self)
         self._open(data)
@@ -380,9 +380,10 @@ class Channel:
         if not self.lost and self.has_unfinished():
             unended = self.unended
             self.end()
+        give_back(self.duplicates(), unended)
         if self.headers is not None and not self.lost:
             drain(self.headers, self.tag_limit)  # of messages that were received after debug mode
-        give_back(self.duplicates(), unended)
+            self.headers.Free()
         _live.pop(self._order, None)
         self.data = self.reverse = self._backwards = _Freed()
         self._separate, self.derived = None, []
