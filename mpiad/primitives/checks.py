@@ -11,7 +11,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec
 from mpiad.transport.core import collectives
-from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.collectives import defined_for, name_of
 from mpiad.transport.core.tracing import settled
@@ -123,7 +122,10 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
     """Return this rank's array, the axis, and all ranks' lengths along the axis; collective. All ranks raise the errors."""
-    with raising_together(used):
+    array, index, own_error = np.zeros(0), None, None
+    try:
         array = outgoing(getval(x), call)
         index = axis_of(axis, array.ndim, call)
-    return array, index, settled(collectives.lengths_of_all, used, Spec(array.shape, array.dtype), index, call)
+    except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`, without a further reduction
+        own_error = error
+    return array, index, settled(collectives.lengths_of_all, used, Spec(array.shape, array.dtype), index, call, own_error)

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Request, Shape
-from mpiad.transport.core.agreement import agreed, fingerprint
+from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied
@@ -202,17 +202,20 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     return in_pieces(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
 
 
-def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str) -> list[int]:
+def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
     """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
 
-    `like`: the spec of this rank's array. Raises a ValueError on all ranks if other dimensions or dtypes differ between
-    ranks.
+    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. Raises a ValueError on
+    all ranks if other dimensions or dtypes differ between ranks.
     """
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
-    mine = np.array([1 if axis is None else shape[axis], fingerprint(*piece)], dtype=np.int64)
+    length = 1 if axis is None else shape[axis]
+    mine = np.array([length if wrong is None else -1, fingerprint(*piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
     channel.data.Allgather(mine, every)
+    if (every[:, 0] < 0).any():
+        raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
         shapes = channel.data.allgather(f"{shape} {dtype}")
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
