@@ -193,7 +193,7 @@ def main():
         release.residuals,
         prior.mean,
         method="Newton-CG-sharded",
-        options={"product": "gauss-newton", "regularizer": prior, "inner_product": prior, "grtol": 1e-4},
+        options={"product": "gauss-newton", "regularizer": prior, "inner_product": prior, "grtol": 1e-5},
     )
     kept = mpiad.linearize(release.residuals)(result.x)
     posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), result.x, prior, options.pairs, tol=1e-3)

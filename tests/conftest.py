@@ -170,11 +170,11 @@ def _mix(items: list[pytest.Item]) -> None:
     """Order files so that those that start programs, which wait much, run beside others, the longest from the beginning."""
     files = sorted({item.path for item in items})
     launches = Counter(item.path for item in items if item.get_closest_marker("launches"))
-    starting = [path for path, _ in launches.most_common()]
+    starting = sorted(launches, key=lambda path: (-launches[path], path))
     others = [path for path in files if path not in starting]
     place = {path: k / len(others) for k, path in enumerate(others)}
     place |= {path: 0.7 * k / len(starting) for k, path in enumerate(starting)}
-    items.sort(key=lambda item: place[item.path])
+    items.sort(key=lambda item: (place[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:

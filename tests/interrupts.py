@@ -885,7 +885,7 @@ NAMED = {
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",
-    "mpiad.linalg.compiled_iteration": "compiled _runner",
+    "mpiad.linalg.compiled_iteration": "Operator.program Operator._given Operator._known _runner",
 }  # fmt: skip
 
 
@@ -899,7 +899,7 @@ def named_lines():
             target = module
             for part in name.split("."):
                 target = inspect.getattr_static(target, part)
-            target = inspect.unwrap(target)
+            target = inspect.unwrap(getattr(target, "func", target))  # "func" of a cached property
             found[f"{module.__name__}.{name}"] = set(_lines_of(target.__code__))
     return found
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport.devices.device_arrays import Spec, arrays_of
+from mpiad.transport.devices.device_arrays import Spec, arrays_of, contiguous
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
 _EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
@@ -34,14 +34,10 @@ def require_sendable(x: Array, call: str) -> None:
 
 def _converted(x: Array, call: str) -> Array:
     arrays = arrays_of(x)
-    if arrays is not None:
-        if x.dtype not in _DTYPES:
-            raise _of_other_dtype(call, "x", x)
-        return arrays.contiguous(x)
-    if _is_masked(x) or not isinstance(x, (np.ndarray, *_SCALARS)):
+    if arrays is None and (_is_masked(x) or not isinstance(x, (np.ndarray, *_SCALARS))):
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
     # np.ascontiguousarray would add a dimension to an array without dimensions.
-    array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
+    array = np.asarray(x) if arrays is None and not np.ndim(x) else contiguous(x)
     if array.dtype not in _DTYPES:
         raise _of_other_dtype(call, "x", array)
     return array

@@ -19,10 +19,8 @@ from mpiad.errors import RemoteError
 
 
 def _can_revoke() -> bool:
-    if not switch("MPIAD_RECOVERY", True) or not hasattr(MPI.Comm, "Revoke"):
-        return False
     # In debug mode ranks wait on communicators that nobody revokes; these waits have a limit instead.
-    if switch("MPIAD_DEBUG", False):
+    if not switch("MPIAD_RECOVERY", True) or switch("MPIAD_DEBUG", False) or not hasattr(MPI.Comm, "Revoke"):
         return False
     # The launcher sets this variable. Without it, Open MPI has these functions, but they don't work.
     asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
