@@ -14,8 +14,8 @@ of finite elements, a flow with uniform vorticity around the buildings, and a Ma
    products as there are eigenvalues above 1 give the posterior covariance.
 3. Samples of the posterior predict the mean concentration beside the second building, also after the last measurement.
 
-The check is the share of the predicted times whose true value lies in the band of 95 %. All numbers are the same on any
-number of ranks.
+The check is the share of the predicted times whose true value lies in the band of 95 %. Any number of ranks gives the same
+fields, to the tolerance of the minimization.
 """
 
 import argparse

@@ -41,6 +41,10 @@ def is_close(relative: float) -> Callable[[float, float], bool]:
 
 RUNS = [
     Small(
+        1, "examples/advection_diffusion.py", "--cells 12 --sensors 4 --pairs 30 --draws 9 --least 0 --picture picture.png",
+        r"relative error of m (\S+)\n.*\n.*true (\S+)", lambda error, truth: error < 0.6 and truth > 0,
+    ),
+    Small(
         2, "examples/burgers_control.py", "--cells 10 --steps 3 --iterations 6 --most 1",
         r"error of the amplitudes (\S+)", lambda error: error < 0.05, thorough=True,
     ),
@@ -80,6 +84,10 @@ RUNS = [
     Small(
         2, "examples/predator_prey.py", "--starts 2 --iterations 12",
         r"delta +(\S+) +SciPy +(\S+)", is_close(0.01), thorough=True,
+    ),
+    Small(
+        2, "examples/reaction_diffusion.py", "--cells 8 --iterations 4 --picture picture.png",
+        r"relative error (\S+), for m = 0 (\S+)", lambda error, blind: error < blind / 4, thorough=True,
     ),
     Small(
         2, "examples/seismic_3d.py", "--shape 16 20 22 --layer 3 --shots 2 2 --encoded 2 --receivers 5 --steps 32"
