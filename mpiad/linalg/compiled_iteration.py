@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
-from mpiad.programs.program_cache import Entry, count, is_shown, optional_program
+from mpiad.programs.program_cache import Entry, is_shown, optional_program
+from mpiad.programs.program_cache import count as count_communications
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.trace_run import Arguments, arguments_of
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -74,6 +76,7 @@ class _Known(NamedTuple):
     key: tuple
     read: tuple
     entries: dict[tuple, Entry | None]  # by iteration, shape and dtype; None if the iteration can't be compiled
+    runs: count[int]  # counts the interpreted iterations
     is_compiled: bool
 
     def is_current(self) -> bool:
@@ -81,6 +84,7 @@ class _Known(NamedTuple):
         return not compiled or compiled[0].is_current()  # all of them read the same objects
 
 
+_FIRST_RUNS = 200  # iterations with an operator that are interpreted, since compilation takes as long as several hundred
 _MOST_KNOWN = 16
 _MOST_ALIKE = 4  # operators with the same code and shapes, but other objects, that are compiled; more are interpreted
 _known: list[_Known] = []  # the latest first
@@ -100,12 +104,14 @@ class Operator:
         self._read, self._params, self.bound, self.shape, self.comm, self.side = read, params, bound, shape, comm, side
 
     def program(self, iteration: Iteration, state: tuple) -> Callable[..., Any] | None:
-        """Return the program of an iteration, a function of the state; None if it must be interpreted."""
+        """Return the program of an iteration, a function of the state; None if this time it must be interpreted."""
         known = self._known
         if known is None or not known.is_compiled:
             return None
         key = iteration, state[0].shape, state[0].dtype
         if key not in known.entries:
+            if next(known.runs) < _FIRST_RUNS:
+                return None
 
             def traced(params: Tree, *state: LocalArray) -> tuple:
                 return iteration(TracedSystem(self, params), *state)
@@ -131,7 +137,7 @@ class Operator:
         same = [known for known in _known if known.key == key]
         found = next((known for known in same if _are_alike(known.read, self._read) and known.is_current()), None)
         if found is None:
-            found = _Known(key, self._read, {}, len(same) < _MOST_ALIKE)
+            found = _Known(key, self._read, {}, count(), len(same) < _MOST_ALIKE)
         else:
             _known.remove(found)
         _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
@@ -146,7 +152,7 @@ def _runner(entry: Entry, given: Arguments) -> Callable[..., Any]:
 
     def run(*state: LocalArray) -> list[Array]:
         replay = free.pop() if free else replays.take()
-        count(entry.communications)
+        count_communications(entry.communications)
         made = replay.first(*params, *state)
         replays.give_back(replay)
         return made

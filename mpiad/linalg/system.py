@@ -125,7 +125,7 @@ class System:
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._operator = operator  # from which iterations are compiled; None if they are interpreted
-        self._programs: dict[tuple, Iteration | None] = {}  # by iteration and shape
+        self._programs: dict[tuple, Iteration] = {}  # by iteration and shape
         self._shape, self.dtype = like.shape, like.dtype
         self._xp: Any = arrays_of(like)
         self.count = math.prod(like.shape[: settings.batch])
@@ -207,12 +207,11 @@ class System:
         a user function has failed on any rank, all ranks raise. The shape of the first array determines the others.
         """
         key = iteration, state[0].shape
-        if key not in self._programs:
-            program = None
-            if self._operator is not None and self._xp is None and self.dtype.kind == "f":
-                program = self._operator.program(iteration, state)
-            self._programs[key] = program
-        program = self._programs[key]
+        program = self._programs.get(key)
+        if program is None and self._operator is not None and self._xp is None and self.dtype.kind == "f":
+            program = self._operator.program(iteration, state)
+            if program is not None:
+                self._programs[key] = program
         if program is None:
             return iteration(self, *state)
         self._may_have_raised = False

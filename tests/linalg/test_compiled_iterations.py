@@ -64,6 +64,7 @@ def programs(monkeypatch):
 
     monkeypatch.setattr(compiled_iteration, "optional_program", spied)
     monkeypatch.setattr(compiled_iteration, "_known", [])
+    monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", 0)
     return found
 
 
@@ -80,6 +81,21 @@ def test_one_program_serves_all_values_of_params(right_sides, programs, rank, si
         expected = dense_solution(size, rank, right_sides, [block(k, seed)[0] for k in range(size)], factor)
         np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-11)
     assert len(programs) == PROGRAMS[method] and None not in programs
+
+
+@METHODS
+@pytest.mark.parametrize("first", [1, 4, 9])
+@pytest.mark.unguarded
+def test_a_solve_goes_on_with_a_program(monkeypatch, programs, rank, size, method, first):
+    """The first iterations are interpreted, and the others compiled, in the middle of a solve; closed form."""
+    monkeypatch.setattr(compiled_iteration, "_FIRST_RUNS", first)
+    n, eigenvalues = 60, np.linspace(1.0, 40.0, 60)
+    own = slice(n * rank // size, n * (rank + 1) // size)
+    norms = []
+    b = np.cos(np.arange(n))[own]
+    x = solve(lambda u: eigenvalues[own] * u, b, method=method, rtol=1e-12, callback=norms.append)
+    np.testing.assert_allclose(x, b / eigenvalues[own], rtol=1e-9)
+    assert len(norms) > 20 and programs and None not in programs
 
 
 @METHODS

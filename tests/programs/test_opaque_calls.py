@@ -246,7 +246,7 @@ def test_jitted_functions_in_solves_and_optimizers(replays, rank):
 
     cases = [
         (descends, loss, fast, 5), (trains, loss, fast, 3), (infers, local, mpiad.jit(local, strict=True), 3),
-        (solves, laplacian, compiled_laplacian, 3),  # the iterations are further programs
+        (solves, laplacian, compiled_laplacian, 10),
         (lambda fun: mpiad.optimize.least_squares(fun, X).x, lambda x: anp.sin(x) - mine, residuals, 2),
     ]  # fmt: skip
     for solved, fun, jitted, least in cases:
