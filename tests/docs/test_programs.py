@@ -25,8 +25,8 @@ SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in sn
 ALONE = ("unreset.py",)  # one rank raises while the other waits
 # These take more than a second. They run with `--thorough`: alone, like all others.
 SLOW = (
-    "coin.py", "conductivity.py", "cooling.py", "currents.py", "line.py", "outbreak_fit.py", "time_loop.py", "weight.py",
-    "wells.py",
+    "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "cubic.py", "currents.py", "implicit_heat.py", "line.py",
+    "outbreak_fit.py", "time_loop.py", "weight.py", "wells.py",
 )  # fmt: skip
 TOGETHER = 60  # programs of one job, which all end without an error or all with one
 

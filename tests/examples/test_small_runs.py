@@ -102,7 +102,7 @@ RUNS = [
     ),
     Small(
         2, "examples/shallow_water.py", "--cells 12 18 --hours 3 --iterations 2 --least 1 --picture picture.png",
-        r"guess (\S+), analysis (\S+)", lambda guess, analysis: analysis < guess / 3,
+        r"guess (\S+), analysis (\S+)", lambda guess, analysis: analysis < guess / 3, thorough=True,
     ),
     Small(
         2, "examples/sir_vi.py", "--n_agents 150 --n_timesteps 12 --n_epochs 3 --n_samples_per_epoch 5",
