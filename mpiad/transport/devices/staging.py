@@ -181,7 +181,9 @@ _pools: dict[tuple[type, int], Pool] = {}
 
 def pool_of(arrays: ArrayModule) -> Pool:
     """Return the pool of a device."""
-    return _pools.setdefault((arrays.kind, arrays.device), Pool(arrays))
+    if (key := (arrays.kind, arrays.device)) not in _pools:
+        _pools.setdefault(key, Pool(arrays))  # another thread may have stored one
+    return _pools[key]
 
 
 def close_pools() -> None:
