@@ -118,13 +118,16 @@ class Release:
             change = change + (flux[1:] - flux[:-1] if axis == 0 else flux[:, 1:] - flux[:, :-1])
         return u + STEP / self.spacing * change
 
+    def step(self, u, k):
+        return self.solve(u)
+
     def at_sensors(self, u):
         """Return this rank's share of the concentrations at the sensors."""
         return self.domain.interpolate(u, self.sensors, self.spacing, centred=True, result="share")
 
     def measured(self, m):
         """Return this rank's share of all measurements, (times, sensors)."""
-        _, found = scan(lambda u, k: self.solve(u), m, LAST, observe=lambda u, k: self.at_sensors(u))
+        _, found = scan(self.step, m, LAST, observe=lambda u, k: self.at_sensors(u))
         return found[FIRST - 1 :: 2]
 
     def residuals(self, m):
@@ -133,11 +136,11 @@ class Release:
 
     def predicted(self, m):
         """Return the mean concentration of the region after each step."""
-        _, found = scan(lambda u, k: self.solve(u), m, STEPS, observe=lambda u, k: self.domain.dot(self.region, u))
+        _, found = scan(self.step, m, STEPS, observe=lambda u, k: self.domain.dot(self.region, u))
         return found
 
     def after(self, m, steps):
-        return scan(lambda u, k: self.solve(u), m, steps)
+        return scan(self.step, m, steps)
 
 
 def draw_picture(path, fields, sensors, values, series):

@@ -215,9 +215,8 @@ class Variables:
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):
         self._build, self._given, self.kinds = build, given, kinds
-        self._slots: dict[
-            str, list[tuple[str, str]]
-        ] = {}  # kinds and memory of a number, or of an array's address and lengths
+        # Kinds and memory of a number, or of an array's address and lengths.
+        self._slots: dict[str, list[tuple[str, str]]] = {}
         self._dtypes: dict[str, str] = {}  # of arrays
 
     def read(self, name: str) -> Value | ArrayValue | None:
