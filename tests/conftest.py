@@ -8,6 +8,9 @@ that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a
 whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only);
 `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
 MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
+
+Without `--thorough`, the one-rank run of the whole suite compiles kernels without LLVM's optimizations, which would take a
+third of its time. The programs that it starts, the runs on several ranks and all of `--thorough` have them.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
 from mpiad import mpi_init
+from mpiad.compiling import cache
 from mpiad.transport.watch import switch
 from mpiad.transport.watch.watch_settings import Settings, present
 
@@ -100,6 +104,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
     mpi_init()
+    if WORLD.size == 1 and _is_whole_suite(config):
+        cache.optimization_level = 0
     short_turns.take()
     # For the programs that tests start, so that other tests have the cores; this process has initialized its MPI.
     os.environ |= launch.SLEEPING_WAITS
