@@ -143,7 +143,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
         if not problem.transposed:
             # The operator is traced before the solve, since the solve's first reduction reports exceptions to all ranks.
             pull = vjp_at(ans)
-            near = start_of_adjoint(*map(stop_gradient, (g, ans, b)), problem.settings) if problem.hermitian else None
+            near = start_of_adjoint(g, ans, b, problem.settings) if problem.hermitian else None
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures, near)
         else:
             left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures)
@@ -170,6 +170,7 @@ def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Sett
 
     For a compliance b·u, the adjoint solve ends at this start.
     """
+    g, u, b = stop_gradient(g), stop_gradient(u), stop_gradient(b)
     if g.dtype.kind == "c":
         return None
     shape = math.prod(g.shape[: settings.batch]), math.prod(g.shape[settings.batch :])
