@@ -170,7 +170,7 @@ class Body:
         norms: list[float] = []
         u = mpiad.linalg.solve(
             self.grid.forces, self.cantilever.load, self.grid.with_next(self.modulus), rtol=RTOL, callback=norms.append,
-            preconditioner=topology_3d.Multigrid(self.cantilever.grids, self.modulus),
+            preconditioner=topology_3d.VCycle(self.cantilever.grids, self.modulus),
         )  # fmt: skip
         self.count = len(norms)
         return self.work(np.moveaxis(u, 0, -1).reshape(-1))

@@ -69,7 +69,8 @@ def child_interpolation(child):
     return numpy.kron(weights.prod(axis=2), numpy.eye(3))
 
 
-FINEST_BOUND, COARSE_BOUND = 5.32, 6.55  # the largest eigenvalues for an element, and for eight elements of any moduli
+# Largest eigenvalue of an element's matrix divided by its diagonal: on the finest grid, and coarser ones, with any moduli
+BOUNDS = 5.32, 6.55, 8.69
 STIFFNESS = element_stiffness()
 INTERPOLATIONS = [child_interpolation(child) for child in CORNERS]
 
@@ -174,15 +175,16 @@ class Level(NamedTuple):
     grid: Grid
     stiffness: numpy.ndarray  # as in `Grid.forces`
     inverse: numpy.ndarray  # of the diagonal
-    bound: float  # of the largest eigenvalue of the matrix divided by its diagonal
+    bound: float  # of the largest eigenvalue of the matrix divided by its diagonal: that of the elements' matrices
 
     @classmethod
-    def create(cls, grid, stiffness):
-        if stiffness.ndim == 3:
-            diagonal = added(numpy.diag(STIFFNESS).reshape(8, 3, 1, 1, 1) * stiffness)
-            return cls(grid, stiffness, 1 / diagonal, FINEST_BOUND)
-        diagonal = numpy.moveaxis(numpy.diagonal(stiffness, axis1=3, axis2=4), 3, 0)
-        return cls(grid, stiffness, 1 / added(diagonal.reshape(8, 3, *diagonal.shape[1:])), COARSE_BOUND)
+    def create(cls, grid, stiffness, number):
+        if number == 0:
+            diagonal = numpy.diag(STIFFNESS).reshape(8, 3, 1, 1, 1) * stiffness
+        else:
+            diagonal = numpy.moveaxis(numpy.diagonal(stiffness, axis1=3, axis2=4), 3, 0)
+            diagonal = diagonal.reshape(8, 3, *diagonal.shape[1:])
+        return cls(grid, stiffness, 1 / added(diagonal), BOUNDS[min(number, 2)])
 
     def residual(self, forces, u):
         return forces - self.grid.forces(u, self.stiffness)
@@ -194,22 +196,22 @@ class Level(NamedTuple):
         return (4 * center * u - 2 * product) / (2 * center**2 - half**2)
 
 
-class Multigrid:
-    """A preconditioner: one symmetric V-cycle for the elements' moduli, of shape local_shape."""
+class VCycle:
+    """A preconditioner: one symmetric cycle of multigrid for given moduli of the elements, of shape local_shape."""
 
     def __init__(self, grids, modulus):
-        with_next = [mpiad.stop_gradient(grids[0].with_next(modulus))]
-        self.levels, matrices = [Level.create(grids[0], with_next[0])], None
-        for grid in grids[1:]:
+        # Results of communication in a trace are traced, also those of plain values; `stop_gradient` returns plain values.
+        self.levels, matrices = [Level.create(grids[0], mpiad.stop_gradient(grids[0].with_next(modulus)), 0)], None
+        for number, grid in enumerate(grids[1:], 1):
             if matrices is None:
                 children = [modulus[i::2, j::2, k::2] for i, j, k in CORNERS]
                 matrices = numpy.tensordot(children, [P.T @ STIFFNESS @ P for P in INTERPOLATIONS], (0, 0))
             else:
                 matrices = sum(P.T @ matrices[i::2, j::2, k::2] @ P for (i, j, k), P in zip(CORNERS, INTERPOLATIONS))
-            there = mpiad.stop_gradient(grid.with_next(numpy.moveaxis(matrices, (3, 4), (0, 1))))
-            there = numpy.ascontiguousarray(numpy.moveaxis(there, (0, 1), (3, 4)))
-            self.levels.append(Level.create(grid, there))
-        self.solve = factorized(grids[-1].matrix(there.reshape(-1, 24, 24)))
+            exchanged = mpiad.stop_gradient(grid.with_next(numpy.moveaxis(matrices, (3, 4), (0, 1))))
+            exchanged = numpy.ascontiguousarray(numpy.moveaxis(exchanged, (0, 1), (3, 4)))
+            self.levels.append(Level.create(grid, exchanged, number))
+        self.solve = factorized(grids[-1].matrix(exchanged.reshape(-1, 24, 24)))
 
     def __call__(self, forces, number=0):
         level = self.levels[number]
@@ -247,7 +249,7 @@ class Cantilever:
         modulus = WEAKEST + (1 - WEAKEST) * self.filtered(x) ** 3
         u = solve(
             self.grid.forces, self.load, self.grid.with_next(modulus),
-            preconditioner=Multigrid(self.grids, mpiad.stop_gradient(modulus)), x0=self.last, rtol=1e-6,
+            preconditioner=VCycle(self.grids, mpiad.stop_gradient(modulus)), x0=self.last, rtol=1e-6,
             callback=self.norms.append,
         )  # fmt: skip
         self.last = mpiad.stop_gradient(u)
