@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from mpiad.linalg.compiled_iteration import Operator
 from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
 from mpiad.linalg.system import Settings, System, agree_on, preconditioner_error, settings_error
-from mpiad.linalg.vectors import block_error, inner
+from mpiad.linalg.vectors import block_error, column, inner
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
@@ -142,7 +143,8 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
         if not problem.transposed:
             # The operator is traced before the solve, since the solve's first reduction reports exceptions to all ranks.
             pull = vjp_at(ans)
-            left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
+            near = start_of_adjoint(g, ans, b, problem.settings) if problem.hermitian else None
+            left = multiplier = solution_of_adjoint(g, leaves, problem, failures, near)
         else:
             left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures)
             pull = vjp_at(multiplier)
@@ -163,12 +165,33 @@ def param_cotangents(pull: Function, left: LocalArray, g: LocalArray, problem: P
     return list(cotangents[1:])
 
 
-def solution_of_adjoint(g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures) -> LocalArray:
+def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Settings) -> LocalArray | None:
+    """Return the multiple of the solution u of A u = b that solves A λ = g up to a tenth; None, on all ranks, if none does.
+
+    For a compliance b·u, the adjoint solve ends at this start.
+    """
+    g, u, b = stop_gradient(g), stop_gradient(u), stop_gradient(b)
+    if g.dtype.kind == "c":
+        return None
+    shape = math.prod(g.shape[: settings.batch]), math.prod(g.shape[settings.batch :])
+    g_rows, b_rows = g.reshape(shape), b.reshape(shape)
+    with restoring_state(), suspended():
+        pairs = inner((g_rows, g_rows), (g_rows, b_rows), (b_rows, b_rows)).astype(np.float64)
+        gg, gb, bb = mpi_allreduce(pairs, comm=settings.comm)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        scale = gb / bb
+        is_near = (gg - scale * gb <= 0.01 * gg).all()  # squares of residuals; false if a sum isn't finite
+    return (column(g_rows, scale.astype(g.dtype)) * u.reshape(shape)).reshape(g.shape) if is_near else None
+
+
+def solution_of_adjoint(
+    g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures, start: LocalArray | None = None
+) -> LocalArray:
     """Return the solution λ of Aᵀ λ = g, where A is the operator of the problem; collective and differentiable."""
     # For Hermitian A, Aᵀ λ = g is equivalent to A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
         return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))
-    return solution(g, *leaves, problem=problem.adjoint(failures))
+    return solution(g, *leaves, problem=problem.adjoint(failures)._replace(start=start))
 
 
 def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
@@ -348,7 +371,8 @@ def solve(
     Adjoint
     -------
     One solve of Aᵀ λ = ū (without conjugation), on all ranks: b gets λ, and the params get -(∂(A u)/∂params)ᵀ λ. Forward
-    mode and higher orders take one solve per derivative.
+    mode and higher orders take one solve per derivative. With "cg", the adjoint solve starts from a multiple of u if this
+    is nearly its solution.
 
     Examples
     --------

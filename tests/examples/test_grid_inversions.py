@@ -70,6 +70,15 @@ def test_velocity_in_three_dimensions_is_that_of_any_groups(mpirun: Run) -> None
 
 
 @pytest.mark.thorough
+def test_bodies_are_those_of_any_number_of_ranks(mpirun: Run) -> None:
+    arguments = ("--elements", 24, 4, 8, "--iterations", 12, "--most", 1)
+    done = [mpirun(ranks, "examples/topology_3d.py", *arguments, timeout=60) for ranks in (1, 3)]
+    compliances = [float(re.findall(r"-> (\S+) in 12 iterations", each.stdout)[0]) for each in done]
+    assert compliances[0] > 0
+    np.testing.assert_allclose(compliances[1], compliances[0], rtol=1e-6)
+
+
+@pytest.mark.thorough
 def test_velocity_is_improved(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--shape", 40, 48, "--shots", 3, "--steps", 150, "--iterations", 8, "--least", 0.3)
     done = mpirun(2, "examples/seismic_inversion.py", *arguments, "--picture", tmp_path / "velocity.png", timeout=80)

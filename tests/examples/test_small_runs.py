@@ -112,6 +112,10 @@ RUNS = [
         2, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
         r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
     ),
+    Small(
+        2, "examples/topology_3d.py", "--elements 12 6 6 --iterations 5 --most 1 --picture picture.png",
+        r"compliance (\S+) -> (\S+) in 5 iterations", lambda first, last: last < first / 2,
+    ),
 ]  # fmt: skip
 
 

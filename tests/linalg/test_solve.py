@@ -271,6 +271,31 @@ def test_gradient_does_not_depend_on_the_start(case):
     case.check(mpiad.grad(loss)(case.point), case.reference.gradient(case.kappa, case.c, case.b, case.w))
 
 
+@pytest.mark.parametrize("systems", [1, 2])
+def test_the_adjoint_of_a_compliance_ends_at_its_start(case, systems):
+    """The derivative of b·u by u is b, so the adjoint solution is a multiple of u, for each system."""
+    scales = np.array([-3.0, 0.5])[:systems, None, None]
+    medium, b = (case.block(case.kappa), case.c), case.block(case.b) * np.ones((systems, 1, 1))
+
+    def matvec(u, medium):
+        return anp.stack([Case.matvec(case, u[k], medium) for k in range(systems)])
+
+    def iterations_and_gradient(change):
+        def loss(medium):
+            u = solve(matvec, b, medium, batch=1, **TIGHT)
+            case.products = 0
+            return case.domain.dot(scales * b + change, u)
+
+        gradient = mpiad.grad(loss)(medium)
+        return case.products, gradient
+
+    (few, found), (many, _) = (iterations_and_gradient(change) for change in (0.0, case.block(case.w)))
+    # The product that is traced, the residual at the start and the one at the end, which is checked.
+    assert few <= 3 * systems < many
+    u = case.block(case.reference.solve(case.kappa, case.c, case.b))
+    np.testing.assert_allclose(found[1], -scales.sum() * np.sum(u**2), rtol=1e-9)
+
+
 def test_preconditioner_saves_iterations(case, rank_rng):
     uneven = np.exp(3 * rank_rng(60).standard_normal(SHAPE))
     medium, plain, jacobi = (case.block(uneven), case.c), [], []
