@@ -46,8 +46,8 @@ def description() -> str:
     return "\n".join([llvmlite.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()])
 
 
-# LLVM's level of optimization. At level 3 the passes take 1.4 times as long, and the code isn't faster. At level 0, which is
-# for tests, compiling takes a seventh of the time.
+# LLVM's level of optimization. At level 3 the passes take 1.4 times as long, and the code isn't faster. At level 0, for
+# tests, compiling takes a seventh of the time.
 optimization_level = 2
 
 
