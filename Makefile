@@ -47,7 +47,7 @@ PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help lock demo test test-gpu fuzz interrupts test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
+.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -105,6 +105,9 @@ test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; n
 
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
+
+ensemble-record: $(VENV)/.ready-test ## compare 500 random ensembles and their derivatives with the recorded ones (WRITE=1: record them)
+	@PYTHONPATH=. $(LAUNCH) --ranks $(if $(WRITE),1,1 2) --limit 3600 -- tests/ensemble_record.py $(if $(WRITE),--write)
 
 interrupts: $(VENV)/.ready-test ## interrupt gradients, traces, replays and solves before their lines (INTERRUPTS=10000 SEED=5)
 	@PYTHONPATH=. $(BIN)/python tests/interrupts.py --interrupts $(INTERRUPTS) $(if $(SEED),--seed $(SEED))
