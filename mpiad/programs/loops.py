@@ -25,7 +25,7 @@ from mpiad.compiling.program import OPERATIONS, Builder
 from mpiad.compiling.source import indented, lines, number
 from mpiad.compiling.symbols import Symbol, choose
 from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, described, shifted, within
-from mpiad.programs.fusion import Loop, Place, Schedule, reads_of
+from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read
 
 LANES = 16
 NAME = "loop"
@@ -115,25 +115,18 @@ class LoopWriter:
         """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
-        seen: set[tuple[int, IndexMap]] = set()
-        stack = [(item.of, item.reads) for item in self.loop.items]
-        while stack:
-            n, map = stack.pop()
+        starts = [(item.of, item.reads) for item in self.loop.items]
+        for n, map in nodes_read(self.schedule.program, starts, self.is_load):
+            node = self.nodes[n]
             if self.is_load(n):
                 self._read.add(n)
-                continue
-            if (n, map) in seen:
-                continue
-            seen.add((n, map))
-            node = self.nodes[n]
-            if node.kind == "join":
+            elif node.kind == "join":
                 for stop in accumulate(self.nodes[x].shape[node.data] for x in node.inputs):
                     _note(points, map[node.data], stop)
             elif node.kind == "update":
                 for axis, start, length in zip(map, node.data, self.nodes[node.inputs[1]].shape):
                     _note(points, axis, start)
                     _note(points, axis, start + length)
-            stack += [(x, composed(inner, map)) for x, inner in reads_of(self.schedule.program, node)]
         inside = [max(pairwise(sorted(found)), key=lambda pair: pair[1] - pair[0]) for found in points]
         boxes: list[Box] = []
         cut([(0, n) for n in shape], inside, [], boxes)

@@ -8,6 +8,7 @@ with a hundred steps needs a hundred replays, but scratch memory for one.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 from weakref import ReferenceType, ref
@@ -15,12 +16,12 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.compiling.arguments import aligned
 from mpiad.programs.fusion import Run, Schedule, root_of
 from mpiad.programs.loops import LoopText
 
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
 _SHARED = 1 << 20  # in programs without a reverse pass, bytes above which a buffer is in scratch memory
-_LARGER = 4  # maximum ratio of the size of scratch memory to the required size
 _LINE, _SHORT, _PAGE = 64, 1024, 4096  # bytes in a cache line, in the longest rows that aren't padded, and in a page
 
 
@@ -49,46 +50,40 @@ class Allocation(NamedTuple):
 class Scratch:
     """Scratch memory for the runs of a program."""
 
-    # The free scratch memory of all programs. The references are weak: replays that have used a piece of memory keep it
-    # alive.
-    _free: ClassVar[list[ReferenceType[Array]]] = []
+    # The free scratch memory of all programs, by its size, which is a power of two, so that programs of similar size can
+    # use the same memory. The references are weak: replays that have used a piece of memory keep it alive.
+    _free: ClassVar[defaultdict[int, list[ReferenceType[Array]]]] = defaultdict(list)
 
     def __init__(self, allocations: dict[int, Allocation]):
         self._places: dict[int, int] = {}
-        self._size = 0
+        end = 0
         for allocation in allocations.values():
             if allocation.is_scratch and allocation.memory not in self._places:
-                self._places[allocation.memory] = self._size
-                self._size += allocation.nbytes + -allocation.nbytes % _LINE
+                self._places[allocation.memory] = end
+                end += allocation.nbytes + -allocation.nbytes % _LINE
+        self._size = 1 << end.bit_length()  # unused pages take no memory
 
     def take(self) -> Array:
-        """Return the free memory of suitable size that was used last and is likely in a cache, or allocate some."""
-        others = []
+        """Return the free memory of this size that was used last and is likely in a cache, or allocate some."""
+        memory = None
         try:
-            while True:
-                reference = self._free.pop()
-                memory = reference()
-                if memory is not None and self._size <= memory.nbytes <= _LARGER * self._size:
-                    return memory
-                others += [reference] * (memory is not None)
+            while memory is None:
+                memory = self._free[self._size].pop()()
         except IndexError:
-            # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
-            return aligned(2 * self._size)
-        finally:
-            self._free.extend(others[::-1])
+            return aligned(self._size, np.dtype(np.uint8))
+        return memory
 
     def give_back(self, memory: Array) -> None:
         """Return memory to the free list."""
-        self._free.append(ref(memory))
+        self._free[memory.nbytes].append(ref(memory))
 
     def part(self, memory: Array, allocation: Allocation) -> Array:
         """Return the piece of scratch memory for an allocation."""
         return memory[self._places[allocation.memory] :][: allocation.nbytes]
 
 
-def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Allocation]:
-    """Return the memory of each temporary buffer."""
-    spans = spans_of(schedule, texts)
+def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> dict[int, Allocation]:
+    """Return the memory of each temporary buffer; `spans`: see `spans_of`."""
     layouts = _layouts(schedule, spans)
     last = len(schedule.steps)
     ends: list[int] = []  # the last step that uses each memory
@@ -113,12 +108,6 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         ends[memory] = end
         allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, layout)
     return allocations
-
-
-def aligned(nbytes: int) -> Array:
-    """Return memory that is aligned to a cache line."""
-    memory = np.empty(nbytes + _LINE, np.uint8)
-    return memory[-memory.ctypes.data % _LINE :][:nbytes]
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, Layout]:

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
-from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
+from mpiad.programs.memory_plan import SMALL, Scratch, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.traced_array import Step, mapped
@@ -46,9 +47,9 @@ class Replays:
             for at, step in enumerate(schedule.steps)
         ]
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
-        self.allocations = allocate(schedule, self.texts)
-        self.scratch = Scratch(self.allocations)
         self.uses = spans_of(schedule, self.texts)
+        self.allocations = allocate(schedule, self.uses)
+        self.scratch = Scratch(self.allocations)
         last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
         self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
@@ -346,7 +347,7 @@ class _ReplayWriter:
                 self._arrays[b] = f"b{b}"
                 return
             if allocation.memory not in self._memories:
-                self._memories[allocation.memory] = aligned(allocation.nbytes)
+                self._memories[allocation.memory] = aligned(allocation.nbytes, np.dtype(np.uint8))
             array = self._in_memory(b, self._memories[allocation.memory])
         else:
             array = np.empty(found.shape, found.dtype)
