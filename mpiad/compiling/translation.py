@@ -194,14 +194,6 @@ class _Module:
         self.declared: dict[str, str] = {}
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
         self._texts: list[str] = []
-        self._assigned: dict[str, set[str]] = {}
-
-    def assigned(self, node: ast.FunctionDef) -> set[str]:
-        """Return the names to which a function assigns."""
-        if node.name not in self._assigned:
-            names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            self._assigned[node.name] = {n.id for n in names}
-        return self._assigned[node.name]
 
     def kernel(
         self, node: ast.FunctionDef, arguments: Sequence[Argument], symbol: str, pointer: str = "ptr", linkage: str = ""
@@ -258,7 +250,7 @@ class _Function:
         self._build = BlockBuilder(module.fast, module.declared, module.hides_rows)
         self._variables = Variables(self._build, given, kinds)
         self._ends_of_loops: list[Block] = []  # the targets of `break`
-        for name in sorted(module.assigned(node) & given.keys()):
+        for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
         self._statements(node.body)
         self._build.leave("void")
