@@ -82,7 +82,9 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     """
     import llvmlite.binding as llvm
 
-    if not file.startswith(_OBJECT_FILES) or not are_in_c_library(outside):
+    c_library = ctypes.CDLL(None)
+    # LLVM would end the process if a function were missing.
+    if not file.startswith(_OBJECT_FILES) or not all(hasattr(c_library, name) for name in outside):
         raise OSError("the file isn't machine code, or calls functions that the C library doesn't have")
     _target()
     # Each engine gets a new target, since the target is destroyed together with the engine.
@@ -96,12 +98,6 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     if not address:
         raise OSError(f"there is no {symbol!r} in the machine code")
     return address, engine
-
-
-def are_in_c_library(names: Sequence[str]) -> bool:
-    """Return whether the C library has all these functions; LLVM would end the process if one were missing."""
-    process = ctypes.CDLL(None)
-    return all(hasattr(process, name) for name in names)
 
 
 _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
