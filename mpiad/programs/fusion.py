@@ -366,12 +366,9 @@ class Fusion:
                 continue
             outputs.append(self._buffer("output", node.shape, node.dtype, place))
             wanted.append((n, Place(outputs[-1], identity(len(node.shape))), last))
-        self._compute(wanted, self._end(part))
+        end = next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))  # the first node of later parts
+        self._compute(wanted, end)
         return outputs
-
-    def _end(self, part: int) -> int:
-        """Return the first node of the later parts of the program."""
-        return next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))
 
     def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1) -> int:
         self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data))

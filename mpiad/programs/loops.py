@@ -85,13 +85,13 @@ class LoopWriter:
         boxes: dict[str, Array] = {}
         if self.divisible:
             boxes["b"] = as_rows([inside], 2 * len(shape))
-            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), False))]
+            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b")))]
         elif all(hi > lo for lo, hi in inside):
-            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], self.lanes)
+            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside])
         if edges is not None:
             boxes["e"] = edges
             count = "e.shape[0]" if self.divisible else str(len(edges))
-            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e"), False))]
+            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e")))]
         body += self._after()
         names = [*self.buffers.values(), *boxes]
         kinds = [*(self._kind(buffer) for buffer in self.buffers), *["int64[:, ::1]"] * len(boxes)]
@@ -145,7 +145,7 @@ class LoopWriter:
             return copy
         return self.schedule.places[n]
 
-    def _nest(self, box: Box | None, ranges: Sequence[str], lanes: bool) -> list[str]:
+    def _nest(self, box: Box | None, ranges: Sequence[str]) -> list[str]:
         """Return nested loops over a box, or over the boxes at the edges if `box` is None."""
         inner, last = _LoopBody(self, box).text(), len(ranges) - 1
         made: list[str] = []
@@ -153,7 +153,7 @@ class LoopWriter:
             return inner + self._folded("0")
         for k, range_ in enumerate(ranges[:-1]):
             made += indented([f"for i{k} in {range_}:"], k)
-        if lanes and box is not None:
+        if self.lanes and box is not None:
             lo, hi = box[last]
             whole = lo + (hi - lo) // LANES * LANES
             block = [
@@ -206,26 +206,18 @@ class LoopWriter:
         return f"{name}[{', '.join(self._index(axis, n, clamped) for axis, n in zip(map, shape))}]"
 
     def _index(self, axis: Axis, length: int, clamped: bool) -> str:
-        text = _index_text(axis)
-        if clamped and axis.source is not None:
-            ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
-            if min(ends) < 0:
-                text = f"max({text}, 0)"
-            if max(ends) >= length:
-                text = f"min({text}, {length - 1})"
-        elif clamped:
-            text = str(min(max(axis.offset, 0), length - 1))
+        """Return the expression of an index along one axis, of which an array has `length` entries."""
+        if axis.source is None:
+            return str(min(max(axis.offset, 0), length - 1) if clamped else axis.offset)
+        text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
+        if axis.offset:
+            text += f" {'+' if axis.offset > 0 else '-'} {abs(axis.offset)}"
+        ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
+        if clamped and min(ends) < 0:
+            text = f"max({text}, 0)"
+        if clamped and max(ends) >= length:
+            text = f"min({text}, {length - 1})"
         return text
-
-
-def _index_text(axis: Axis) -> str:
-    """Return the expression of an index along one axis."""
-    if axis.source is None:
-        return str(axis.offset)
-    text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
-    if axis.offset > 0:
-        return f"{text} + {axis.offset}"
-    return f"{text} - {-axis.offset}" if axis.offset else text
 
 
 def _note(points: list[set[int]], axis: Axis, at: int) -> None:

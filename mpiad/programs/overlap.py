@@ -98,7 +98,7 @@ def is_divided(schedule: Schedule, at: int) -> bool:
 def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: bool) -> list[Action]:
     """Return the actions of a program in order; `overlaps`: whether loops may run while messages are in flight."""
     actions: list[Action] = []
-    remaining: list[Action] = []
+    divided: set[int] = set()  # loops after an exchange, whose actions are appended together with those of the exchange
     for at, text in enumerate(texts):
         if text is None:
             parts = _parts(schedule, at, texts[at + 1]) if overlaps and at + 1 < len(texts) else None
@@ -108,11 +108,9 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
                 before, after = parts
                 entries = math.prod(schedule.steps[at + 1].shape)
                 actions += [Action("begin", at), Action("loop", at + 1, shares_of(before, entries)), Action("end", at)]
-                remaining = [Action("loop", at + 1, (after,))]
-        elif remaining:
-            actions += remaining
-            remaining = []
-        else:
+                actions.append(Action("loop", at + 1, (after,)))
+                divided.add(at + 1)
+        elif at not in divided:
             shares = shares_of(text.boxes, math.prod(schedule.steps[at].shape)) if text.divisible else (text.boxes,)
             actions.append(Action("loop", at, shares))
     return actions
@@ -139,7 +137,10 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
         return None
     unchanged, buffer = _unchanged_block(schedule, at), schedule.steps[at].inputs[0]
     inner = None if unchanged is None else _inner(schedule, at + 1, text, buffer, unchanged)
-    if inner is None or 2 * _size(inner) < math.prod(schedule.steps[at + 1].shape):
+    if inner is None:
+        return None
+    entries = math.prod([max(last - first, 0) for first, last in inner])
+    if 2 * entries < math.prod(schedule.steps[at + 1].shape):
         return None
     before, after = [], []
     for boxes in text.boxes:
@@ -175,7 +176,3 @@ def _inner(
             first, last = inner[source]
             inner[source] = max(first, math.ceil(min(ends))), min(last, math.floor(max(ends)) + 1)
     return inner
-
-
-def _size(box: Box) -> int:
-    return math.prod([max(last - first, 0) for first, last in box])

@@ -143,7 +143,7 @@ class _KernelBlocks:
     """The blocks of memory from which kernels read their arguments (see `compiling.cache`).
 
     Each thread of a loop has a block; `words` is the memory of all blocks. The kernels between two Python calls are linked:
-    a call of the first one runs all of them.
+    a call of the first one runs all of them. `linked`: the actions whose kernels are run by the kernel before them.
     """
 
     def __init__(self, replays: Replays, actions: Sequence[Action]):
@@ -166,18 +166,14 @@ class _KernelBlocks:
                     words += [self._held[-1].ctypes.data, *array.shape]
         self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
         alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
-        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.part_starts}
-        for k in self._linked:
+        self.linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.part_starts}
+        for k in self.linked:
             start = self._starts[k - 1, 0]
             self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
             self.words[start + 1] = self.address(k)
 
     def address(self, k: int, thread: int = 0) -> int:
         return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
-
-    def is_called(self, k: int) -> bool:
-        # Other kernels are run by the kernel before them.
-        return k not in self._linked
 
     def bind(self, b: int, address: int) -> None:
         for place in self._places.get(b, ()):
@@ -412,7 +408,7 @@ class _ReplayWriter:
             self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
             if len(blocks) > 1:
                 self._lines.append(f"together(k{at}, {blocks})")
-            elif self._blocks.is_called(k):
+            elif k not in self._blocks.linked:
                 self._lines.append(f"k{at}({blocks[0]})")
         elif action.kind == "end":
             self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
@@ -440,7 +436,7 @@ class _ReplayWriter:
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
             return
         self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
-        rest = map(self._constant, call.args[1:])
+        rest = map(self._bound, call.args[1:])
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
 
     def _is_logged(self, at: int) -> bool:
@@ -450,9 +446,6 @@ class _ReplayWriter:
         step = self.schedule.steps[at]
         call: Step = self.nodes[step.node].data
         self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
-
-    def _constant(self, x: Any) -> str:
-        return repr(x) if x is None or type(x) in (bool, int) else self._bound(x)
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
@@ -539,7 +532,7 @@ class _ReplayWriter:
 
         def leaf(x: Any) -> _Text:
             if not isinstance(x, Slot):
-                return _Text(self._constant(x))
+                return _Text(self._bound(x))
             n, text = self.nodes[step.node].inputs[x.place], self._array(step.inputs[x.place])
             if n in self.schedule.program.weak:
                 return _Text(f"{text}.item()")

@@ -137,8 +137,6 @@ class _Translation:
                 if np.abs(whole, dtype=float).max(initial=0) > _MOST_NUMBERS:
                     raise Unsupported
                 return self.value(self.program.constant(whole.astype(np.float64)))
-            if node.dtype.kind in "iu" and node.kind == "number":
-                return self.value(self.program.number(node.data, node.shape, np.float64))
             # An integer argument is read as a float.
             integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
             if not integer and not self.program.is_float(x.number):
