@@ -38,14 +38,6 @@ from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 
 
-def description() -> str:
-    """Return a text of the processor and the version of llvmlite, which contains LLVM: they determine the machine code."""
-    import llvmlite
-    import llvmlite.binding as llvm
-
-    return "\n".join([llvmlite.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()])
-
-
 @cache
 def _target() -> Any:
     import llvmlite.binding as llvm
@@ -331,9 +323,13 @@ def _machine() -> str:
     """Return a text of everything that determines the machine code besides the arguments of `kernel_of`."""
     from importlib.metadata import PackageNotFoundError, version  # imported late, since it takes 20 ms
 
+    import llvmlite
+    import llvmlite.binding as llvm
+
     try:
         own = version("mpiad")
     except PackageNotFoundError:
         own = ""
     compiler = [Path(__file__).with_name(name) for name in _COMPILER]
-    return "\n".join([own, *(file.read_text() for file in compiler), description()])
+    processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return "\n".join([own, *(file.read_text() for file in compiler), llvmlite.__version__, *processor])

@@ -366,10 +366,6 @@ class ArrayProgram:
             self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
         return self._precisions[x]
 
-    def is_float(self, x: int) -> bool:
-        """Return whether loops can compute with a node's dtype: floats, and also booleans."""
-        return self.nodes[x].dtype in COMPUTED
-
 
 class Value:
     """A node among the arguments of a call that is translated to a program."""

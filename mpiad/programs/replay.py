@@ -244,8 +244,7 @@ _CALLS: dict[str, Any] = {
     "prepared": lambda prepared: prepared(),
     "begin": lambda parts: next(parts, None),
     "end": lambda parts: list(parts),
-    "settle": lambda fun, args: fun(*args),
-    "opaque": lambda fun, args: fun(*args),
+    **dict.fromkeys(("settle", "opaque"), lambda fun, args: fun(*args)),
 }
 
 
