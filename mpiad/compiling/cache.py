@@ -121,17 +121,12 @@ def function_of(code: Code, signature: str) -> Callable[..., None]:
     The function of a linked kernel takes the address of a block, and doesn't check it. The attribute `address` of this
     function is the address of its machine code.
     """
-    address, owner = symbol_in(code.file, code.symbol, code.outside)
-    if not is_linked(signature):
-        return _native(address, owner, arguments_of(signature))
-    function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-    function.address, function.owner = address, owner
-    return function
-
-
-def _native(address: int, owner: object, arguments: Sequence[Argument]) -> Callable[..., None]:
-    """Return the function at an address, which is valid as long as the owner exists."""
-    kinds: list[Any] = []
+    address, owner = symbol_in(code.file, code.symbol, code.outside)  # the address is valid as long as the owner exists
+    if is_linked(signature):
+        function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        function.address, function.owner = address, owner
+        return function
+    arguments, kinds = arguments_of(signature), list[Any]()
     for dtype, ndim in arguments:
         kinds += [_SCALARS[dtype.name]] if ndim is None else [ctypes.c_void_p, *[ctypes.c_int64] * ndim]
     function = ctypes.CFUNCTYPE(None, *kinds)(address)

@@ -438,8 +438,9 @@ class _Function:
     def _view(self, node: ast.Subscript) -> ArrayValue:
         """Return a slice of a one-dimensional array as a view; the bounds aren't checked."""
         array, part, build = self.array(node.value), node.slice, self._build
-        has_bounds = isinstance(part, ast.Slice) and part.lower is not None and part.upper is not None
-        if not has_bounds or part.step is not None or len(array.shape) != 1:
+        if not isinstance(part, ast.Slice) or part.lower is None or part.upper is None or part.step is not None:
+            refuse(node)
+        if len(array.shape) != 1:
             refuse(node)
         start, stop = self.index(part.lower), self.index(part.upper)
         data = build.name(f"getelementptr inbounds {ELEMENTS[array.dtype]}, ptr {array.data}, i64 {start}")

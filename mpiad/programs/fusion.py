@@ -457,11 +457,10 @@ class Fusion:
             elif n not in self.places:
                 self._keep(n, items)
         # The order is that of the program, so that the memory of operands can be reused.
-        waiting: list[int] = []
         while self._waiting and self._waiting[0] < cut:
-            waiting.append(self._waiting.popleft())
-        for n in [n for n in waiting if n not in self.places]:
-            self._keep(n, items)
+            n = self._waiting.popleft()
+            if n not in self.places:
+                self._keep(n, items)
         # Operands that are kept in memory are appended to `items`, so that the `for` visits their operands, too.
         seen: set[int] = set()
         for item in items:

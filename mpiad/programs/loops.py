@@ -37,8 +37,8 @@ Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along e
 class LoopText(NamedTuple):
     """A loop as a kernel."""
 
-    body: str
-    arguments: tuple[tuple[str, str], ...]  # names and types
+    text: str
+    signature: str  # for `kernel_of`
     buffers: tuple[int, ...]  # the buffers among the arguments, in their order
     written: frozenset[int]  # the buffers that the loop writes
     # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. If the loop is `divisible`, the first
@@ -47,16 +47,6 @@ class LoopText(NamedTuple):
     lanes: int  # length of the array of partial results, which is the last argument; 0 if there is no such argument
     loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, each with a map from the loop's indices to its own
     divisible: bool  # whether parts of the boxes may be computed separately
-
-    @property
-    def text(self) -> str:
-        """The text of the kernel."""
-        return f"def {NAME}({', '.join(name for name, _ in self.arguments)}):\n{self.body}\n"
-
-    @property
-    def signature(self) -> str:
-        """The signature of the kernel for `kernel_of`."""
-        return f"linked({', '.join(kind for _, kind in self.arguments)})"
 
 
 class LoopWriter:
@@ -98,10 +88,10 @@ class LoopWriter:
         if self.lanes:
             names.append("w")
             kinds.append("float64[::1]")
-        text, arguments = "\n".join(indented(body or ["pass"])), tuple(zip(names, kinds))
+        text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
         memory = tuple(self.buffers), frozenset(self.written), tuple(boxes.values())
         lanes = LANES * len(self.folds) * self.lanes
-        return LoopText(text, arguments, *memory, lanes, frozenset(self.loads), self.divisible)
+        return LoopText(text, f"linked({', '.join(kinds)})", *memory, lanes, frozenset(self.loads), self.divisible)
 
     def _ranges(self, boxes: str) -> list[str]:
         return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]

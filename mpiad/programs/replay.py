@@ -50,8 +50,8 @@ class Replays:
         self.uses = spans_of(schedule, self.texts)
         self.allocations = allocate(schedule, self.uses)
         self.scratch = Scratch(self.allocations)
-        last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
-        self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}  # inputs for later parts
+        late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
+        self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
         self.last_check = max((at for at in range(len(schedule.steps)) if _is_checked(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays; the key is `Replay.prepared`
@@ -320,9 +320,7 @@ class _ReplayWriter:
             if found.kind == "input":
                 self._read_argument(b, f"n{found.data}")
             elif found.kind == "output" and self._is_large(b):
-                self._arrays[b] = f"o{b}"
-                self.names[f"d{b}"] = found.dtype
-                self._lines += [f"o{b} = empty({found.shape}, d{b})", self._blocks.assignment(b, f"address(o{b})")]
+                self._assign(b, f"o{b}", f"empty({found.shape}, d{b})")
             elif found.kind != "result":
                 self._bind(b)
 
@@ -378,12 +376,15 @@ class _ReplayWriter:
     def _read_argument(self, b: int, name: str) -> None:
         """Append lines that provide kernels with an input or the result of a call."""
         if self._is_large(b):
-            self.names[f"d{b}"] = self.schedule.buffers[b].dtype
-            self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, f"address(m{b})")]
-            self._arrays[b] = f"m{b}"
+            self._assign(b, f"m{b}", f"as_array({name}, d{b})")
         else:
             self._bind(b)
             self._lines.append(f"b{b}[...] = {name}")
+
+    def _assign(self, b: int, name: str, text: str) -> None:
+        """Append lines that assign a large array to a name, and store its address in the kernels' arguments."""
+        self._arrays[b], self.names[f"d{b}"] = name, self.schedule.buffers[b].dtype
+        self._lines += [f"{name} = {text}", self._blocks.assignment(b, f"address({name})")]
 
     def _array(self, b: int) -> str:
         root = root_of(self.schedule.buffers, b)
