@@ -289,12 +289,6 @@ def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> 
     return [kernel_of(text, name, signature, fast).function for name, signature in signatures.items()]
 
 
-def forget() -> None:
-    """Remove all kernels from memory."""
-    with _lock:
-        _loaded.clear()
-
-
 def _from_disk_or_compiled(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Callable[..., None], str]:
     """Return the function of a kernel and its origin; a kernel that is compiled is written to the disk."""
     kept = store()

@@ -191,20 +191,19 @@ class _Module:
     def kernel(self, name: str, arguments: Sequence[Argument]) -> str:
         """Return the module of a kernel."""
         node = self.defined[name]
-        names = [argument.arg for argument in node.args.args]
         # In a linked kernel, the body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses
         # loaded from memory.
         pointer = "ptr noalias" if self.linked else "ptr"
         head = f"internal void @{name}.body" if self.linked else f"void @{name}"
         given: dict[str, Value | ArrayValue] = {}
         kinds = []
-        for i, (argument, (dtype, ndim)) in enumerate(zip(names, arguments, strict=True)):
+        for i, (argument, (dtype, ndim)) in enumerate(zip(node.args.args, arguments, strict=True)):
             if ndim is None:
-                given[argument] = Value(kind_of(dtype), f"%a{i}")
+                given[argument.arg] = Value(kind_of(dtype), f"%a{i}")
                 kinds.append(f"{kind_of(dtype)} %a{i}")
             else:
                 lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
-                given[argument] = ArrayValue(dtype.name, f"%a{i}", lengths)
+                given[argument.arg] = ArrayValue(dtype.name, f"%a{i}", lengths)
                 kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
         function = self._translated(node, given)
         attributes = f"nounwind {'noinline' if self.linked else ''} {function.attributes}"

@@ -101,11 +101,6 @@ def of_view(whole: np.ndarray, part: np.ndarray) -> IndexMap:
     return tuple(axes)
 
 
-def axes_of(axis: Any, ndim: int) -> set[int]:
-    """Return the axes given by one integer, or by a list or tuple of integers, as nonnegative integers."""
-    return {int(k) % ndim for k in (axis if isinstance(axis, (tuple, list)) else (axis,))}
-
-
 def long_axes(shape: Shape) -> Shape:
     """Return the shape without axes of length 1: the index space of a loop over the array."""
     return tuple([n for n in shape if n != 1])

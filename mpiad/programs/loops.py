@@ -24,7 +24,7 @@ from mpiad._typing import Array
 from mpiad.compiling.program import OPERATIONS, Builder
 from mpiad.compiling.source import indented, lines, number
 from mpiad.compiling.symbols import Symbol, choose
-from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, described, shifted, within
+from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, shifted, within
 from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read
 
 LANES = 16
@@ -308,9 +308,7 @@ class _LoopBody:
             return self.value(node.inputs[0], composed(node.data, map))
         if node.kind == "join":
             return self._joined(node.inputs, node.data, map)
-        if node.kind == "update":
-            return self._updated(node.inputs, node.data, map)
-        raise AssertionError(f"{described(node)} isn't computed in loops")
+        return self._updated(node.inputs, node.data, map)  # the remaining kind is "update"
 
     def _joined(self, parts: Sequence[int], axis: int, map: IndexMap) -> Symbol:
         starts = list(accumulate([self.nodes[x].shape[axis] for x in parts], initial=0))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.programs.fusion import Loop, Schedule, root_of
 from mpiad.programs.loops import Box, LoopText, as_rows, cut
 from mpiad.programs.traced_array import Step
@@ -53,13 +53,13 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
         raise interrupt
 
 
-def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of a divisible loop for each thread; one thread gets all boxes if the loop is short.
+def shares_of(boxes: tuple[Array, ...], shape: Shape) -> tuple[tuple[Array, ...], ...]:
+    """Return the boxes of a divisible loop of this shape for each thread; one thread gets all boxes if the loop is short.
 
     `boxes`: see `LoopText`. The last thread computes the boxes at the edges.
     """
     threads = loop_threads()
-    if entries < LARGE or threads < 2:
+    if math.prod(shape) < LARGE or threads < 2:
         return (boxes,)
     plain, edges = boxes[0], boxes[1:]
     first, last = plain[:, :1], plain[:, 1:2]
@@ -106,12 +106,11 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
                 actions.append(Action("call", at))
             else:
                 before, after = parts
-                entries = math.prod(schedule.steps[at + 1].shape)
-                actions += [Action("begin", at), Action("loop", at + 1, shares_of(before, entries)), Action("end", at)]
-                actions.append(Action("loop", at + 1, (after,)))
+                early = Action("loop", at + 1, shares_of(before, schedule.steps[at + 1].shape))
+                actions += [Action("begin", at), early, Action("end", at), Action("loop", at + 1, (after,))]
                 divided.add(at + 1)
         elif at not in divided:
-            shares = shares_of(text.boxes, math.prod(schedule.steps[at].shape)) if text.divisible else (text.boxes,)
+            shares = shares_of(text.boxes, schedule.steps[at].shape) if text.divisible else (text.boxes,)
             actions.append(Action("loop", at, shares))
     return actions
 

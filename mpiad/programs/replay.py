@@ -103,9 +103,7 @@ class Changed(TypeError):
             f"{line}{operation_of(node)} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} "
             "when the function was compiled for arguments of the same shapes. Call it outside of the jitted function"
         )
-        self.log = None if log is None else list(log)
-        if log is not None:
-            log.clear()
+        self.log = log
 
 
 def _is_checked(schedule: Schedule, at: int) -> bool:

@@ -25,7 +25,6 @@ from mpiad.programs.array_program import (
     IndexMap,
     Slot,
     Value,
-    axes_of,
     of_view,
     without_memory,
 )
@@ -176,7 +175,7 @@ class _Translation:
         if x.dtype not in FLOATS or dtype not in (None, x.dtype):
             raise Unsupported
         ndim = len(x.shape)
-        axes = tuple(range(ndim)) if axis is None else tuple(sorted(axes_of(axis, ndim)))
+        axes = tuple(sorted({int(k) % ndim for k in (range(ndim) if axis is None else np.atleast_1d(axis))}))
         if name.startswith("logical") or name not in ("add", "multiply") and not math.prod(x.shape):
             raise Unsupported
         if not axes:
