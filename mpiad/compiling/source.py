@@ -59,7 +59,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
         # The root of -0 is -0, whose reciprocal would be -inf instead of inf.
         result = abs(result) if exponent < 0 else result
     if result is None:
-        return Symbol(x.builder, x.builder.constant(1.0))
+        return x.symbol_of(1.0)
     return result if exponent > 0 else 1.0 / result
 
 

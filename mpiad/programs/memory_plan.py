@@ -1,8 +1,8 @@
 """Allocation of memory for a program's temporary buffers. Buffers that aren't used at the same time share memory.
 
 A replay (an executable instance of a program) that waits for its reverse pass needs the arrays that this pass reads. Its
-other large arrays are in scratch memory, which all replays of all programs share. For example, the gradient of a time loop
-with a hundred steps needs a hundred replays, but scratch memory for one.
+other large arrays are in scratch memory, which the replays of all programs of similar size share. For example, the gradient
+of a time loop with a hundred steps needs a hundred replays, but scratch memory for one.
 """
 
 from __future__ import annotations
