@@ -1,14 +1,13 @@
 """Allocation of memory for a program's temporary buffers. Buffers that aren't used at the same time share memory.
 
 A replay (an executable instance of a program) that waits for its reverse pass needs the arrays that this pass reads. Its
-other large arrays are in scratch memory, which the replays of all programs of similar size share. For example, the gradient
-of a time loop with a hundred steps needs a hundred replays, but scratch memory for one.
+other large arrays are in scratch memory, which all replays of all programs share. For example, the gradient of a time loop
+with a hundred steps needs a hundred replays, but scratch memory for one.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 from weakref import ReferenceType, ref
@@ -22,6 +21,7 @@ from mpiad.programs.loops import LoopText
 
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
 _SHARED = 1 << 20  # in programs without a reverse pass, bytes above which a buffer is in scratch memory
+_LARGER = 4  # maximum ratio of the size of scratch memory to the required size
 _LINE, _SHORT, _PAGE = 64, 1024, 4096  # bytes in a cache line, in the longest rows that aren't padded, and in a page
 
 
@@ -50,32 +50,37 @@ class Allocation(NamedTuple):
 class Scratch:
     """Scratch memory for the runs of a program."""
 
-    # The free scratch memory of all programs, by its size, which is a power of two, so that programs of similar size can
-    # use the same memory. The references are weak: replays that have used a piece of memory keep it alive.
-    _free: ClassVar[defaultdict[int, list[ReferenceType[Array]]]] = defaultdict(list)
+    # The free scratch memory of all programs. The references are weak: replays that have used a piece of memory keep it
+    # alive.
+    _free: ClassVar[list[ReferenceType[Array]]] = []
 
     def __init__(self, allocations: dict[int, Allocation]):
         self._places: dict[int, int] = {}
-        end = 0
+        self._size = 0
         for allocation in allocations.values():
             if allocation.is_scratch and allocation.memory not in self._places:
-                self._places[allocation.memory] = end
-                end += allocation.nbytes + -allocation.nbytes % _LINE
-        self._size = 1 << end.bit_length()  # unused pages take no memory
+                self._places[allocation.memory] = self._size
+                self._size += allocation.nbytes + -allocation.nbytes % _LINE
 
     def take(self) -> Array:
-        """Return the free memory of this size that was used last and is likely in a cache, or allocate some."""
-        memory = None
+        """Return the free memory of suitable size that was used last and is likely in a cache, or allocate some."""
+        others = []
         try:
-            while memory is None:
-                memory = self._free[self._size].pop()()
+            while True:
+                reference = self._free.pop()
+                memory = reference()
+                if memory is not None and self._size <= memory.nbytes <= _LARGER * self._size:
+                    return memory
+                others += [reference] * (memory is not None)
         except IndexError:
-            return aligned(self._size, np.dtype(np.uint8))
-        return memory
+            # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
+            return aligned(2 * self._size, np.dtype(np.uint8))
+        finally:
+            self._free.extend(others[::-1])
 
     def give_back(self, memory: Array) -> None:
         """Return memory to the free list."""
-        self._free[memory.nbytes].append(ref(memory))
+        self._free.append(ref(memory))
 
     def part(self, memory: Array, allocation: Allocation) -> Array:
         """Return the piece of scratch memory for an allocation."""
