@@ -66,10 +66,10 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
         result = x.symbol_of(1 + 0j) if result is None else result
         return result if exponent >= 0 else 1.0 / result
     # The logarithm of 0 is infinite. As in NumPy, powers of 0 are 0 if Re y > 0, 1 if y = 0, and otherwise NaN.
-    is_zero = x == 0.0
+    is_zero = x.call("equal", 0.0)
     safe = is_zero.chosen(1.0, x.real).plus_i(x.imag)
     result = _exp(_multiply(y, _log(safe)))
-    zero, undefined = y.real > 0.0, (y == 0.0).chosen(0.0, math.nan)
+    zero, undefined = y.real > 0.0, y.call("equal", 0.0).chosen(0.0, math.nan)
     at_zero = zero.chosen(0.0, undefined + 1.0), zero.chosen(0.0, undefined)
     return is_zero.chosen(at_zero[0], result.real).plus_i(is_zero.chosen(at_zero[1], result.imag))
 
