@@ -26,15 +26,16 @@ from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import device_double
+import llvmlite
 import numpy as np
 import stiff_systems
 from autograd.tracer import getval
 from device_on_cpu import COMPILER, double
+from llvmlite.binding import get_host_cpu_name
 from mpi4py import MPI
 
 import mpiad
 import mpiad.ensemble.backends
-from mpiad.compiling.cache import description
 from mpiad.ensemble import (
     BS3,
     RK4,
@@ -345,6 +346,11 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> tuple[list[s
     return wrong, equal
 
 
+def made_with() -> list[str]:
+    """Return what the rounding of numbers depends on: the processor, and the versions of LLVM and NumPy."""
+    return [get_host_cpu_name(), llvmlite.__version__, np.__version__]
+
+
 def write(all_found: list[dict[str, Any]]) -> None:
     """Store results: all numbers in one array, and what they are as JSON."""
     numbers, entries = [], []
@@ -357,7 +363,7 @@ def write(all_found: list[dict[str, Any]]) -> None:
             else:
                 entry[name] = value
         entries.append(entry)
-    text = json.dumps({"machine": description(), "numpy": np.__version__, "programs": entries})
+    text = json.dumps({"made with": made_with(), "programs": entries})
     np.savez_compressed(FILE, numbers=np.concatenate(numbers), entries=np.frombuffer(text.encode(), np.uint8))
 
 
@@ -406,7 +412,7 @@ def main() -> int:
             print(f"  {count} {text}")
         return 0
     about, expected = read()
-    if (about["machine"], about["numpy"]) != (description(), np.__version__):
+    if about["made with"] != made_with():
         print("The record was made on another processor, or with other versions of LLVM or NumPy: numbers may differ more.")
     wrong = equal = 0
     for number, each in enumerate(expected[: options.programs]):

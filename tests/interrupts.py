@@ -870,8 +870,8 @@ NAMED = {
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
     trace_run: "TraceRun.run_on_tape raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
-    "_Playback.communicate _Playback._next _Playback._untraced",
-    function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced",
+    "PlayingBack.communicate PlayingBack._next PlayingBack._untraced",
+    function: "Jitted.__call__ Jitted._called_by_signature Jitted._replayed Jitted._traced",
     program_cache: "ProgramCache.entry_or_watch ProgramCache.optional_entry ProgramCache.derived_entry "
     "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current entry_of count "
     "optional_program traced_parts",

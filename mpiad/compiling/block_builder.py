@@ -209,8 +209,8 @@ class BlockBuilder:
 class Variables:
     """The variables of a function, each with a stack slot, which LLVM turns into a register.
 
-    `given`: the function's arguments, by name. `kinds`: the widest type that has been assigned to each variable. If an
-    assignment has a wider type, `kinds` is updated, and the function must be translated again.
+    `given`: the function's arguments, by name. `kinds`: the widest type that has been assigned to each variable, "ptr" for
+    arrays. If an assignment has a wider type, `kinds` is updated, and the function must be translated again.
     """
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):
@@ -231,7 +231,7 @@ class Variables:
     def write(self, name: str, value: Value | ArrayValue) -> None:
         """Assign to a variable."""
         if isinstance(value, ArrayValue):
-            self._dtypes.setdefault(name, value.dtype)
+            self.kinds[name], self._dtypes[name] = "ptr", value.dtype
             parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
             kinds = [part.kind for part in parts]
         else:

@@ -38,14 +38,6 @@ from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 
 
-def description() -> str:
-    """Return a text of the processor and the version of llvmlite, which contains LLVM: they determine the machine code."""
-    import llvmlite
-    import llvmlite.binding as llvm
-
-    return "\n".join([llvmlite.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()])
-
-
 # LLVM's level of optimization. At level 3 the passes take 1.4 times as long, and the code isn't faster. At level 0, for
 # tests, compiling takes a seventh of the time.
 optimization_level = 2
@@ -86,7 +78,9 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     """
     import llvmlite.binding as llvm
 
-    if not file.startswith(_OBJECT_FILES) or not are_in_c_library(outside):
+    c_library = ctypes.CDLL(None)
+    # LLVM would end the process if a function were missing.
+    if not file.startswith(_OBJECT_FILES) or not all(hasattr(c_library, name) for name in outside):
         raise OSError("the file isn't machine code, or calls functions that the C library doesn't have")
     _target(optimization_level)
     # Each engine gets a new target, since the target is destroyed together with the engine.
@@ -100,12 +94,6 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     if not address:
         raise OSError(f"there is no {symbol!r} in the machine code")
     return address, engine
-
-
-def are_in_c_library(names: Sequence[str]) -> bool:
-    """Return whether the C library has all these functions; LLVM would end the process if one were missing."""
-    process = ctypes.CDLL(None)
-    return all(hasattr(process, name) for name in names)
 
 
 _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
@@ -137,17 +125,12 @@ def function_of(code: Code, signature: str) -> Callable[..., None]:
     The function of a linked kernel takes the address of a block, and doesn't check it. The attribute `address` of this
     function is the address of its machine code.
     """
-    address, owner = symbol_in(code.file, code.symbol, code.outside)
-    if not is_linked(signature):
-        return _native(address, owner, arguments_of(signature))
-    function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-    function.address, function.owner = address, owner
-    return function
-
-
-def _native(address: int, owner: object, arguments: Sequence[Argument]) -> Callable[..., None]:
-    """Return the function at an address, which is valid as long as the owner exists."""
-    kinds: list[Any] = []
+    address, owner = symbol_in(code.file, code.symbol, code.outside)  # the address is valid as long as the owner exists
+    if is_linked(signature):
+        function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        function.address, function.owner = address, owner
+        return function
+    arguments, kinds = arguments_of(signature), list[Any]()
     for dtype, ndim in arguments:
         kinds += [_SCALARS[dtype.name]] if ndim is None else [ctypes.c_void_p, *[ctypes.c_int64] * ndim]
     function = ctypes.CFUNCTYPE(None, *kinds)(address)
@@ -310,12 +293,6 @@ def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> 
     return [kernel_of(text, name, signature, fast).function for name, signature in signatures.items()]
 
 
-def forget() -> None:
-    """Remove all kernels from memory."""
-    with _lock:
-        _loaded.clear()
-
-
 def _from_disk_or_compiled(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Callable[..., None], str]:
     """Return the function of a kernel and its origin; a kernel that is compiled is written to the disk."""
     kept = store()
@@ -339,9 +316,13 @@ def _machine() -> str:
     """Return a text of everything that determines the machine code besides the arguments of `kernel_of`."""
     from importlib.metadata import PackageNotFoundError, version  # imported late, since it takes 20 ms
 
+    import llvmlite
+    import llvmlite.binding as llvm
+
     try:
         own = version("mpiad")
     except PackageNotFoundError:
         own = ""
     compiler = [Path(__file__).with_name(name) for name in _COMPILER]
-    return "\n".join([own, *(file.read_text() for file in compiler), description()])
+    processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return "\n".join([own, *(file.read_text() for file in compiler), llvmlite.__version__, *processor])

@@ -59,7 +59,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
         # The root of -0 is -0, whose reciprocal would be -inf instead of inf.
         result = abs(result) if exponent < 0 else result
     if result is None:
-        return Symbol(x.builder, x.builder.constant(1.0))
+        return x.symbol_of(1.0)
     return result if exponent > 0 else 1.0 / result
 
 
@@ -122,8 +122,20 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
     `outputs`: the variables to which the outputs are assigned, at the end. `prefix`: beginning of the names of local
     scalars; two programs in one function need different prefixes.
     """
-    program = lowered(program)
-    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, prefix)
+    program, single = lowered(program), np.dtype(dtype) == np.float32
+    zero, one = number(0.0, single), number(1.0, single)
+    texts: dict[int, str] = {}
+    statements: list[str] = []
+    for i, (operation, arguments, value) in enumerate(program.instructions):
+        if operation == "constant":
+            texts[i] = number(value, single)  # type: ignore[arg-type]
+        elif operation == "input":
+            group, place = value  # type: ignore[misc]
+            texts[i] = names[group][place]
+        else:
+            text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
+            texts[i] = f"{prefix}{i}"
+            statements.append(f"{texts[i]} = {text}")
     return statements + [f"{target} = {texts[i]}" for target, i in zip(outputs, program.outputs, strict=True)]
 
 
@@ -135,29 +147,9 @@ def function_source(
     `names`: the names of each group's inputs. `arguments`: the names of the parameters. In C, numbers have the type
     `real`, and the function is `INLINE`.
     """
+    outputs = numbered("out", len(program.outputs))
+    body = lines(program, names, outputs, dtype)
     if language == "c":
-        outputs = numbered("out", len(program.outputs))
         given = [f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
-        body = indented(c_lines(lines(program, names, outputs, dtype), outputs))
-        return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *body, "}"])
-    program = lowered(program)
-    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, "v")
-    body = [*statements, f"return ({', '.join(texts[o] for o in program.outputs)},)"]
-    return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"
-
-
-def _texts(program: Program, names: Names, single: bool, prefix: str) -> tuple[dict[int, str], list[str]]:
-    texts: dict[int, str] = {}
-    statements: list[str] = []
-    for i, (operation, arguments, value) in enumerate(program.instructions):
-        if operation == "constant":
-            texts[i] = number(value, single)  # type: ignore[arg-type]
-        elif operation == "input":
-            group, place = value  # type: ignore[misc]
-            texts[i] = names[group][place]
-        else:
-            zero, one = number(0.0, single), number(1.0, single)
-            text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
-            texts[i] = f"{prefix}{i}"
-            statements.append(f"{texts[i]} = {text}")
-    return texts, statements
+        return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
+    return "\n".join([f"def {name}({', '.join(arguments)}):", *indented([*body, f"return ({', '.join(outputs)},)"])]) + "\n"

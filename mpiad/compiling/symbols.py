@@ -63,13 +63,13 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
     exponent = value(y.real.number) if _is_zero(y.imag) else None
     if exponent is not None and exponent % 1 == 0 and abs(exponent) <= _LARGEST_EXPONENT:
         result = whole_power(x, int(abs(exponent)), _multiply)
-        result = _one(x) if result is None else result
-        return result if exponent >= 0 else _divide(_one(x), result)
+        result = x.symbol_of(1 + 0j) if result is None else result
+        return result if exponent >= 0 else 1.0 / result
     # The logarithm of 0 is infinite. As in NumPy, powers of 0 are 0 if Re y > 0, 1 if y = 0, and otherwise NaN.
-    is_zero = _equal(x, 0.0 * _one(x))
+    is_zero = x.call("equal", 0.0)
     safe = is_zero.chosen(1.0, x.real).plus_i(x.imag)
     result = _exp(_multiply(y, _log(safe)))
-    zero, undefined = y.real > 0.0, _equal(y, 0.0 * _one(x)).chosen(0.0, math.nan)
+    zero, undefined = y.real > 0.0, y.call("equal", 0.0).chosen(0.0, math.nan)
     at_zero = zero.chosen(0.0, undefined + 1.0), zero.chosen(0.0, undefined)
     return is_zero.chosen(at_zero[0], result.real).plus_i(is_zero.chosen(at_zero[1], result.imag))
 
@@ -90,11 +90,6 @@ def _equal(x: Symbol, y: Symbol) -> Symbol:
     return x.real.call("equal", y.real).call("logical_and", x.imag.call("equal", y.imag))
 
 
-def _one(x: Symbol) -> Symbol:
-    one, zero = (type(x)(x.builder, x.builder.constant(part)) for part in (1.0, 0.0))
-    return one.plus_i(zero)
-
-
 # ---- functions
 
 
@@ -112,7 +107,7 @@ def _log(z: Symbol) -> Symbol:
 
 
 def _logarithm(base: float) -> Callable[[Symbol], Symbol]:
-    return lambda z: _divide(_log(z), _one(z) * math.log(base))
+    return lambda z: _log(z) / math.log(base)
 
 
 def _sqrt(z: Symbol) -> Symbol:
@@ -122,7 +117,7 @@ def _sqrt(z: Symbol) -> Symbol:
     # since the absolute value has no derivative at 0.
     larger = ((right.chosen(a, -a) + _modulus(z)) * 0.5).sqrt()
     smaller = b / (2.0 * (larger == 0.0).chosen(1.0, larger))
-    sign = _one(z).real.call("copysign", b)
+    sign = z.symbol_of(1.0).call("copysign", b)
     return right.chosen(larger, smaller * sign).plus_i(right.chosen(smaller, larger * sign))
 
 
@@ -186,7 +181,7 @@ def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], 
         if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
         if swapped:
-            return Symbol(self.builder, number_of(self.builder, other)).call(operation, self)
+            return self.symbol_of(other).call(operation, self)
         return self.call(operation, other)
 
     return method
@@ -228,10 +223,7 @@ class Symbol:
 
     def as_number(self) -> Symbol:
         """Return a boolean as 0 or 1, and a number unchanged."""
-        if not self.is_boolean:
-            return self
-        one, zero = self.builder.constant(1.0), self.builder.constant(0.0)
-        return Symbol(self.builder, self.builder.call("where", self.number, one, zero))
+        return self.chosen(1.0, 0.0) if self.is_boolean else self
 
     def truth(self) -> Symbol:
         """Return whether the value isn't 0."""
@@ -239,7 +231,7 @@ class Symbol:
 
     def call(self, operation: str, *others: Any) -> Symbol:
         """Return the value of an operation with this symbol as its first argument."""
-        arguments = [self, *(self._as_symbol(other) for other in others)]
+        arguments = [self, *(self.symbol_of(other) for other in others)]
         arguments = [x.truth() if operation.startswith("logical") else x.as_number() for x in arguments]
         if any(x.is_complex for x in arguments):
             if operation not in _RULES:
@@ -247,7 +239,8 @@ class Symbol:
             return _RULES[operation](*arguments)
         return Symbol(self.builder, self.builder.call(operation, *(x.number for x in arguments)))
 
-    def _as_symbol(self, other: object) -> Symbol:
+    def symbol_of(self, other: object) -> Symbol:
+        """Return a number as a symbol of the same program, and a symbol unchanged."""
         return other if isinstance(other, Symbol) else Symbol(self.builder, number_of(self.builder, other))
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
@@ -262,7 +255,7 @@ class Symbol:
 
     def chosen(self, x: Array, y: Array) -> Symbol:
         """Return x if this symbol is true, else y."""
-        first, second = self._as_symbol(x), self._as_symbol(y)
+        first, second = self.symbol_of(x), self.symbol_of(y)
         if first.is_complex or second.is_complex:
             return self.chosen(first.real, second.real).plus_i(self.chosen(first.imag, second.imag))
         if not (first.is_boolean and second.is_boolean):

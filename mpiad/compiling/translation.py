@@ -176,52 +176,40 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
     NotImplementedError if the text isn't in the kernel language.
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    module = _Module(defined, fast, linked)
-    if not linked:
-        return module.kernel(defined[name], arguments, name)
-    # The body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses loaded from memory.
-    body = module.kernel(defined[name], arguments, f"{name}.body", "ptr noalias", "internal ")
-    return f"{body}\n\n{_link(name, arguments)}"
+    return _Module(defined, fast, linked).kernel(name, arguments)
 
 
 class _Module:
     """The functions of a source text; each is translated once per combination of argument types, at the first call."""
 
     def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
-        # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
-        # time, without a gain.
-        self.defined, self.fast, self.hides_rows = defined, fast, linked
+        self.defined, self.fast, self.linked = defined, fast, linked
         self.declared: dict[str, str] = {}
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
         self._texts: list[str] = []
-        self._assigned: dict[str, set[str]] = {}
 
-    def assigned(self, node: ast.FunctionDef) -> set[str]:
-        """Return the names to which a function assigns."""
-        if node.name not in self._assigned:
-            names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            self._assigned[node.name] = {n.id for n in names}
-        return self._assigned[node.name]
-
-    def kernel(
-        self, node: ast.FunctionDef, arguments: Sequence[Argument], symbol: str, pointer: str = "ptr", linkage: str = ""
-    ) -> str:
-        names = [argument.arg for argument in node.args.args]
+    def kernel(self, name: str, arguments: Sequence[Argument]) -> str:
+        """Return the module of a kernel."""
+        node = self.defined[name]
+        # In a linked kernel, the body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses
+        # loaded from memory.
+        pointer = "ptr noalias" if self.linked else "ptr"
+        head = f"internal void @{name}.body" if self.linked else f"void @{name}"
         given: dict[str, Value | ArrayValue] = {}
         kinds = []
-        for i, (name, (dtype, ndim)) in enumerate(zip(names, arguments, strict=True)):
+        for i, (argument, (dtype, ndim)) in enumerate(zip(node.args.args, arguments, strict=True)):
             if ndim is None:
-                given[name] = Value(kind_of(dtype), f"%a{i}")
+                given[argument.arg] = Value(kind_of(dtype), f"%a{i}")
                 kinds.append(f"{kind_of(dtype)} %a{i}")
             else:
                 lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
-                given[name] = ArrayValue(dtype.name, f"%a{i}", lengths)
+                given[argument.arg] = ArrayValue(dtype.name, f"%a{i}", lengths)
                 kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
         function = self._translated(node, given)
-        own = " noinline" if linkage else ""
-        attributes = f"nounwind{own} {function.attributes}".strip()
-        made = f"define {linkage}void @{symbol}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
-        return "\n\n".join([*self._texts, made, *self.declared.values()])
+        attributes = f"nounwind {'noinline' if self.linked else ''} {function.attributes}"
+        made = f"define {head}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
+        link = [_link(name, arguments)] if self.linked else []
+        return "\n\n".join([*self._texts, made, *self.declared.values(), *link])
 
     def call(self, name: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         """Return the symbol of a function for these kinds of arguments, and the kinds of its results."""
@@ -255,10 +243,12 @@ class _Function:
         self.kinds, self.attributes = kinds, ""
         self.results: list[str] = []
         self._module = module
-        self._build = BlockBuilder(module.fast, module.declared, module.hides_rows)
+        # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
+        # time, without a gain.
+        self._build = BlockBuilder(module.fast, module.declared, hides_rows=module.linked)
         self._variables = Variables(self._build, given, kinds)
         self._ends_of_loops: list[Block] = []  # the targets of `break`
-        for name in sorted(module.assigned(node) & given.keys()):
+        for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
         self._statements(node.body)
         self._build.leave("void")

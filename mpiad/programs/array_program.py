@@ -101,11 +101,6 @@ def of_view(whole: np.ndarray, part: np.ndarray) -> IndexMap:
     return tuple(axes)
 
 
-def axes_of(axis: Any, ndim: int) -> set[int]:
-    """Return the axes given by one integer, or by a list or tuple of integers, as nonnegative integers."""
-    return {int(k) % ndim for k in (axis if isinstance(axis, (tuple, list)) else (axis,))}
-
-
 def long_axes(shape: Shape) -> Shape:
     """Return the shape without axes of length 1: the index space of a loop over the array."""
     return tuple([n for n in shape if n != 1])
@@ -365,10 +360,6 @@ class ArrayProgram:
                 found = [y for y in ([node.dtype] if node.dtype in FLOATS else operand_dtypes) if y in FLOATS]
             self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
         return self._precisions[x]
-
-    def is_float(self, x: int) -> bool:
-        """Return whether loops can compute with a node's dtype: floats, and also booleans."""
-        return self.nodes[x].dtype in COMPUTED
 
 
 class Value:

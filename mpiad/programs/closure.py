@@ -71,19 +71,12 @@ class Watch:
     def __init__(self) -> None:
         self._terms: list[str] = []
         self._values: dict[str, Any] = {"gone": MISSING, "same_parts": _same_parts, "same_bits": same_bits}
-        self._named: set[tuple[int, str]] = set()
 
     def note(self, term: str, *values: Any) -> None:
         """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""
         names = [f"x{len(self._values) + k}" for k in range(len(values))]
         self._values.update(zip(names, values))
         self._terms.append(term.format(*names))
-
-    def note_name(self, names: Any, name: str) -> None:
-        """Add the condition that a name still refers to the same object."""
-        if (id(names), name) not in self._named:
-            self._named.add((id(names), name))
-            self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, MISSING))
 
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
@@ -146,6 +139,7 @@ class _Reader(FunctionReader):
         # Names: those of the communicators' methods, and those of the attributes that are read from unknown objects.
         self._communicating: set[str] = set()
         self._names: set[str] = set()
+        self._noted: set[tuple[int, str]] = set()  # the names in namespaces, by `id`, that have a condition
         self._known: dict[int, Any] = {}  # by `id`; the references keep the ids from being used again
 
     def check_communicators(self) -> None:
@@ -178,7 +172,9 @@ class _Reader(FunctionReader):
         self.watch.note("{0}.cell_contents is {1}", cell, value)
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
-        self.watch.note_name(names, name)
+        if (id(names), name) not in self._noted:
+            self._noted.add((id(names), name))
+            self.watch.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, MISSING))
 
     def other(self, value: Any) -> None:
         if type(value) in _boxes:

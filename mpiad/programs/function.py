@@ -260,9 +260,14 @@ class Jitted:
         except TypeError as error:
             self._cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
             return self.fun(*args, **kwargs)
-        if tracing.tape is None and not any(type(given.leaves[k]) in _boxes for k in given.traced):
-            return self._called(given)
-        return called_on_tape(self._cache, given, self.derived)
+        if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
+            return called_on_tape(self._cache, given, self.derived)
+        entry, watch = self._cache.entry_or_watch(given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch))
+        if entry is not None:
+            return self._replayed(entry, given)
+        if watch is None:
+            return self._cache.interpreted(given.key, given)
+        return self._traced(given, watch)
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
         """Return the program for these arguments, in printable form: its operations and loops.
@@ -307,14 +312,6 @@ class Jitted:
             made = self._derived[key] = Jitted(make(), self.strict and not optional)
             made._cache.warned = optional
         return self._derived[key]
-
-    def _called(self, given: Arguments) -> Any:
-        entry, watch = self._cache.entry_or_watch(given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch))
-        if entry is not None:
-            return self._replayed(entry, given)
-        if watch is None:
-            return self._cache.interpreted(given.key, given)
-        return self._traced(given, watch)
 
     def _replayed(self, entry: Entry, given: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -306,6 +306,20 @@ def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]
         yield node.inputs[0], identity(len(program.nodes[node.inputs[0]].shape))
 
 
+def nodes_read(
+    program: ArrayProgram, starts: Iterable[tuple[int, IndexMap]], is_load: Callable[[int], bool]
+) -> Iterable[tuple[int, IndexMap]]:
+    """Yield the nodes in the expressions of the nodes `starts`, with their index maps; expressions end at loads."""
+    stack, seen = list(starts), set[tuple[int, IndexMap]]()
+    while stack:
+        n, map = read = stack.pop()
+        if read not in seen:
+            seen.add(read)
+            yield read
+            if not is_load(n):
+                stack += [(x, composed(inner, map)) for x, inner in reads_of(program, program.nodes[n])]
+
+
 class Fusion:
     """Builds the schedule of a program; its attributes are those of `Schedule` and `Materialization`."""
 
@@ -352,12 +366,9 @@ class Fusion:
                 continue
             outputs.append(self._buffer("output", node.shape, node.dtype, place))
             wanted.append((n, Place(outputs[-1], identity(len(node.shape))), last))
-        self._compute(wanted, self._end(part))
+        end = next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))  # the first node of later parts
+        self._compute(wanted, end)
         return outputs
-
-    def _end(self, part: int) -> int:
-        """Return the first node of the later parts of the program."""
-        return next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))
 
     def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1) -> int:
         self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data))
@@ -446,11 +457,10 @@ class Fusion:
             elif n not in self.places:
                 self._keep(n, items)
         # The order is that of the program, so that the memory of operands can be reused.
-        waiting: list[int] = []
         while self._waiting and self._waiting[0] < cut:
-            waiting.append(self._waiting.popleft())
-        for n in [n for n in waiting if n not in self.places]:
-            self._keep(n, items)
+            n = self._waiting.popleft()
+            if n not in self.places:
+                self._keep(n, items)
         # Operands that are kept in memory are appended to `items`, so that the `for` visits their operands, too.
         seen: set[int] = set()
         for item in items:
@@ -582,23 +592,11 @@ class Fusion:
 
     def _needs(self, item: Item, written: set[int], sources: dict[int, int]) -> set[tuple[int, IndexMap]]:
         """Return the nodes that an item reads from memory and that are in `written`, with their index maps."""
-        found: set[tuple[int, IndexMap]] = set()
         if item.copies:
             return {(item.node, item.reads)}
         if item.reduction:
-            stack = [(item.of, item.reads)]
+            starts = [(item.of, item.reads)]
         else:
-            stack = [(x, composed(map, item.reads)) for x, map in reads_of(self.program, self.nodes[item.node])]
-        seen = set(stack)
-        while stack:
-            n, map = stack.pop()
-            if n in self.places and n not in sources:
-                if n in written:
-                    found.add((n, map))
-                continue
-            for x, inner in reads_of(self.program, self.nodes[n]):
-                read = x, composed(inner, map)
-                if read not in seen:
-                    seen.add(read)
-                    stack.append(read)
-        return found
+            starts = [(x, composed(map, item.reads)) for x, map in reads_of(self.program, self.nodes[item.node])]
+        visited = nodes_read(self.program, starts, lambda n: n in self.places and n not in sources)
+        return {(n, map) for n, map in visited if n in written and n in self.places}

@@ -24,8 +24,8 @@ from mpiad._typing import Array
 from mpiad.compiling.program import OPERATIONS, Builder
 from mpiad.compiling.source import indented, lines, number
 from mpiad.compiling.symbols import Symbol, choose
-from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, described, shifted, within
-from mpiad.programs.fusion import Loop, Place, Schedule, reads_of
+from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, shifted, within
+from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read
 
 LANES = 16
 NAME = "loop"
@@ -37,8 +37,8 @@ Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along e
 class LoopText(NamedTuple):
     """A loop as a kernel."""
 
-    body: str
-    arguments: tuple[tuple[str, str], ...]  # names and types
+    text: str
+    signature: str  # for `kernel_of`
     buffers: tuple[int, ...]  # the buffers among the arguments, in their order
     written: frozenset[int]  # the buffers that the loop writes
     # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. If the loop is `divisible`, the first
@@ -47,16 +47,6 @@ class LoopText(NamedTuple):
     lanes: int  # length of the array of partial results, which is the last argument; 0 if there is no such argument
     loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, each with a map from the loop's indices to its own
     divisible: bool  # whether parts of the boxes may be computed separately
-
-    @property
-    def text(self) -> str:
-        """The text of the kernel."""
-        return f"def {NAME}({', '.join(name for name, _ in self.arguments)}):\n{self.body}\n"
-
-    @property
-    def signature(self) -> str:
-        """The signature of the kernel for `kernel_of`."""
-        return f"linked({', '.join(kind for _, kind in self.arguments)})"
 
 
 class LoopWriter:
@@ -85,23 +75,23 @@ class LoopWriter:
         boxes: dict[str, Array] = {}
         if self.divisible:
             boxes["b"] = as_rows([inside], 2 * len(shape))
-            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), False))]
+            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b")))]
         elif all(hi > lo for lo, hi in inside):
-            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], self.lanes)
+            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside])
         if edges is not None:
             boxes["e"] = edges
             count = "e.shape[0]" if self.divisible else str(len(edges))
-            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e"), False))]
+            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e")))]
         body += self._after()
         names = [*self.buffers.values(), *boxes]
         kinds = [*(self._kind(buffer) for buffer in self.buffers), *["int64[:, ::1]"] * len(boxes)]
         if self.lanes:
             names.append("w")
             kinds.append("float64[::1]")
-        text, arguments = "\n".join(indented(body or ["pass"])), tuple(zip(names, kinds))
+        text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
         memory = tuple(self.buffers), frozenset(self.written), tuple(boxes.values())
         lanes = LANES * len(self.folds) * self.lanes
-        return LoopText(text, arguments, *memory, lanes, frozenset(self.loads), self.divisible)
+        return LoopText(text, f"linked({', '.join(kinds)})", *memory, lanes, frozenset(self.loads), self.divisible)
 
     def _ranges(self, boxes: str) -> list[str]:
         return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]
@@ -115,25 +105,18 @@ class LoopWriter:
         """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
-        seen: set[tuple[int, IndexMap]] = set()
-        stack = [(item.of, item.reads) for item in self.loop.items]
-        while stack:
-            n, map = stack.pop()
+        starts = [(item.of, item.reads) for item in self.loop.items]
+        for n, map in nodes_read(self.schedule.program, starts, self.is_load):
+            node = self.nodes[n]
             if self.is_load(n):
                 self._read.add(n)
-                continue
-            if (n, map) in seen:
-                continue
-            seen.add((n, map))
-            node = self.nodes[n]
-            if node.kind == "join":
+            elif node.kind == "join":
                 for stop in accumulate(self.nodes[x].shape[node.data] for x in node.inputs):
                     _note(points, map[node.data], stop)
             elif node.kind == "update":
                 for axis, start, length in zip(map, node.data, self.nodes[node.inputs[1]].shape):
                     _note(points, axis, start)
                     _note(points, axis, start + length)
-            stack += [(x, composed(inner, map)) for x, inner in reads_of(self.schedule.program, node)]
         inside = [max(pairwise(sorted(found)), key=lambda pair: pair[1] - pair[0]) for found in points]
         boxes: list[Box] = []
         cut([(0, n) for n in shape], inside, [], boxes)
@@ -152,7 +135,7 @@ class LoopWriter:
             return copy
         return self.schedule.places[n]
 
-    def _nest(self, box: Box | None, ranges: Sequence[str], lanes: bool) -> list[str]:
+    def _nest(self, box: Box | None, ranges: Sequence[str]) -> list[str]:
         """Return nested loops over a box, or over the boxes at the edges if `box` is None."""
         inner, last = _LoopBody(self, box).text(), len(ranges) - 1
         made: list[str] = []
@@ -160,7 +143,7 @@ class LoopWriter:
             return inner + self._folded("0")
         for k, range_ in enumerate(ranges[:-1]):
             made += indented([f"for i{k} in {range_}:"], k)
-        if lanes and box is not None:
+        if self.lanes and box is not None:
             lo, hi = box[last]
             whole = lo + (hi - lo) // LANES * LANES
             block = [
@@ -213,26 +196,18 @@ class LoopWriter:
         return f"{name}[{', '.join(self._index(axis, n, clamped) for axis, n in zip(map, shape))}]"
 
     def _index(self, axis: Axis, length: int, clamped: bool) -> str:
-        text = _index_text(axis)
-        if clamped and axis.source is not None:
-            ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
-            if min(ends) < 0:
-                text = f"max({text}, 0)"
-            if max(ends) >= length:
-                text = f"min({text}, {length - 1})"
-        elif clamped:
-            text = str(min(max(axis.offset, 0), length - 1))
+        """Return the expression of an index along one axis, of which an array has `length` entries."""
+        if axis.source is None:
+            return str(min(max(axis.offset, 0), length - 1) if clamped else axis.offset)
+        text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
+        if axis.offset:
+            text += f" {'+' if axis.offset > 0 else '-'} {abs(axis.offset)}"
+        ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
+        if clamped and min(ends) < 0:
+            text = f"max({text}, 0)"
+        if clamped and max(ends) >= length:
+            text = f"min({text}, {length - 1})"
         return text
-
-
-def _index_text(axis: Axis) -> str:
-    """Return the expression of an index along one axis."""
-    if axis.source is None:
-        return str(axis.offset)
-    text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
-    if axis.offset > 0:
-        return f"{text} + {axis.offset}"
-    return f"{text} - {-axis.offset}" if axis.offset else text
 
 
 def _note(points: list[set[int]], axis: Axis, at: int) -> None:
@@ -333,9 +308,7 @@ class _LoopBody:
             return self.value(node.inputs[0], composed(node.data, map))
         if node.kind == "join":
             return self._joined(node.inputs, node.data, map)
-        if node.kind == "update":
-            return self._updated(node.inputs, node.data, map)
-        raise AssertionError(f"{described(node)} isn't computed in loops")
+        return self._updated(node.inputs, node.data, map)  # the remaining kind is "update"
 
     def _joined(self, parts: Sequence[int], axis: int, map: IndexMap) -> Symbol:
         starts = list(accumulate([self.nodes[x].shape[axis] for x in parts], initial=0))

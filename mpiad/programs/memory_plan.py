@@ -15,6 +15,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.compiling.arguments import aligned
 from mpiad.programs.fusion import Run, Schedule, root_of
 from mpiad.programs.loops import LoopText
 
@@ -73,7 +74,7 @@ class Scratch:
                 others += [reference] * (memory is not None)
         except IndexError:
             # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
-            return aligned(2 * self._size)
+            return aligned(2 * self._size, np.dtype(np.uint8))
         finally:
             self._free.extend(others[::-1])
 
@@ -86,9 +87,8 @@ class Scratch:
         return memory[self._places[allocation.memory] :][: allocation.nbytes]
 
 
-def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Allocation]:
-    """Return the memory of each temporary buffer."""
-    spans = spans_of(schedule, texts)
+def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> dict[int, Allocation]:
+    """Return the memory of each temporary buffer; `spans`: see `spans_of`."""
     layouts = _layouts(schedule, spans)
     last = len(schedule.steps)
     ends: list[int] = []  # the last step that uses each memory
@@ -113,12 +113,6 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         ends[memory] = end
         allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, layout)
     return allocations
-
-
-def aligned(nbytes: int) -> Array:
-    """Return memory that is aligned to a cache line."""
-    memory = np.empty(nbytes + _LINE, np.uint8)
-    return memory[-memory.ctypes.data % _LINE :][:nbytes]
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, Layout]:

@@ -89,7 +89,7 @@ def _as_array(x: Any) -> Any:
 
 
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Tree:
-    """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or a `_Playback`."""
+    """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or a `PlayingBack`."""
     leaves, build = flatten((args, kwargs))
     tape: Any = tracing.tape
     call = _Call(fun, build)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.programs.fusion import Loop, Schedule, root_of
 from mpiad.programs.loops import Box, LoopText, as_rows, cut
 from mpiad.programs.traced_array import Step
@@ -53,13 +53,13 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
         raise interrupt
 
 
-def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of a divisible loop for each thread; one thread gets all boxes if the loop is short.
+def shares_of(boxes: tuple[Array, ...], shape: Shape) -> tuple[tuple[Array, ...], ...]:
+    """Return the boxes of a divisible loop of this shape for each thread; one thread gets all boxes if the loop is short.
 
     `boxes`: see `LoopText`. The last thread computes the boxes at the edges.
     """
     threads = loop_threads()
-    if entries < LARGE or threads < 2:
+    if math.prod(shape) < LARGE or threads < 2:
         return (boxes,)
     plain, edges = boxes[0], boxes[1:]
     first, last = plain[:, :1], plain[:, 1:2]
@@ -98,7 +98,7 @@ def is_divided(schedule: Schedule, at: int) -> bool:
 def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: bool) -> list[Action]:
     """Return the actions of a program in order; `overlaps`: whether loops may run while messages are in flight."""
     actions: list[Action] = []
-    remaining: list[Action] = []
+    divided: set[int] = set()  # loops after an exchange, whose actions are appended together with those of the exchange
     for at, text in enumerate(texts):
         if text is None:
             parts = _parts(schedule, at, texts[at + 1]) if overlaps and at + 1 < len(texts) else None
@@ -106,14 +106,11 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
                 actions.append(Action("call", at))
             else:
                 before, after = parts
-                entries = math.prod(schedule.steps[at + 1].shape)
-                actions += [Action("begin", at), Action("loop", at + 1, shares_of(before, entries)), Action("end", at)]
-                remaining = [Action("loop", at + 1, (after,))]
-        elif remaining:
-            actions += remaining
-            remaining = []
-        else:
-            shares = shares_of(text.boxes, math.prod(schedule.steps[at].shape)) if text.divisible else (text.boxes,)
+                early = Action("loop", at + 1, shares_of(before, schedule.steps[at + 1].shape))
+                actions += [Action("begin", at), early, Action("end", at), Action("loop", at + 1, (after,))]
+                divided.add(at + 1)
+        elif at not in divided:
+            shares = shares_of(text.boxes, schedule.steps[at].shape) if text.divisible else (text.boxes,)
             actions.append(Action("loop", at, shares))
     return actions
 
@@ -139,7 +136,10 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
         return None
     unchanged, buffer = _unchanged_block(schedule, at), schedule.steps[at].inputs[0]
     inner = None if unchanged is None else _inner(schedule, at + 1, text, buffer, unchanged)
-    if inner is None or 2 * _size(inner) < math.prod(schedule.steps[at + 1].shape):
+    if inner is None:
+        return None
+    entries = math.prod([max(last - first, 0) for first, last in inner])
+    if 2 * entries < math.prod(schedule.steps[at + 1].shape):
         return None
     before, after = [], []
     for boxes in text.boxes:
@@ -175,7 +175,3 @@ def _inner(
             first, last = inner[source]
             inner[source] = max(first, math.ceil(min(ends))), min(last, math.floor(max(ends)) + 1)
     return inner
-
-
-def _size(box: Box) -> int:
-    return math.prod([max(last - first, 0) for first, last in box])

@@ -119,15 +119,12 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
     besides its arguments; if its trace changes one of them, for example a counter of calls, it isn't compiled.
     """
     try:
-        watch, trace = watch_of(_nothing, (), objects), TraceRun(given, ShapeRecorder)
+        watch, trace = watch_of(lambda: None, (), objects), TraceRun(given, ShapeRecorder)
         entry = _entry_of_shapes(trace.recorder, watch, lambda: traced_parts(fun, trace))
     except Exception:  # noqa: BLE001
         return None
     is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
     return entry if is_usable else None
-
-
-def _nothing() -> None: ...
 
 
 def traced_parts(fun: Function, trace: TraceRun) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -228,7 +228,10 @@ class Recorder:
         if id(_root(target.value)) in self._inputs:
             self.refuse("it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1")
 
-    def _written(self, target: Any, number: int, part: Any = None) -> None:
+    def _written(self, target: Any, fun: Callable, references: tuple, part: Any = None) -> None:
+        """Record a call that has written into an array; `part`: an array that shares memory with it, and stays valid."""
+        number = self._number(target.value)
+        self._step("call", fun, references, (number,))
         for other in self._holders.get(id(_root(target.value)), ()):
             if other is not target and other is not part and np.shares_memory(other.value, target.value):
                 other.stale = target
@@ -443,9 +446,7 @@ class Recorder:
         if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
         fun(*plain(tuple(args)), out=target.value)
-        number = self._number(target.value)
-        self._step("call", fun, references, (number,))
-        self._written(target, number)
+        self._written(target, fun, references)
         return target
 
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
@@ -463,9 +464,7 @@ class Recorder:
         self._check_writing(target)
         if not is_written:
             target.value[place] = new
-        number = self._number(target.value)
-        self._step("call", with_entries, references, (number,))
-        self._written(target, number, value if is_written else None)
+        self._written(target, with_entries, references, value if is_written else None)
 
 
 def _rule() -> tuple[str, str, Site] | None:

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
-from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
+from mpiad.programs.memory_plan import SMALL, Scratch, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.traced_array import Step, mapped
@@ -46,11 +47,11 @@ class Replays:
             for at, step in enumerate(schedule.steps)
         ]
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
-        self.allocations = allocate(schedule, self.texts)
-        self.scratch = Scratch(self.allocations)
         self.uses = spans_of(schedule, self.texts)
-        last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
-        self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}  # inputs for later parts
+        self.allocations = allocate(schedule, self.uses)
+        self.scratch = Scratch(self.allocations)
+        late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
+        self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
         self.last_check = max((at for at in range(len(schedule.steps)) if _is_checked(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays; the key is `Replay.prepared`
@@ -102,9 +103,7 @@ class Changed(TypeError):
             f"{line}{operation_of(node)} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} "
             "when the function was compiled for arguments of the same shapes. Call it outside of the jitted function"
         )
-        self.log = None if log is None else list(log)
-        if log is not None:
-            log.clear()
+        self.log = log
 
 
 def _is_checked(schedule: Schedule, at: int) -> bool:
@@ -142,7 +141,7 @@ class _KernelBlocks:
     """The blocks of memory from which kernels read their arguments (see `compiling.cache`).
 
     Each thread of a loop has a block; `words` is the memory of all blocks. The kernels between two Python calls are linked:
-    a call of the first one runs all of them.
+    a call of the first one runs all of them. `linked`: the actions whose kernels are run by the kernel before them.
     """
 
     def __init__(self, replays: Replays, actions: Sequence[Action]):
@@ -165,18 +164,14 @@ class _KernelBlocks:
                     words += [self._held[-1].ctypes.data, *array.shape]
         self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
         alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
-        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.part_starts}
-        for k in self._linked:
+        self.linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.part_starts}
+        for k in self.linked:
             start = self._starts[k - 1, 0]
             self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
             self.words[start + 1] = self.address(k)
 
     def address(self, k: int, thread: int = 0) -> int:
         return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
-
-    def is_called(self, k: int) -> bool:
-        # Other kernels are run by the kernel before them.
-        return k not in self._linked
 
     def bind(self, b: int, address: int) -> None:
         for place in self._places.get(b, ()):
@@ -247,8 +242,7 @@ _CALLS: dict[str, Any] = {
     "prepared": lambda prepared: prepared(),
     "begin": lambda parts: next(parts, None),
     "end": lambda parts: list(parts),
-    "settle": lambda fun, args: fun(*args),
-    "opaque": lambda fun, args: fun(*args),
+    **dict.fromkeys(("settle", "opaque"), lambda fun, args: fun(*args)),
 }
 
 
@@ -324,9 +318,7 @@ class _ReplayWriter:
             if found.kind == "input":
                 self._read_argument(b, f"n{found.data}")
             elif found.kind == "output" and self._is_large(b):
-                self._arrays[b] = f"o{b}"
-                self.names[f"d{b}"] = found.dtype
-                self._lines += [f"o{b} = empty({found.shape}, d{b})", self._blocks.assignment(b, f"address(o{b})")]
+                self._assign(b, f"o{b}", f"empty({found.shape}, d{b})")
             elif found.kind != "result":
                 self._bind(b)
 
@@ -346,7 +338,7 @@ class _ReplayWriter:
                 self._arrays[b] = f"b{b}"
                 return
             if allocation.memory not in self._memories:
-                self._memories[allocation.memory] = aligned(allocation.nbytes)
+                self._memories[allocation.memory] = aligned(allocation.nbytes, np.dtype(np.uint8))
             array = self._in_memory(b, self._memories[allocation.memory])
         else:
             array = np.empty(found.shape, found.dtype)
@@ -382,12 +374,15 @@ class _ReplayWriter:
     def _read_argument(self, b: int, name: str) -> None:
         """Append lines that provide kernels with an input or the result of a call."""
         if self._is_large(b):
-            self.names[f"d{b}"] = self.schedule.buffers[b].dtype
-            self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, f"address(m{b})")]
-            self._arrays[b] = f"m{b}"
+            self._assign(b, f"m{b}", f"as_array({name}, d{b})")
         else:
             self._bind(b)
             self._lines.append(f"b{b}[...] = {name}")
+
+    def _assign(self, b: int, name: str, text: str) -> None:
+        """Append lines that assign a large array to a name, and store its address in the kernels' arguments."""
+        self._arrays[b], self.names[f"d{b}"] = name, self.schedule.buffers[b].dtype
+        self._lines += [f"{name} = {text}", self._blocks.assignment(b, f"address({name})")]
 
     def _array(self, b: int) -> str:
         root = root_of(self.schedule.buffers, b)
@@ -411,7 +406,7 @@ class _ReplayWriter:
             self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
             if len(blocks) > 1:
                 self._lines.append(f"together(k{at}, {blocks})")
-            elif self._blocks.is_called(k):
+            elif k not in self._blocks.linked:
                 self._lines.append(f"k{at}({blocks[0]})")
         elif action.kind == "end":
             self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
@@ -439,7 +434,7 @@ class _ReplayWriter:
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
             return
         self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
-        rest = map(self._constant, call.args[1:])
+        rest = map(self._bound, call.args[1:])
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
 
     def _is_logged(self, at: int) -> bool:
@@ -449,9 +444,6 @@ class _ReplayWriter:
         step = self.schedule.steps[at]
         call: Step = self.nodes[step.node].data
         self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
-
-    def _constant(self, x: Any) -> str:
-        return repr(x) if x is None or type(x) in (bool, int) else self._bound(x)
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
@@ -538,7 +530,7 @@ class _ReplayWriter:
 
         def leaf(x: Any) -> _Text:
             if not isinstance(x, Slot):
-                return _Text(self._constant(x))
+                return _Text(self._bound(x))
             n, text = self.nodes[step.node].inputs[x.place], self._array(step.inputs[x.place])
             if n in self.schedule.program.weak:
                 return _Text(f"{text}.item()")

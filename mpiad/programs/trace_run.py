@@ -100,71 +100,6 @@ def _form(tree: Tree) -> Hashable:
     return None
 
 
-class _Playback:
-    """Replaces the recorder when a function runs again on plain arrays: communications return the results in the log.
-
-    When the log is exhausted, they communicate. `log`: the log of a failed trace or of a replay.
-    """
-
-    def __init__(self, log: Sequence[Any]):
-        self._rest = list(log)[::-1]
-
-    @property
-    def ended(self) -> bool:
-        return not self._rest
-
-    def communicate(self, operation: Any, x: Array, params: Any) -> Any:
-        params = on_host(params)
-        made = self._next(operation.forward, plain(x), params)
-        if isinstance(made, WildcardMessage):
-            envelopes_of(params)[0].answered_from(made.peer, made.tag)
-            return made.value
-        return made.again() if isinstance(made, Request) else made
-
-    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self._next(operator.body, plain(args), plain(kwargs))
-
-    def settle(self, fun: Callable, args: tuple) -> Any:
-        return self._next(fun, *plain(args))
-
-    opaque, call_as_it_is = settle, opaque_call
-
-    def once(self, fun: Callable, args: tuple) -> Any:
-        return self._untraced(fun, *args)
-
-    def _next(self, fun: Callable, *args: Any) -> Any:
-        if not self._rest:
-            return self._untraced(fun, *args)
-        made = self._rest.pop()
-        if not isinstance(made, Uncounted):
-            return made
-        for channel, counts in made.counts:
-            channel.count_from(counts)
-        return made.made
-
-    def _untraced(self, fun: Callable, *args: Any) -> Any:
-        tracing.recorder = None
-        try:
-            return fun(*args)
-        finally:
-            tracing.recorder = self
-
-    # Operations that would end a trace are allowed.
-
-    def refuse(self, reason: str) -> None: ...
-
-    def looked_up(self, call: str) -> None: ...
-
-    def entered_body(self) -> None:
-        # An operator's body ends the playback, since the log contains only operations before the body.
-        tracing.recorder = None
-
-    def communicated_by_itself(self) -> None: ...
-
-    def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        return False
-
-
 class TraceRun:
     """The trace of one call; `recorder` is the class `Recorder` or `ShapeRecorder`."""
 
@@ -252,14 +187,16 @@ def _report_recording(on: bool) -> None:
 
 
 class PlayingBack:
-    """A context in which communications return their logged results, until the log is exhausted.
+    """A context in which a function runs again on plain arrays: communications return the results in a log.
 
-    `counts`: the message counts of each channel before the logged messages. They are restored, since a playback counts
-    these messages again.
+    When the log is exhausted, they communicate. In this context, the object replaces the recorder.
+
+    `log`: the log of a failed trace or of a replay. `counts`: the message counts of each channel before the logged
+    messages. They are restored, since a playback counts these messages again.
     """
 
     def __init__(self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None):
-        self._playback, self._before = _Playback(log), counts
+        self._rest, self._before = list(log)[::-1], counts
         self._later: list[tuple[Channel, Counts]] = []
 
     def __enter__(self) -> None:
@@ -269,7 +206,7 @@ class PlayingBack:
             before = dict(self._before)
             for channel, _ in self._later:  # a channel that was created in the trace had counts of zero before it
                 channel.count_from(before.get(channel, Counts({}, {}, 0)))
-        tracing.recorder = self._playback
+        tracing.recorder = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         tracing.recorder = None
@@ -280,6 +217,70 @@ class PlayingBack:
         """Set the message counts to at least those at the entry; a second call has no effect."""
         for channel, counts in self._later:
             channel.count_on(counts)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the log is exhausted."""
+        return not self._rest
+
+    def communicate(self, operation: Any, x: Array, params: Any) -> Any:
+        """Return the logged result of a communication."""
+        params = on_host(params)
+        made = self._next(operation.forward, plain(x), params)
+        if isinstance(made, WildcardMessage):
+            envelopes_of(params)[0].answered_from(made.peer, made.tag)
+            return made.value
+        return made.again() if isinstance(made, Request) else made
+
+    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the logged result of an operator."""
+        return self._next(operator.body, plain(args), plain(kwargs))
+
+    def settle(self, fun: Callable, args: tuple) -> Any:
+        """Return the logged result of an untraced function."""
+        return self._next(fun, *plain(args))
+
+    opaque, call_as_it_is = settle, opaque_call
+
+    def once(self, fun: Callable, args: tuple) -> Any:
+        """Run a function that isn't logged."""
+        return self._untraced(fun, *args)
+
+    def _next(self, fun: Callable, *args: Any) -> Any:
+        if not self._rest:
+            return self._untraced(fun, *args)
+        made = self._rest.pop()
+        if not isinstance(made, Uncounted):
+            return made
+        for channel, counts in made.counts:
+            channel.count_from(counts)
+        return made.made
+
+    def _untraced(self, fun: Callable, *args: Any) -> Any:
+        tracing.recorder = None
+        try:
+            return fun(*args)
+        finally:
+            tracing.recorder = self
+
+    # Operations that would end a trace are allowed.
+
+    def refuse(self, reason: str) -> None:
+        """Do nothing."""
+
+    def looked_up(self, call: str) -> None:
+        """Do nothing."""
+
+    def communicated_by_itself(self) -> None:
+        """Do nothing."""
+
+    def entered_body(self) -> None:
+        """End the playback at an operator's body, since the log contains only operations before the body."""
+        tracing.recorder = None
+
+    def marked(self, channel: object, reason: str, messages: bool) -> bool:
+        """Return False: the channel is marked at once."""
+        return False
 
 
 def as_value(x: Array | complex) -> Array:

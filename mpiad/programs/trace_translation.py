@@ -25,7 +25,6 @@ from mpiad.programs.array_program import (
     IndexMap,
     Slot,
     Value,
-    axes_of,
     of_view,
     without_memory,
 )
@@ -66,7 +65,7 @@ class _Translation:
                 raise TypeError("it returns an array whose memory has been changed in place through another name (a view)")
             number = self.nodes[x.number] if isinstance(x, TracedArray) else program.constant(np.asarray(x))
             node = program.nodes[number]
-            if not program.is_float(number) and (node.kind in ("input", "constant") or number in found):
+            if node.dtype not in COMPUTED and (node.kind in ("input", "constant") or number in found):
                 data = Step("call", np.array, (Slot(0),), {}, (), program.site)  # type: ignore[arg-type]
                 number = program.add("call", [number], node.shape, node.dtype, data)
             found.append(number)
@@ -137,11 +136,9 @@ class _Translation:
                 if np.abs(whole, dtype=float).max(initial=0) > _MOST_NUMBERS:
                     raise Unsupported
                 return self.value(self.program.constant(whole.astype(np.float64)))
-            if node.dtype.kind in "iu" and node.kind == "number":
-                return self.value(self.program.number(node.data, node.shape, np.float64))
             # An integer argument is read as a float.
             integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
-            if not integer and not self.program.is_float(x.number):
+            if not integer and x.dtype not in COMPUTED:
                 raise Unsupported
             return x
         if isinstance(x, (bool, np.bool_)):
@@ -178,7 +175,7 @@ class _Translation:
         if x.dtype not in FLOATS or dtype not in (None, x.dtype):
             raise Unsupported
         ndim = len(x.shape)
-        axes = tuple(range(ndim)) if axis is None else tuple(sorted(axes_of(axis, ndim)))
+        axes = tuple(sorted({int(k) % ndim for k in (range(ndim) if axis is None else np.atleast_1d(axis))}))
         if name.startswith("logical") or name not in ("add", "multiply") and not math.prod(x.shape):
             raise Unsupported
         if not axes:
@@ -235,7 +232,7 @@ def _viewed(function: Callable) -> Rule:
 
 
 def _cast(t: _Translation, x: Array, dtype: np.dtype) -> Value:
-    if not t.program.is_float(_value(x).number):
+    if _value(x).dtype not in COMPUTED:
         raise Unsupported
     name, function = ("truth", Symbol.truth) if dtype == BOOLEAN else ("cast", Symbol.as_number)
     return x if x.dtype == dtype else t.elementwise(name, function, x)
@@ -256,7 +253,7 @@ def _stack(t: _Translation, arrays: Any, axis: int = 0) -> Value:
 
 
 def _with_entries(t: _Translation, x: Array, key: Index, value: Any) -> Value:
-    if not t.program.is_float(x.number):
+    if x.dtype not in COMPUTED:
         raise Unsupported
     map, made = _of_key(x, key)
     if any(axis.source is not None and axis.stride != 1 for axis in map):

@@ -41,9 +41,9 @@ print(json.dumps([made.origin, out[0], made.seconds]))
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MPIAD_CACHE", str(tmp_path / "kernels"))
-    cache.forget()
+    cache._loaded.clear()
     yield tmp_path / "kernels"
-    cache.forget()
+    cache._loaded.clear()
 
 
 def made(constant=2.0):
@@ -54,7 +54,7 @@ def made(constant=2.0):
 
 
 def again(constant=2.0):
-    cache.forget()
+    cache._loaded.clear()
     return made(constant).origin
 
 

@@ -49,9 +49,9 @@ print(json.dumps([made.origin, out.tolist(), codes.tolist(), "mpiad.compiling.tr
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MPIAD_CACHE", str(tmp_path / "kernels"))
-    cache.forget()
+    cache._loaded.clear()
     yield tmp_path / "kernels"
-    cache.forget()
+    cache._loaded.clear()
 
 
 FUSED = """
@@ -90,7 +90,7 @@ def arrays():
 
 
 def again(more=""):
-    cache.forget()
+    cache._loaded.clear()
     return made(more).origin
 
 

@@ -139,7 +139,7 @@ def test_buffers_that_are_live_at_once_share_no_memory():
     mpiad.grad(jitted)(U)
     (entry,) = jitted._cache.entries.values()
     for replays in (forward, entry.replays):
-        schedule, allocations = replays.schedule, allocate(replays.schedule, replays.texts)
+        schedule, allocations = replays.schedule, allocate(replays.schedule, replays.uses)
         spans = {}
         for at, (step, text) in enumerate(zip(schedule.steps, replays.texts)):
             for b in step.inputs if text is None else text.buffers:

@@ -21,9 +21,9 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 
 @pytest.fixture(autouse=True)
 def _no_kernels():
-    cache.forget()
+    cache._loaded.clear()
     yield
-    cache.forget()
+    cache._loaded.clear()
 
 
 def end(f, p=P, u0=(1.0,), **options):
