@@ -53,14 +53,17 @@ class VectorizedVjp(partial):
 
 
 class BatchedVjp:
-    """The adjoint of a step with several communications, which runs once for all simultaneous reverse passes ("lanes").
+    """The adjoint of a step with several operations, which runs once for all simultaneous reverse passes ("lanes").
 
-    ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes.
+    ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes, or
+    None if each lane must run alone.
     """
 
     __slots__ = ("_pull", "pull_all")
 
-    def __init__(self, pull: Callable[[Array], Sequence[Array]], pull_all: Callable[[int], Sequence[Sequence[Array]]]):
+    def __init__(
+        self, pull: Callable[[Array], Sequence[Array]], pull_all: Callable[[int], Sequence[Sequence[Array]] | None]
+    ):
         self._pull, self.pull_all = pull, pull_all
 
     def __call__(self, g: Array) -> Sequence[Array]:
