@@ -231,6 +231,8 @@ class _Factors:
 class KeptFactors:
     """A preconditioner: the factors of an operator, which are computed again as its params change; for Newton's method."""
 
+    takes_blocks = True  # arrays with leading axes
+
     def __init__(
         self, matvec: Function, build: Function, shape: tuple[int, ...], pattern: Any, comm: Comm, call: str, reuse: int
     ) -> None:
