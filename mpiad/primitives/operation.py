@@ -39,7 +39,8 @@ class Tape(Protocol):
     # Whether the tape records a reverse pass (a vector-Jacobian product) whose only variable is the cotangent.
     of_cotangents: bool
     # The reverse passes over the record. "one": one, immediately after the trace. "several": any number, by the library.
-    # "kept": any number, by the user, with any cotangents. "recorded": like "kept", and a pass may be recorded.
+    # "together": several, which run together, by the library. "kept": any number, by the user, with any cotangents.
+    # "recorded": like "kept", and a pass may be recorded.
     passes: str
 
     def communicated(

@@ -83,7 +83,7 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
     boxes = [given.leaves[k] for k in boxed]
     simple = is_simple(tape, boxes)
     twice = not simple and is_gradient_within(OrderedTape, tape, boxes) and tape.passes == "one"
-    if simple and tape.passes in ("kept", "recorded") or twice:
+    if simple and tape.passes in ("together", "kept", "recorded") or twice:
         made = called_with_reverse_differentiated(cache, given, boxed)
         if made is not None:
             return made[0]
