@@ -82,6 +82,8 @@ class AdditiveSchwarz:
     1300.0
     """
 
+    takes_blocks = True  # arrays with leading axes, as a preconditioner of `solve`
+
     def __init__(
         self, matrix: DistributedMatrix, *, overlap: int = 1, restricted: bool = False, coarse: bool = True,
         local: str = "lu", options: dict[str, Any] | None = None,

@@ -638,6 +638,8 @@ class Transposed:
 class GatheredFactors:
     """A preconditioner that applies the exact inverse: rank 0 factorizes the matrix, and solves for all ranks."""
 
+    takes_blocks = True  # arrays with leading axes
+
     def __init__(self, matrix: DistributedMatrix, factored: Callable[[Any], Any] | None = None):
         # `factored`: returns the factors of the whole matrix.
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()

@@ -112,9 +112,9 @@ class Problem(NamedTuple):
         """Return the product and the preconditioner; `attempt`: of the failures."""
         if self.lanes:
             apply, precondition = self._replace(lanes=self.lanes - 1)._functions(params, b[0], attempt)
-            if precondition is not None and not getattr(self.preconditioner, "takes_blocks", False):
-                precondition = _over_lanes(precondition)
-            return _over_lanes(apply), precondition
+            # This library's preconditioners, and their transposes, take blocks.
+            takes_blocks = getattr(self.preconditioner, "takes_blocks", False) and self.preconditioner_transpose is None
+            return _over_lanes(apply), precondition if takes_blocks or precondition is None else _over_lanes(precondition)
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
             # The operator is traced here, so that an exception of the user's function is raised before a reverse pass.

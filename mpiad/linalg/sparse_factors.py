@@ -197,8 +197,14 @@ def substitute(
                     c[k] -= g_ * other[k]
                     d[k] -= h * other[k]
         else:
-            for q in range(start, stop):
-                value, first = values_2[p + q - start], below_2[q] * w
+            for q in range(start, stop - 1, 2):
+                e, f, first, second = values_2[p], values_2[p + 1], below_2[q] * w, below_2[q + 1] * w
+                p += 2
+                other, last = x[first : first + w], x[second : second + w]
+                for k in range(w):
+                    a[k] -= e * other[k] + f * last[k]
+            if (stop - start) & 1:
+                value, first = values_2[p], below_2[stop - 1] * w
                 other = x[first : first + w]
                 for k in range(w):
                     a[k] -= value * other[k]

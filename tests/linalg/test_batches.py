@@ -8,7 +8,7 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.linalg import compiled_iteration, newton, solve
+from mpiad.linalg import AdditiveSchwarz, DistributedMatrix, compiled_iteration, newton, solve
 
 solve_module = importlib.import_module("mpiad.linalg.solve")
 N, LANES = 11, 4
@@ -98,6 +98,19 @@ def test_products_through_newton(jacobian, solves, rank_rng):
     case.close(point.vjp(along, batch=True), case.v @ by_k.T @ by_k)
     assert solves == [(), (2,), (2,), (2,), (2,)]
     case.close(point.vjp(w[3]), case.w[3] @ by_k)
+
+
+def test_preconditioners_of_blocks(monkeypatch, rank_rng):
+    """A preconditioner of this library is called for all right-hand sides at once, and so is its transpose."""
+    case, shapes = Case(rank_rng, 0.4), []
+    k, b, w = map(case.local, (case.k, case.b, case.w))
+    schwarz = AdditiveSchwarz(DistributedMatrix.from_operator(case.matvec, case.domain, k))
+    corrected = AdditiveSchwarz._corrected
+    monkeypatch.setattr(AdditiveSchwarz, "_corrected", lambda self, r: shapes.append(r.shape[:-1]) or corrected(self, r))
+    point = mpiad.linearize(lambda b: solve(case.matvec, b, k, method="gmres", preconditioner=schwarz, rtol=1e-11))(b)
+    shapes.clear()
+    case.close(point.vjp(w, batch=True), case.w @ np.linalg.inv(case.matrix))
+    assert set(shapes) == {(LANES,)}
 
 
 def test_gradients_of_batches_of_products(monkeypatch, rank_rng):
