@@ -75,7 +75,7 @@ class _Triangle(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Any) -> _Triangle:
-        below = scipy.sparse.tril(matrix, -1, format="csc")
+        below: Any = scipy.sparse.tril(matrix, -1, format="csc")
         below.sort_indices()
         starts, rows, values, n = below.indptr, below.indices, below.data, below.shape[0]
         # Two columns are alike if the first one has entries in the row of the second one, and in the rows of its entries.
@@ -106,27 +106,30 @@ class _BlockSolver:
         lower, upper = _Triangle.of(factors.L), _Triangle.of(factors.U.T)
         into, out_of = (permutation.astype(np.int64) for permutation in (factors.perm_r, factors.perm_c))
         self._arrays = {"N": [*lower, *upper, into, out_of], "T": [*upper, *lower, out_of, into]}
-        # For each kind and number of right-hand sides, the kernel's block (see `compiling.cache`) and its arrays.
-        self._blocks: dict[tuple[str, int], tuple[np.ndarray, list[np.ndarray]]] = {}
+        # The unused block of a kind (see `compiling.cache`), its number of right-hand sides, and its arrays.
+        self._unused: dict[str, tuple[np.ndarray, int, list[np.ndarray]]] = {}
 
     def __call__(self, rows: np.ndarray, kind: str) -> np.ndarray:
         """Return the solutions for rows (k, n) of doubles, or the transposed matrix's if `kind` is "T"."""
         rows = np.ascontiguousarray(rows)
         out, kernel = np.empty_like(rows), _kernel()
         for start in range(0, len(rows), _MOST):
-            block = self._block(kind, min(_MOST, len(rows) - start))
+            count = min(_MOST, len(rows) - start)
+            taken = self._unused.pop(kind, None)  # another thread may use one at the same time
+            if taken is None or taken[1] != count:
+                taken = self._block(kind, count)
+            block = taken[0]
             block[-4], block[-2] = rows[start:].ctypes.data, out[start:].ctypes.data
             kernel(block.ctypes.data)
+            self._unused[kind] = taken
         return out
 
-    def _block(self, kind: str, count: int) -> np.ndarray:
-        """Return the kernel's block, in which the addresses of the right-hand sides and solutions are still missing."""
-        if (kind, count) not in self._blocks:
-            n, width = len(self._arrays[kind][-1]), count + -count % 4  # a multiple of the processor's vectors
-            arrays = [np.array([width, count]), *self._arrays[kind], np.zeros(n * width), np.zeros(4 * width)]
-            words = [word for array in arrays for word in (array.ctypes.data, array.size)]
-            self._blocks[kind, count] = np.array([0, 0, *words, 0, n * count, 0, n * count]), arrays
-        return self._blocks[kind, count][0]
+    def _block(self, kind: str, count: int) -> tuple[np.ndarray, int, list[np.ndarray]]:
+        """Return a block, in which the addresses of the right-hand sides and solutions are still missing."""
+        n, width = len(self._arrays[kind][-1]), count + -count % 4  # a multiple of the processor's vectors
+        arrays = [np.array([width, count]), *self._arrays[kind], np.zeros(n * width), np.zeros(4 * width)]
+        words = [word for array in arrays for word in (array.ctypes.data, array.size)]
+        return np.array([0, 0, *words, 0, n * count, 0, n * count]), count, arrays
 
 
 @functools.cache
