@@ -7,8 +7,8 @@ of its array x.
 
 With permutation matrices P and Q, the factors of A are P A Q = L U. The columns of L and the rows of U are stored. A solve
 with A runs forward along the columns of L, and backward along the rows of U. Since Qᵀ Aᵀ Pᵀ = Uᵀ Lᵀ, a solve with Aᵀ runs
-forward along the rows of U, and backward along the columns of L. Four successive columns with entries in the same rows,
-which is common in factors of large matrices ("supernodes"), are used together: x is read and written once for all four.
+forward along the rows of U, and backward along the columns of L. Four successive columns are used together, so that x is
+read and written once for all four. Most of them have entries in the same rows ("supernodes"); missing entries are zeros.
 
 References
 ----------
@@ -63,40 +63,28 @@ class SparseFactors:
 
 
 class _Triangle(NamedTuple):
-    """The columns of a lower triangular matrix in groups of one or four.
+    """A lower triangular matrix in groups of four columns; its size is a multiple of four."""
 
-    The values of a group begin with its entries within the group, column by column.
-    """
-
-    groups: np.ndarray  # for each group: first column, number of columns, start and stop in `rows`, start in `values`
+    starts: np.ndarray  # the first entry in `rows` of each group, and the number of entries
     rows: np.ndarray  # the rows below each group with nonzero entries
+    # For each group, first the six entries within the group, column by column, then four entries for each of its rows.
     values: np.ndarray
     inverses: np.ndarray  # of the diagonal
 
     @classmethod
     def of(cls, matrix: Any) -> _Triangle:
-        below: Any = scipy.sparse.tril(matrix, -1, format="csc")
-        below.sort_indices()
-        starts, rows, values, n = below.indptr, below.indices, below.data, below.shape[0]
-        # Two columns are alike if the first one has entries in the row of the second one, and in the rows of its entries.
-        counts, column = np.diff(starts), np.repeat(np.arange(n), np.diff(starts))
-        partner = starts[column - 1] + 1 + np.arange(len(rows)) - starts[column]
-        equal = np.bincount(column[rows[partner % max(len(rows), 1)] == rows], minlength=n)
-        alike = (counts[:-1] == counts[1:] + 1) & (equal[1:] == counts[1:])
-        alike[alike] = rows[starts[:-2][alike]] == np.flatnonzero(alike) + 1
-        groups: list[tuple[int, ...]] = []
-        row_parts, value_parts, j, row, value = [rows[:0]], [values[:0]], 0, 0, 0
-        while j < n:
-            size = 4 if j + 4 <= n and alike[j : j + 3].all() else 1
-            columns = [values[starts[k] : starts[k + 1]] for k in range(j, j + size)]
-            shared = rows[starts[j + size - 1] : starts[j + size]]
-            groups.append((j, size, row, row + len(shared), value))
-            row_parts.append(shared)
-            value_parts += [entries[: size - 1 - k] for k, entries in enumerate(columns)]
-            value_parts.append(np.stack([entries[size - 1 - k :] for k, entries in enumerate(columns)], axis=1).ravel())
-            j, row, value = j + size, row + len(shared), value + sum(map(len, columns))
-        table, joined = np.array(groups, np.int64).ravel(), np.concatenate(row_parts).astype(np.int32)
-        return cls(table, joined, np.concatenate(value_parts), 1.0 / matrix.diagonal())
+        below: Any = scipy.sparse.tril(matrix, -1, format="coo")
+        rows, columns, n = below.row.astype(np.int64), below.col.astype(np.int64), -(-below.shape[0] // 4) * 4
+        groups, first = columns // 4, columns % 4
+        inside = rows // 4 == groups
+        keys, places = np.unique((groups * n + rows)[~inside], return_inverse=True)
+        starts = np.searchsorted(keys, np.arange(n // 4 + 1) * n)
+        values, inverses = np.zeros(6 * (n // 4) + 4 * len(keys)), np.ones(n)
+        values[(6 * (groups + 1) + first)[~inside] + 4 * places] = below.data[~inside]
+        begins = 6 * groups + 4 * starts[groups] + first * (7 - first) // 2
+        values[(begins + rows % 4 - first - 1)[inside]] = below.data[inside]
+        inverses[: below.shape[0]] = 1.0 / matrix.diagonal()
+        return cls(starts, (keys % n).astype(np.int32), values, inverses)
 
 
 class _BlockSolver:
@@ -127,7 +115,7 @@ class _BlockSolver:
     def _block(self, kind: str, count: int) -> tuple[np.ndarray, int, list[np.ndarray]]:
         """Return a block, in which the addresses of the right-hand sides and solutions are still missing."""
         n, width = len(self._arrays[kind][-1]), count + -count % 4  # a multiple of the processor's vectors
-        arrays = [np.array([width, count]), *self._arrays[kind], np.zeros(n * width), np.zeros(4 * width)]
+        arrays = [np.array([width, count]), *self._arrays[kind], np.zeros((n + 3) * width), *np.zeros((4, width))]
         words = [word for array in arrays for word in (array.ctypes.data, array.size)]
         return np.array([0, 0, *words, 0, n * count, 0, n * count]), count, arrays
 
@@ -136,91 +124,72 @@ class _BlockSolver:
 def _kernel() -> Any:
     numbers, values = "int64[::1]", "float64[::1]"
     triangle = [numbers, "int32[::1]", values, values]
-    signature = f"linked({', '.join([numbers, *triangle, *triangle, numbers, numbers, *[values] * 4])})"
+    signature = f"linked({', '.join([numbers, *triangle, *triangle, numbers, numbers, *[values] * 7])})"
     return functions_of(__name__, {"substitute": signature}, "contract")[0]
 
 
 def substitute(
     widths: np.ndarray,
-    groups: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray,
-    groups_2: np.ndarray, below_2: np.ndarray, values_2: np.ndarray, inverses_2: np.ndarray,
-    into: np.ndarray, out_of: np.ndarray, x: np.ndarray, part: np.ndarray, rows: np.ndarray, out: np.ndarray,
+    starts: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray,
+    starts_2: np.ndarray, below_2: np.ndarray, values_2: np.ndarray, inverses_2: np.ndarray,
+    into: np.ndarray, out_of: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray,
+    rows: np.ndarray, out: np.ndarray,
 ) -> None:  # fmt: skip
     """Solve with the first triangle, and then with the transpose of the second; x has `width` numbers per unknown."""
-    w, count, n = widths[0], widths[1], inverses.shape[0]
-    a, b, c, d = part[0:w], part[w : 2 * w], part[2 * w : 3 * w], part[3 * w : 4 * w]
+    w, count, n = widths[0], widths[1], into.shape[0]
     for i in range(n):
         first = into[i] * w
         for k in range(count):
             x[first + k] = rows[k * n + i]
-    for g in range(0, groups.shape[0], 5):
-        j, size, start, stop, p = groups[g], groups[g + 1], groups[g + 2], groups[g + 3], groups[g + 4]
-        for r in range(size):
-            scale, own, copy = inverses[j + r], x[(j + r) * w : (j + r + 1) * w], part[r * w : r * w + w]
+    for k in range(n * w, x.shape[0]):  # rows that complete the last group
+        x[k] = 0.0
+    for g in range(starts.shape[0] - 1):
+        p, j = 6 * g + 4 * starts[g], 4 * g
+        ba, ca, da = values[p], values[p + 1], values[p + 2]
+        cb, db, dc = values[p + 3], values[p + 4], values[p + 5]
+        e, f, t, h = inverses[j], inverses[j + 1], inverses[j + 2], inverses[j + 3]
+        x0, x1, first = x[j * w : (j + 1) * w], x[(j + 1) * w : (j + 2) * w], (j + 2) * w
+        x2, x3 = x[first : first + w], x[first + w : first + 2 * w]
+        for k in range(w):
+            a[k] = e * x0[k]
+            b[k] = f * (x1[k] - ba * a[k])
+            c[k] = t * (x2[k] - ca * a[k] - cb * b[k])
+            d[k] = h * (x3[k] - da * a[k] - db * b[k] - dc * c[k])
+        for k in range(w):
+            x0[k], x1[k], x2[k], x3[k] = a[k], b[k], c[k], d[k]
+        p += 6
+        for q in range(starts[g], starts[g + 1]):
+            e, f, t, h, first = values[p], values[p + 1], values[p + 2], values[p + 3], below[q] * w
+            p += 4
+            other = x[first : first + w]
             for k in range(w):
-                copy[k] = scale * own[k]
+                other[k] -= e * a[k] + f * b[k] + t * c[k] + h * d[k]
+    for g in range(starts_2.shape[0] - 2, -1, -1):
+        p, j = 6 * g + 4 * starts_2[g], 4 * g
+        ba, ca, da = values_2[p], values_2[p + 1], values_2[p + 2]
+        cb, db, dc = values_2[p + 3], values_2[p + 4], values_2[p + 5]
+        x0, x1, first = x[j * w : (j + 1) * w], x[(j + 1) * w : (j + 2) * w], (j + 2) * w
+        x2, x3 = x[first : first + w], x[first + w : first + 2 * w]
+        for k in range(w):
+            a[k], b[k], c[k], d[k] = x0[k], x1[k], x2[k], x3[k]
+        p += 6
+        for q in range(starts_2[g], starts_2[g + 1]):
+            e, f, t, h, first = values_2[p], values_2[p + 1], values_2[p + 2], values_2[p + 3], below_2[q] * w
+            p += 4
+            other = x[first : first + w]
             for k in range(w):
-                own[k] = copy[k]
-            for s in range(r + 1, size):
-                value, other = values[p], x[(j + s) * w : (j + s + 1) * w]
-                p += 1
-                for k in range(w):
-                    other[k] -= value * copy[k]
-        if size == 4:
-            for q in range(start, stop):
-                e, f, g_, h = values[p], values[p + 1], values[p + 2], values[p + 3]
-                p += 4
-                first = below[q] * w
-                other = x[first : first + w]
-                for k in range(w):
-                    other[k] -= e * a[k] + f * b[k] + g_ * c[k] + h * d[k]
-        else:
-            for q in range(start, stop):
-                value, first = values[p + q - start], below[q] * w
-                other = x[first : first + w]
-                for k in range(w):
-                    other[k] -= value * a[k]
-    for g in range(groups_2.shape[0] - 5, -1, -5):
-        j, size, start, stop, p = groups_2[g], groups_2[g + 1], groups_2[g + 2], groups_2[g + 3], groups_2[g + 4]
-        within = p
-        for r in range(size):
-            own, copy = x[(j + r) * w : (j + r + 1) * w], part[r * w : r * w + w]
-            for k in range(w):
-                copy[k] = own[k]
-        if size == 4:
-            p += 6
-            for q in range(start, stop):
-                e, f, g_, h = values_2[p], values_2[p + 1], values_2[p + 2], values_2[p + 3]
-                p += 4
-                first = below_2[q] * w
-                other = x[first : first + w]
-                for k in range(w):
-                    a[k] -= e * other[k]
-                    b[k] -= f * other[k]
-                    c[k] -= g_ * other[k]
-                    d[k] -= h * other[k]
-        else:
-            for q in range(start, stop - 1, 2):
-                e, f, first, second = values_2[p], values_2[p + 1], below_2[q] * w, below_2[q + 1] * w
-                p += 2
-                other, last = x[first : first + w], x[second : second + w]
-                for k in range(w):
-                    a[k] -= e * other[k] + f * last[k]
-            if (stop - start) & 1:
-                value, first = values_2[p], below_2[stop - 1] * w
-                other = x[first : first + w]
-                for k in range(w):
-                    a[k] -= value * other[k]
-        for r in range(size - 1, -1, -1):
-            scale, own, copy = inverses_2[j + r], x[(j + r) * w : (j + r + 1) * w], part[r * w : r * w + w]
-            p = within + ((r * (7 - r)) >> 1)
-            for s in range(r + 1, size):
-                value, other = values_2[p], x[(j + s) * w : (j + s + 1) * w]
-                p += 1
-                for k in range(w):
-                    copy[k] -= value * other[k]
-            for k in range(w):
-                own[k] = scale * copy[k]
+                a[k] -= e * other[k]
+                b[k] -= f * other[k]
+                c[k] -= t * other[k]
+                d[k] -= h * other[k]
+        e, f, t, h = inverses_2[j], inverses_2[j + 1], inverses_2[j + 2], inverses_2[j + 3]
+        for k in range(w):
+            d[k] *= h
+            c[k] = t * (c[k] - dc * d[k])
+            b[k] = f * (b[k] - cb * c[k] - db * d[k])
+            a[k] = e * (a[k] - ba * b[k] - ca * c[k] - da * d[k])
+        for k in range(w):
+            x0[k], x1[k], x2[k], x3[k] = a[k], b[k], c[k], d[k]
     for i in range(n):
         first = out_of[i] * w
         for k in range(count):
