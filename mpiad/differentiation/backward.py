@@ -154,18 +154,21 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
 
     try:
         for position in range(stop - 1, first - 1, -1):
-            if nodes[position].like is None:
+            node = nodes[position]
+            if node.like is None and type(node.pull) is not BatchedVjp:
                 continue
             run_lanes(range(stop - 1, position, -1))
-            stop, node = position, nodes[position]
+            stop, parts = position, None
             if type(node.pull) is VectorizedVjp:
                 like: Any = node.like
                 cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
                 stacked = node.pull(stack(cotangents))
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]
-            elif type(node.pull) is BatchedVjp:
+            elif type(node.pull) is BatchedVjp and (
+                node.like is not None or any(lane.totals[position] is not None for lane in lanes)
+            ):
                 parts = node.pull.pull_all(len(lanes))
-            else:
+            if parts is None:
                 run_lanes(range(position, position - 1, -1))
                 continue
             for lane, of_lane in zip(lanes, parts):

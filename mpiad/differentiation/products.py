@@ -300,8 +300,8 @@ class Linearization:
             Same structure as the value; with `batch` each array has an additional first axis, for several cotangents.
         batch : bool
             Whether `w` holds several cotangents. One call for several takes less time than separate calls, but
-            more memory: `solve_elliptic` solves for all cotangents at once, and a halo exchange or a sum over ranks sends
-            one message for all.
+            more memory: `solve_elliptic` and `factorized` solve for all cotangents at once, `solve` and `newton` for up to
+            8, a halo exchange or a sum over ranks sends one message for all, and `scan` recomputes its steps once.
 
         Returns
         -------

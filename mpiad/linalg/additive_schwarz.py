@@ -8,14 +8,14 @@ unknown per rank is also solved.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import scipy.sparse
 
 from mpiad._typing import LocalArray
-from mpiad.linalg.distributed_matrix import DistributedMatrix, back_substituted, factors_of
+from mpiad.linalg.distributed_matrix import DistributedMatrix
+from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.sparse_products import GhostPlan
 from mpiad.linalg.vectors import through_host
 from mpiad.primitives import mpi_allgather
@@ -82,6 +82,8 @@ class AdditiveSchwarz:
     1300.0
     """
 
+    takes_blocks = True  # arrays with leading axes, as a preconditioner of `solve`
+
     def __init__(
         self, matrix: DistributedMatrix, *, overlap: int = 1, restricted: bool = False, coarse: bool = True,
         local: str = "lu", options: dict[str, Any] | None = None,
@@ -109,8 +111,8 @@ class AdditiveSchwarz:
                 if part.shape[0] and local == "amg":
                     self._local = _algebraic_multigrid(part, options or {})
                 elif part.shape[0]:
-                    factors = factors_of(part, f"{_CALL}: the local matrix of rank {group.rank}, {part.shape},")
-                    self._local = partial(back_substituted, factors)
+                    name = f"{_CALL}: the local matrix of rank {group.rank}, {part.shape},"
+                    self._local = SparseFactors(part, name).solve
             self._coarse = None
             if coarse:
                 # The pseudoinverse of the coarse matrix, which is its inverse unless the matrix is singular.

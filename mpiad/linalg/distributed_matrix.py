@@ -14,13 +14,13 @@ import autograd.numpy as anp
 import numpy as np
 import scipy.sparse
 from autograd.tracer import getval
-from scipy.sparse.linalg import splu
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.solve import solve
+from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.sparse_products import (
     GhostPlan,
     Pattern,
@@ -638,6 +638,8 @@ class Transposed:
 class GatheredFactors:
     """A preconditioner that applies the exact inverse: rank 0 factorizes the matrix, and solves for all ranks."""
 
+    takes_blocks = True  # arrays with leading axes
+
     def __init__(self, matrix: DistributedMatrix, factored: Callable[[Any], Any] | None = None):
         # `factored`: returns the factors of the whole matrix.
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
@@ -647,7 +649,7 @@ class GatheredFactors:
             if whole is not None and factored is not None:
                 self._factors = factored(whole)
             elif whole is not None:
-                self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
+                self._factors = SparseFactors(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
 
     @property
     def T(self) -> GatheredFactors:
@@ -665,30 +667,5 @@ class GatheredFactors:
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
-            whole = back_substituted(self._factors, columns.T, self._kind).T.reshape(whole.shape)
+            whole = self._factors.solve(columns.T, self._kind).T.reshape(whole.shape)
         return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)
-
-
-def factors_of(matrix: object, name: str) -> Any:
-    """Return SciPy's factors of a sparse matrix; raise a ValueError if it is singular."""
-    try:
-        return splu(matrix)
-    except RuntimeError as error:
-        raise ValueError(f"{name} can't be factorized: {error}.") from error
-
-
-_MOST_AT_ONCE = 2000  # unknowns up to which a solve takes all right-hand sides at once
-
-
-def back_substituted(factors: Any, rows: LocalArray, kind: str) -> LocalArray:
-    """Return the solutions for right-hand sides (k, n), by SciPy's factors; `kind`: "N", or "T" for the transpose."""
-    if rows.dtype.kind == "c" and factors.L.dtype.kind == "f":
-        return back_substituted(factors, rows.real, kind) + 1j * back_substituted(factors, rows.imag, kind)
-    if not len(rows):
-        return rows.copy()
-    if len(rows) == 1:
-        return factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
-    # More columns at once than fit into the caches would take longer than one by one.
-    step = len(rows) if rows.shape[1] <= _MOST_AT_ONCE else 3
-    parts = [factors.solve(np.ascontiguousarray(rows[k : k + step]).T, kind).T for k in range(0, len(rows), step)]
-    return np.concatenate(parts)

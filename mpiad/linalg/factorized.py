@@ -30,14 +30,13 @@ from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import (
     DistributedMatrix,
     GatheredFactors,
-    back_substituted,
     checked_product,
-    factors_of,
     operator_rows,
 )
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
 from mpiad.linalg.solve import direction_of, function_error, transposed_matvec
+from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
 from mpiad.linalg.vectors import block_error
 from mpiad.primitives import mpi_allgather, stop_gradient
@@ -212,7 +211,7 @@ class _Factors:
         """Return A⁻¹ r or A⁻ᵀ r; by the overlapping factors, an approximation."""
         rows = self._rows(r)
         if self.options.group.size == 1:
-            return back_substituted(self._inverse, rows, "T" if transposed else "N").reshape(r.shape)
+            return self._inverse.solve(rows, "T" if transposed else "N").reshape(r.shape)
         return (self._inverse.T if transposed else self._inverse)(rows).reshape(r.shape)
 
     def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
@@ -231,6 +230,8 @@ class _Factors:
 
 class KeptFactors:
     """A preconditioner: the factors of an operator, which are computed again as its params change; for Newton's method."""
+
+    takes_blocks = True  # arrays with leading axes
 
     def __init__(
         self, matvec: Function, build: Function, shape: tuple[int, ...], pattern: Any, comm: Comm, call: str, reuse: int
@@ -486,12 +487,13 @@ def _require_complete(operator: _Operator, params: tuple, matrix: DistributedMat
 
 def _factors_of(rows: Any, call: str) -> Any:
     try:
-        return factors_of(rows.tocsc(), f"{call}: the matrix {rows.shape}")
+        return SparseFactors(rows.tocsc(), f"{call}: the matrix {rows.shape}")
     except ValueError as error:
         # The null vector of a singular matrix, by one inverse iteration with a small shift, is largest in these unknowns.
         shift = 1e-10 * max(float(np.abs(rows.data).max(initial=0.0)), 1.0)
         shifted = (rows + shift * scipy.sparse.eye_array(rows.shape[0])).tocsc()
-        vector = factors_of(shifted, call).solve(np.random.default_rng(0).standard_normal(rows.shape[0]).astype(rows.dtype))
+        start = np.random.default_rng(0).standard_normal((1, rows.shape[0])).astype(rows.dtype)
+        vector = SparseFactors(shifted, call).solve(start)
         raise ValueError(f"{error} The null vector is largest in row {int(np.abs(vector).argmax())}.") from error
 
 

@@ -299,13 +299,13 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
     """Return the transpose of the root's derivative -J⁻¹ ∂F/∂p."""
 
     def vjp(g: LocalArray) -> list:
-        failures = problem.jacobian.new_failures()
+        failures, lanes = problem.jacobian.new_failures(), len(spec_like(g).shape) > len(spec_like(ans).shape)
         pull = failures.attempt(
             "residual", lambda u: make_vjp(problem.at)([u, *leaves])[0], ans, again=lambda: problem.start
         )
-        multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures)
+        multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures, lanes)
         # The cotangent of u is Jᵀ λ, which must be equal to g; this is checked if the method assumes that J is symmetric.
-        of_leaves = param_cotangents(pull, multiplier, g, problem.jacobian, failures)
+        of_leaves = param_cotangents(pull, multiplier, g, problem.jacobian, failures, lanes)
         return [None if part is None else -part for part in of_leaves]
 
     return vjp
@@ -324,6 +324,7 @@ def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem)
 
 defvjp_together(root, _adjoint)
 defjvp_together(root, _tangent)
+root.batched_adjoint = True
 
 
 def _arg_error(

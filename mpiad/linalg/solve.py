@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
+from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.compiled_iteration import Operator
@@ -40,6 +42,11 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 # The operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
 # preconditioner is the argument `preconditioner_transpose`, its attribute `T`, or the result of its method `transpose()`.
 # Otherwise the preconditioner is used for both systems; if it isn't symmetric, the adjoint takes more iterations.
+#
+# Several reverse passes that run together ("lanes") solve for a block of right-hand sides: the iterations share the
+# reductions, and the user's functions are called for one right-hand side after the other.
+
+_MOST_LANES = 8  # right-hand sides of a block; a compiled iteration contains the operator once for each
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -58,6 +65,7 @@ class Problem(NamedTuple):
     solver: Callable[..., Method] | None = None
     failures: DeferredFailures | None = None  # this rank's failures in the enclosing call; None: no enclosing call
     communicated: set[str] | None = None  # names of user functions that have communicated; see `DeferredFailures`
+    lanes: int = 0  # number of additional first axes of b, for right-hand sides of simultaneous reverse passes
 
     def derived(self, failures: DeferredFailures) -> Problem:
         """Return the problem for a tangent: the same operator, with zero as the initial guess."""
@@ -74,21 +82,28 @@ class Problem(NamedTuple):
         derived = self.derived(failures)
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
+    def over_lanes(self) -> Problem:
+        """Return the problem for right-hand sides with an additional first axis."""
+        return self._replace(lanes=self.lanes + 1, settings=self.settings._replace(batch=self.settings.batch + 1))
+
     def product(self, all_leaves: Tree) -> LocalArray:
         """Return the product of `matvec` with u, the first leaf; an enclosing trace records the computation."""
-        return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
+        params = self.build(all_leaves[1:])
+        return _over_lanes(lambda u: self.matvec(u, *params), self.lanes)(all_leaves[0])
 
     def product_of_system(self, all_leaves: Tree) -> LocalArray:
         """Return the product of this system's operator (transposed if `transposed`) with u, the first leaf."""
         if not self.transposed:
             return self.product(all_leaves)
-        return transposed_matvec(self.matvec, tuple(self.build(all_leaves[1:])), all_leaves[0])(all_leaves[0])
+        params = tuple(self.build(all_leaves[1:]))
+        return _over_lanes(lambda u: transposed_matvec(self.matvec, params, u)(u), self.lanes)(all_leaves[0])
 
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = self._functions(params, b, failures.attempt)
-        settings, read = self.settings, (self.matvec, self.preconditioner, self.transposed, self.preconditioner_transpose)
+        settings, kind = self.settings, (self.transposed, self.lanes)
+        read = self.matvec, self.preconditioner, *kind, self.preconditioner_transpose
         operator = Operator(
             read, params, lambda params: self._functions(params, b, _called), b.shape, settings.comm, settings.side
         )
@@ -96,6 +111,11 @@ class Problem(NamedTuple):
 
     def _functions(self, params: tuple, b: LocalArray, attempt: Function) -> tuple[Function, Function | None]:
         """Return the product and the preconditioner; `attempt`: of the failures."""
+        if self.lanes:
+            apply, precondition = self._replace(lanes=self.lanes - 1)._functions(params, b[0], attempt)
+            # This library's preconditioners, and their transposes, take blocks.
+            takes_blocks = getattr(self.preconditioner, "takes_blocks", False) and self.preconditioner_transpose is None
+            return _over_lanes(apply), precondition if takes_blocks or precondition is None else _over_lanes(precondition)
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
             # The operator is traced here, so that an exception of the user's function is raised before a reverse pass.
@@ -110,6 +130,13 @@ class Problem(NamedTuple):
     def new_failures(self) -> DeferredFailures:
         """Return a collector of the failures of this rank's user functions in one call."""
         return DeferredFailures(self.settings.comm, self.settings.call, self.communicated)
+
+
+def _over_lanes(fun: Function, lanes: int = 1) -> Function:
+    """Return a function that applies `fun` to one right-hand side after the other."""
+    for _ in range(lanes):
+        fun = partial(lambda one, u: stack([one(u[k]) for k in range(len(u))]), fun)
+    return fun
 
 
 @custom_operator
@@ -133,6 +160,9 @@ def _called(name: str, fun: Function, *args: Any, again: object = None) -> Any:
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
 
     def vjp(g: LocalArray) -> list:
+        lanes = len(spec_like(g).shape) > len(spec_like(ans).shape)
+        if lanes and problem.solver is not None:
+            return _stacked([vjp(g[k]) for k in range(len(g))])
         failures = problem.new_failures()
 
         def vjp_at(u: LocalArray) -> Any:
@@ -143,21 +173,33 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
         if not problem.transposed:
             # The operator is traced before the solve, since the solve's first reduction reports exceptions to all ranks.
             pull = vjp_at(ans)
-            near = start_of_adjoint(g, ans, b, problem.settings) if problem.hermitian else None
-            left = multiplier = solution_of_adjoint(g, leaves, problem, failures, near)
+            near = start_of_adjoint(g, ans, b, problem.settings) if problem.hermitian and not lanes else None
+            left = multiplier = solution_of_adjoint(g, leaves, problem, failures, lanes, near)
         else:
-            left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures)
+            left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures, lanes)
+            if lanes:  # A u is differentiated at another u = λ in each lane
+                pulls = [vjp_at(multiplier[k]) for k in range(len(g))]
+                failures.raise_together()
+                parts = [param_cotangents(pull, left, g[k], problem, failures) for k, pull in enumerate(pulls)]
+                return [multiplier, *[None if part is None else -part for part in _stacked(parts)]]
             pull = vjp_at(multiplier)
             failures.raise_together()
-        of_leaves = param_cotangents(pull, left, g, problem, failures)
+        of_leaves = param_cotangents(pull, left, g, problem, failures, lanes)
         return [multiplier, *[None if part is None else -part for part in of_leaves]]
 
     return vjp
 
 
-def param_cotangents(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
+def _stacked(cotangents: list[list]) -> list:
+    """Return the cotangents of all lanes, given the list of each lane, with an axis for the lanes."""
+    return [None if parts[0] is None else stack(parts) for parts in zip(*cotangents)]
+
+
+def param_cotangents(
+    pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures, lanes: bool = False
+) -> list:
     """Return the cotangents of all arguments of a user function but the first; `left` is the cotangent of its result."""
-    cotangents = failures.attempt("adjoint", pull, left) or [None]
+    cotangents = failures.attempt("adjoint", partial(pull, batch=lanes), left) or [None]
     if problem.hermitian:
         require_transpose(stop_gradient(cotangents[0]), stop_gradient(g), problem.settings, failures)
     else:
@@ -185,9 +227,16 @@ def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Sett
 
 
 def solution_of_adjoint(
-    g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures, start: LocalArray | None = None
-) -> LocalArray:
-    """Return the solution λ of Aᵀ λ = g, where A is the operator of the problem; collective and differentiable."""
+    g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures, lanes: bool = False,
+    start: LocalArray | None = None,
+) -> LocalArray:  # fmt: skip
+    """Return the solution λ of Aᵀ λ = g, where A is the operator of the problem; collective and differentiable.
+
+    `lanes`: whether g has an additional first axis, for several right-hand sides.
+    """
+    if lanes:
+        blocks = [g[k : k + _MOST_LANES] for k in range(0, len(g), _MOST_LANES)]
+        return concatenate([solution_of_adjoint(block, leaves, problem.over_lanes(), failures) for block in blocks])
     # For Hermitian A, Aᵀ λ = g is equivalent to A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
         return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))
@@ -215,6 +264,7 @@ def direction_of(leaf: Array, tangent: Array) -> Array:
 
 defvjp_together(solution, _adjoint)
 defjvp_together(solution, _tangent)
+solution.batched_adjoint = True
 
 
 def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:

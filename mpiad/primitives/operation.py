@@ -39,7 +39,8 @@ class Tape(Protocol):
     # Whether the tape records a reverse pass (a vector-Jacobian product) whose only variable is the cotangent.
     of_cotangents: bool
     # The reverse passes over the record. "one": one, immediately after the trace. "several": any number, by the library.
-    # "kept": any number, by the user, with any cotangents. "recorded": like "kept", and a pass may be recorded.
+    # "together": several, which run together, by the library. "kept": any number, by the user, with any cotangents.
+    # "recorded": like "kept", and a pass may be recorded.
     passes: str
 
     def communicated(
@@ -53,14 +54,17 @@ class VectorizedVjp(partial):
 
 
 class BatchedVjp:
-    """The adjoint of a step with several communications, which runs once for all simultaneous reverse passes ("lanes").
+    """The adjoint of a step with several operations, which runs once for all simultaneous reverse passes ("lanes").
 
-    ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes.
+    ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes, or
+    None if each lane must run alone.
     """
 
     __slots__ = ("_pull", "pull_all")
 
-    def __init__(self, pull: Callable[[Array], Sequence[Array]], pull_all: Callable[[int], Sequence[Sequence[Array]]]):
+    def __init__(
+        self, pull: Callable[[Array], Sequence[Array]], pull_all: Callable[[int], Sequence[Sequence[Array]] | None]
+    ):
         self._pull, self.pull_all = pull, pull_all
 
     def __call__(self, g: Array) -> Sequence[Array]:

@@ -196,6 +196,7 @@ class ArrayProgram:
         self.constants: list[Array] = []
         self.outputs: list[int] = []
         self.ends: list[int] = []  # for each part but the last, the number of outputs of this part and the earlier ones
+        self.stored: set[int] = set()  # nodes that are kept in memory
         self.weak: set[int] = set()  # the nodes of Python scalars, which take the precision of the other operand
         self.logged = 0  # number of parts whose communications are logged, to continue without repeating them
         self.site: Site | None = None  # the user's line, for new nodes

@@ -22,9 +22,11 @@ compilation.
 third part is the reverse pass of the second with respect to the cotangents, and multiplies by the Jacobian. The program of
 `make_vjp` has the first two parts.
 
-In some reverse passes the program can't be used: if several of them ("lanes") run together and combine their messages, or
-if the cotangents are traced. In this case, the function runs again on tapes of its own. The program has logged the
-communications of its first two parts, and the function doesn't repeat them.
+Several reverse passes that run together ("lanes") use a program that is derived from the later parts (see `batching`).
+
+In some reverse passes no program can be used: if lanes combine their messages but have no program, or if the cotangents are
+traced. In this case, the function runs again on tapes of its own. The program has logged the communications of its first
+two parts, and the function doesn't repeat them.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Array, Function, Tree
@@ -45,10 +48,10 @@ from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Watch
-from mpiad.programs.message_numbers import message_counts
+from mpiad.programs.message_numbers import message_counts, result_of
 from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program, is_shown, own
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.replay import Changed
+from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.tape_node import (
     Lease,
     backwards,
@@ -80,7 +83,7 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
     boxes = [given.leaves[k] for k in boxed]
     simple = is_simple(tape, boxes)
     twice = not simple and is_gradient_within(OrderedTape, tape, boxes) and tape.passes == "one"
-    if simple and tape.passes in ("kept", "recorded") or twice:
+    if simple and tape.passes in ("together", "kept", "recorded") or twice:
         made = called_with_reverse_differentiated(cache, given, boxed)
         if made is not None:
             return made[0]
@@ -341,10 +344,24 @@ class _Pass:
         self.played: _Played
         self.vs: dict[int, list[Any]] = {}  # the seeds of the program's third part, by lane
         self.ran: list[Any] | None = None  # the seeds in the last run of the third part
+        self.batch: _Batch | None = None  # after the third part of a program for several lanes
         # The record of a playback, and by lane the reverse passes along it that still have to run the nodes of the
         # function.
         self.record: _Record | None = None
         self.lanes: dict[int, Lane] = {}
+
+
+class _Batch:
+    """A run of a program for several lanes; `given`: the inputs before the seeds."""
+
+    def __init__(self, replays: Replays, given: list[Array]):
+        self._lease, self._given = Lease(replays), given
+
+    def part(self, number: int, lanes: Sequence[list[Array]]) -> list[list[Array]]:
+        """Run a part, and return the results of each lane; `lanes`: the seeds of each lane."""
+        self._given += [np.stack(several) for several in zip(*lanes)]
+        made = self._lease.replay.later[number - 1](*self._given)
+        return [[x[lane] for x in made] for lane in range(len(lanes))]
 
 
 class _Call:
@@ -379,7 +396,6 @@ class _Call:
     ) -> list[Array]:
         """Record values on a tape; `pulls`: the arguments `pull` and `pull_all` of `tape_node.put_on_tape`."""
         entry, (pull, together) = self._entry, pulls
-        together = together if self._meets_others else None
         return put_on_tape(tape, entry.channels, values, inside, places, pull, entry.communicates, together)  # type: ignore[arg-type]
 
     def _part(self, number: int, *given: Sequence[Array]) -> list[Array]:
@@ -413,10 +429,24 @@ class _Call:
         if self._outer is not None:
             self._pass = of
             places.append(self._place)  # the function's node, which `_pull_second` activates
-        pull, together = partial(self._pull_second, of, boxed), partial(self._second_played, of, boxed, together=True)
+        pull, together = partial(self._pull_second, of, boxed), partial(self._pull_second_together, of, boxed)
         return self.put_on_tape(tape, found, [True] * len(found), places, pull, together)
 
-    def pull_together(self, lanes: list[list[Array]]) -> list[list[Array]]:
+    def _batch(self, first: int, lanes: list[list[Array]], of: _Pass | None = None) -> _Batch | None:
+        """Return a run of the program for several lanes, from the part `first` on; None if it can't be used."""
+        parts = range(first, self._by.parts if first > 1 else 2)
+        given, log = [*self._inputs, *(of.gs if of else ())], [*self._played.log, *(of.played.log if of else ())]
+        traced = any(map(_is_traced, lanes))
+        found = None if traced else self._entry.batched(parts, len(given), len(lanes))
+        return found and _Batch(found.replays, given + [result_of(log[k]) for k in found.logged])
+
+    def pull_together(self, lanes: list[list[Array]]) -> list[list[Array]] | None:
+        batch = self._batch(1, lanes)
+        if batch is not None:
+            count(self._entry.communications)
+            return [self._conformed(found) for found in batch.part(1, lanes)]
+        if not self._meets_others:
+            return None
         run = self._interpreted()
         places = [place for place, is_in in zip(run.places, self._inside) if is_in]
         seeds = [[(place, g) for place, g in zip(places, gs) if place >= 0] for gs in lanes]
@@ -444,6 +474,14 @@ class _Call:
         of.ran = vs
         return [conformed(g, like) for g, like in zip(self._part(2, of.gs, vs), self._likes)]
 
+    def _pull_second_together(self, of: _Pass, boxed: list[int], lanes: list[list[Array]]) -> list[list[Array]] | None:
+        of.batch = self._batch(2, lanes, of)
+        if of.batch is None:
+            return self._second_played(of, boxed, lanes, True) if self._meets_others else None
+        count(self._entry.communications)
+        found = of.batch.part(2, lanes)
+        return [[*(conformed(gs[k], self._likes[k]) for k in boxed), 1] for gs in found]
+
     def _second_played(
         self, of: _Pass, boxed: list[int], lanes: list[list[Array]], together: bool = False
     ) -> list[list[Array]]:
@@ -463,8 +501,16 @@ class _Call:
             self._second(of, vs)
         return self._part(3, of.gs, vs, cs)
 
-    def _pull_first_together(self, lanes: list[list[Array]]) -> list[list[Array]]:
-        return self._first_played(self._differentiated(), list(enumerate(lanes)), True)
+    def _pull_first_together(self, lanes: list[list[Array]]) -> list[list[Array]] | None:
+        of = self._differentiated()
+        if of.batch is None and not of.vs and not of.lanes:  # the third part wasn't needed, but the fourth part reads it
+            self._pull_second_together(of, [], [self._conformed([None] * len(self._specs))] * len(lanes))
+        batch, of.batch = of.batch, None
+        if batch is None:
+            return self._first_played(of, list(enumerate(lanes)), True) if self._meets_others else None
+        count(self._entry.communications)
+        likes = [spec_like(self._values[k]) for k in self._by.outer]
+        return [[conformed(g, like) for g, like in zip(found, likes)] for found in batch.part(3, lanes)]
 
     def _first_played(self, of: _Pass, lanes: list[tuple[int, list[Array]]], together: bool = False) -> list[list[Array]]:
         record, outer = self._record(of), self._by.outer

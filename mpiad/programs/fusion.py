@@ -248,7 +248,7 @@ class Materialization:
         return costs, {n: len(found) for n, found in sets.items()}, long
 
     def _forced(self) -> set[int]:
-        forced = set()
+        forced = self.program.stored & set(self.needed)
         for n in self.needed:
             node = self.nodes[n]
             if node.kind == "reduce":

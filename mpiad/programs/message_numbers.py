@@ -112,6 +112,11 @@ def logged(made: Any, params: Any = None) -> Any:
     return kept if envelopes or channels_of(params) else Uncounted(kept, message_counts())
 
 
+def result_of(entry: Any) -> Any:
+    """Return the result of an operation, given its log entry."""
+    return entry.made if isinstance(entry, Uncounted) else entry.value if isinstance(entry, WildcardMessage) else entry
+
+
 def prepared_steps(
     schedule: Schedule, is_large: Callable[[int], bool], in_kernels: Collection[int]
 ) -> tuple[set[int], set[int]]:

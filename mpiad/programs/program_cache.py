@@ -16,6 +16,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.programs.batching import Batched, batched
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.fusion import Fusion
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
@@ -29,6 +30,7 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, Used, communications, is_watched
 from mpiad.transport.world import level_of_repeats
 
+_MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
 MAX_TRACES = 32  # maximum number of traces of one function
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
@@ -44,6 +46,7 @@ class Entry(NamedTuple):
     communications: int  # the number in all parts together; a run of any part advances the counter by this number
     communicates: bool  # whether the program communicates, possibly in an untraced function
     channels: set[Used]  # the channels of the communications
+    batches: dict[tuple[int, int], Batched | None]  # programs of later parts for several lanes, by first part and lanes
 
     def is_current(self) -> bool:
         """Return whether the closure is unchanged, and no exception has left messages in flight on the channels."""
@@ -54,6 +57,13 @@ class Entry(NamedTuple):
         """Whether shapes or dtypes may differ in a run from those in the trace (see `Changed`)."""
         nodes = self.replays.schedule.program.nodes
         return self.replays.last_check >= 0 or any(node.kind == "call" for node in nodes)
+
+    def batched(self, parts: range, seeds: int, lanes: int) -> Batched | None:
+        """Return the program of `parts` for several lanes, None if there is none; see `batching`."""
+        key = parts.start, lanes
+        if key not in self.batches and len(self.batches) < _MOST_BATCHES:
+            self.batches[key] = batched(self.replays.schedule.program, parts, seeds, lanes)
+        return self.batches.get(key)
 
     def called(self, values: Sequence[Array]) -> Tree:
         """Run the program, and return the function's result."""
@@ -80,7 +90,7 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable
     schedule = Fusion(program_of(recorder, wanted)).schedule()
     constants = [None if is_in else x for x, is_in in zip(parts[0], inside)]
     communication = recorder.communications, recorder.communicates, recorder.channels
-    return Entry(Replays(schedule), inside, constants, build, watch, *communication)
+    return Entry(Replays(schedule), inside, constants, build, watch, *communication, {})
 
 
 def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | None:

@@ -115,6 +115,7 @@ class Recorder:
         self.steps: list[Step] = []
         self.open = True  # whether operations are still recorded
         self.part = 0  # the part of the program to which steps are appended
+        self.combined = False  # see `Step`
         self.logged = 0  # the number of parts of the program whose communications a replay logs
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
         self.failed: BaseException | None = None  # an exception of a communication or another untraced function
@@ -434,7 +435,7 @@ class Recorder:
 
     def _step(self, kind: str, fun: Any, args: tuple, outs: tuple[int, ...], kwargs: Any = None) -> None:
         site = calls.site_of(sys._getframe(1))
-        self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule()))
+        self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule(), self.combined))
 
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
         """Call a function that writes into an array; the array gets the number of the result."""

@@ -89,7 +89,8 @@ def put_on_tape(
     A node for each result stores the cotangent of the result, and one node for the call runs the reverse pass.
 
     `channels`: those of the call. `inputs`: the nodes of the variables. `pull`: returns their cotangents, given the
-    results'. `pull_all`: does the same for the cotangents of several reverse passes that run together ("lanes").
+    results'. `pull_all`: does the same for the cotangents of several reverse passes that run together ("lanes"), or returns
+    None if each of them must run alone.
     """
     tape.channels |= channels
     slots: dict[int, list[Any]] = {}  # the cotangents of the results, by lane
@@ -101,8 +102,12 @@ def put_on_tape(
     def pulled(g: Array) -> Sequence[Array]:
         return pull(given(tracing.lane))
 
-    def all_pulled(lanes: int) -> Sequence[list[Array]]:
-        return pull_all([given(lane) for lane in range(lanes)])  # type: ignore[misc]
+    def all_pulled(lanes: int) -> Sequence[list[Array]] | None:
+        gs = [given(lane) for lane in range(lanes)]
+        found = pull_all(gs)  # type: ignore[misc]
+        if found is None:
+            slots.update(enumerate(gs))
+        return found
 
     def kept(place: int) -> Callable[[Array], tuple[int]]:
         def keep(g: Array) -> tuple[int]:

@@ -50,6 +50,7 @@ class Step(NamedTuple):
     part: int = 0  # part of the program: 0 is the function, and later parts are reverse passes
     # For a communication in an adjoint or tangent rule: "adjoint" or "tangent", and name and site of the forward call.
     rule: tuple[str, str, Site] | None = None
+    combined: bool = False  # for a communication: whether reverse passes that run together make it once for all of them
 
 
 class Abandoned(BaseException):

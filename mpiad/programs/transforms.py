@@ -30,7 +30,7 @@ from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Recorded, apply, suspended
+from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, suspended
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
@@ -233,6 +233,14 @@ class Evaluation:
         return self._known[number]
 
 
+def _record_sweep(recorder: Recorder, nodes: list[OrderedNode], lane: Lane, places: range) -> None:
+    """Record the reverse pass through a range of nodes."""
+    for place in reversed(places):
+        recorder.combined = type(nodes[place].pull) is VectorizedVjp
+        sweep(nodes, lane.totals, range(place, place - 1, -1), True, lane.owned)
+    recorder.combined = False
+
+
 class _Parts:
     """The parts of a derivative; a subclass differentiates them by an enclosing tape."""
 
@@ -267,7 +275,7 @@ class _Parts:
         gs = self.variables([recorder.input(like(_spec(x))) for x, _ in pairs], range(len(pairs)))
         lane = Lane.of(nodes)
         lane.add(zip([index for _, index in pairs], gs))
-        sweep(nodes, lane.totals, range(len(specs), len(nodes))[::-1], True, lane.owned)
+        _record_sweep(recorder, nodes, lane, range(len(specs), len(nodes)))
         self.end([conformed(lane.totals[index], spec) for index, spec in enumerate(specs)])
 
 
@@ -321,7 +329,7 @@ class _PartsWithReversePasses(_Parts):
             self.recorder.part += 1
             gs = [self.recorder.input(like(spec)) for _, spec in self._results[part]]
             lane.add(zip([index for index, _ in self._results[part]], gs))
-            sweep(nodes, lane.totals, self._ranges[part][::-1], True, lane.owned)
+            _record_sweep(self.recorder, nodes, lane, self._ranges[part])
             self.made.append([conformed(lane.totals[index], spec) for index, spec in self._variables[part]])
 
 

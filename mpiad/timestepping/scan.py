@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import chain
 from numbers import Integral
 from typing import Any
@@ -13,7 +14,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device.assembly import stack
-from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
@@ -74,21 +75,34 @@ class _CheckpointedRun:
             self._perform(action, loop, args, observed)
         # A copy, since the last steps run twice from this state: in the forward pass, and recorded in `reversed`.
         self.state = _copies(self.state)
+        self._shares = False
 
-    def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
-        """Yield spans of steps and their traces, from the last to the first."""
+    def shared(self, loop: Loop) -> _CheckpointedRun:
+        """Return a run for another reverse pass, which uses the same stored states."""
+        other = copy(self)
+        other._snapshots, other.state = self._snapshots.shared(), _copies(self.state)
+        other._actions = actions(loop.steps, loop.schedule)
+        while not isinstance(next(other._actions), Reverse):
+            pass
+        self._shares = other._shares = True
+        return other
+
+    def reversed(self, loop: Loop, args: Arguments, passes: str) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
+        """Yield spans of steps and their traces, from the last to the first; `passes` as in `Tape`."""
         for action in chain([self.last], self._actions):
             if isinstance(action, Reverse):
-                yield from self._recorded(action, loop, args)
+                yield from self._recorded(action, loop, args, passes)
             else:
                 self._perform(action, loop, args, None)
 
-    def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
+    def _recorded(
+        self, action: Reverse, loop: Loop, args: Arguments, passes: str
+    ) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Run and record some steps, and yield them in reverse order."""
         state, records = self.state, []
         for span in spans(loop.stepping, action.first, action.stop):
             # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
-            records.append((span, loop.traced(args, span, state)))
+            records.append((span, loop.traced(args, span, state, passes)))
             state = records[-1][1][1].values[: len(state)]
         while records:
             yield records.pop()
@@ -99,7 +113,7 @@ class _CheckpointedRun:
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
             # A state that is needed again must stay unchanged, even if a step writes into its argument.
-            self.state = state if action.last else _copies(state)
+            self.state = state if action.last and not self._shares else _copies(state)
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
@@ -112,16 +126,10 @@ class _Cotangents:
         self._states, self._inputs = len(args.state), len(args.inputs)
         self._sums: dict[int, Array] = {}
 
-    def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Array], observed: list[Array]) -> list[Array]:
-        """Accumulate the cotangents of some steps; return the cotangents of the state before them.
-
-        `state`, `observed`: the cotangents of the state after these steps, and of the arrays observed in them.
-        """
-        indices, trace = traced
-        results = zip([*state, *observed], trace.values, trace.places)
-        seeds = [(place, conform(g, *spec_like(value))) for g, value, place in results if place >= 0]
+    def add(self, span: Span, indices: list[int], cotangents: list[Array]) -> list[Array]:
+        """Accumulate the cotangents of the variables of some steps; return the cotangents of the state before the steps."""
         before: list[Any] = [None] * self._states
-        for k, g in zip(indices, run_backward(trace.recording, seeds, len(indices))):
+        for k, g in zip(indices, cotangents):
             if k < self._states:
                 before[k] = g
             # All floats of a recorded step are variables, but only leaves that are traced outside the loop need cotangents.
@@ -146,6 +154,11 @@ class _Cotangents:
         """Return the cotangents of the active arguments, in their order, given those of the initial state, `state`."""
         cotangents = dict(enumerate(state)) | self._sums
         return [cotangents[k] if k in cotangents else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
+
+
+def _is_for_products(tape: Any) -> bool:
+    """Return whether the current tape is that of `linearize`, or that of a gradient in `make_hvp`."""
+    return tape is not None and (tape.passes == "recorded" or tape.outer is not None and tape.outer.passes == "kept")
 
 
 # A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
@@ -173,6 +186,8 @@ class Loop:
         # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
+        # Whether further reverse passes use the stored states again; files are removed by a reverse pass.
+        self._keeps = _is_for_products(tracing.tape) and not schedule.disk
         self._state = [spec_like(leaf) for leaf in args.state]
         # The vector contains active arguments only, since the cotangents of all inputs could need much memory.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
@@ -201,17 +216,29 @@ class Loop:
         return self._results.vector([*state, *observed.arrays])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
-        """Return the cotangents of the active arguments as one vector, given plain arguments."""
-        args, parts = self._like.like(leaves), self._results.parts(g)
-        state, observed = parts[: len(self._state)], parts[len(self._state) :]
-        # The first reverse pass releases the stored states; a second reverse pass runs the loop again.
+        """Return the cotangents of the active arguments as one vector, given plain arguments.
+
+        If `g` has a first axis, for several reverse passes ("lanes"), they run together, and the result also has this axis.
+        """
+        args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
+        parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
+        states, observed = [each[:count] for each in parts], [each[count:] for each in parts]
+        # Otherwise the first reverse pass releases the stored states, and a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
-        self._stored = None
-        cotangents = _Cotangents(args, self.active)
-        for span, traced in run.reversed(self, args):
-            in_span = [leaf[number] for number in range(*span) for leaf in observed]
-            state = cotangents.pull(span, traced, state, in_span)
-        return self._cotangents.vector(cotangents.of_arguments(state))
+        self._stored = run.shared(self) if self._keeps else None
+        cotangents = [_Cotangents(args, self.active) for _ in parts]
+        for span, (indices, trace) in run.reversed(self, args, "together" if together else "several"):
+            seeds = []
+            for state, arrays in zip(states, observed):
+                results = zip([*state, *[x[number] for number in range(*span) for x in arrays]], trace.values, trace.places)
+                seeds.append([(place, conform(x, *spec_like(value))) for x, value, place in results if place >= 0])
+            if together:
+                found = run_backward_together(trace.recording, seeds, len(indices))
+            else:
+                found = [run_backward(trace.recording, seeds[0], len(indices))]
+            states = [each.add(span, indices, gs) for each, gs in zip(cotangents, found)]
+        vectors = [self._cotangents.vector(each.of_arguments(state)) for each, state in zip(cotangents, states)]
+        return stack(vectors) if together else vectors[0]
 
     def run(self, span: Span, args: Arguments, state: list[Array], observed: _Observed | None) -> list[Array]:
         """Run some steps on plain arrays; raise a TypeError if a step uses a traced value that isn't an argument."""
@@ -228,7 +255,7 @@ class Loop:
                     observed.add(number, row)
         return state
 
-    def traced(self, args: Arguments, span: Span, state: list[Array]) -> tuple[list[int], Traced]:
+    def traced(self, args: Arguments, span: Span, state: list[Array], passes: str) -> tuple[list[int], Traced]:
         """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
         args = args.at(span, state)
         leaves = args.all()
@@ -238,7 +265,7 @@ class Loop:
             after, rows = self.stepping.run(span, args.like(new_leaves))
             return [*after, *[leaf for row in rows for leaf in row]]
 
-        traced = trace_backwards(called, Variables(leaves, indices, list))
+        traced = trace_backwards(called, Variables(leaves, indices, list), passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
         return indices, traced
@@ -260,9 +287,15 @@ class Loop:
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def directions(self, vector: Array) -> list[Array]:
-        """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active."""
+        """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active.
+
+        If the vector has a first axis, for lanes, so have the directions.
+        """
         directions: list[Any] = [None] * len(self._like.all())
-        for k, part in zip(self.active, self._cotangents.parts(vector)):
+        parts = self._cotangents.parts
+        is_block = len(spec_like(vector).shape) > 1
+        found = map(stack, zip(*[parts(row) for row in vector])) if is_block else parts(vector)
+        for k, part in zip(self.active, found):
             directions[k] = part
         return directions
 
@@ -297,20 +330,30 @@ def _run_adjoint(ans: Array, *leaves: Any, loop: Loop) -> Callable:
 
 
 def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Callable:
-    def vjp(w: Array) -> list:
+    def pulled(g: Array, w: Array) -> tuple[Array, list]:
         if linear:  # only the derivative with respect to g is needed: the tangent of the loop, without a reverse pass
-            return [loop.tangent(leaves, loop.directions(w))]
+            return loop.tangent(leaves, loop.directions(w)), []
         tangent, gradient = loop.curvature(g, leaves, loop.directions(w))
-        return [tangent, *loop.directions(gradient)]
+        return tangent, loop.directions(gradient)
+
+    def vjp(w: Array) -> list:
+        if len(spec_like(g).shape) == 1:
+            tangent, directions = pulled(g, w)
+            return [tangent, *directions]
+        tangents, directions = zip(*map(pulled, g, w))
+        return [stack(tangents), *[None if parts[0] is None else sum(parts) for parts in zip(*directions)]]
 
     return vjp
 
 
 def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Array:
     linear_part = _reversed(tangent_of(g, gs[0]), *leaves, loop=loop)
-    return linear_part + loop.curvature(g, leaves, gs[1:])[1]
+    if len(spec_like(g).shape) == 1:
+        return linear_part + loop.curvature(g, leaves, gs[1:])[1]
+    return linear_part + stack([loop.curvature(row, leaves, gs[1:])[1] for row in g])
 
 
+_run.batched_adjoint = True
 defvjp_together(_run, _run_adjoint)
 defjvp_together(_run, lambda gs, ans, *leaves, loop: loop.tangent(leaves, gs))
 defvjp_together(_reversed, _reversed_adjoint)

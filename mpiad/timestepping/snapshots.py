@@ -228,6 +228,12 @@ class Snapshots:
         self._files: dict[int, tuple[str, list[Packed]]] = {}  # file name, and leaves without arrays
         self._folder: tempfile.TemporaryDirectory | None = None
 
+    def shared(self) -> Snapshots:
+        """Return another object with the same states in memory; states in files can't be shared."""
+        other = Snapshots(self._schedule)
+        other._memory = dict(self._memory)
+        return other
+
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
         """Store a copy of a state; raise an OSError, or a FloatingPointError for an overflow in single precision."""
         moved = self._schedule.host or self._schedule.compress

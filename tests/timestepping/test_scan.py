@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from autograd import grad as plain_grad
 from autograd import make_jvp as plain_jvp
+from autograd import make_vjp as plain_vjp
 from mpi4py import MPI
 
 import mpiad
@@ -144,6 +145,84 @@ def test_a_kept_jacobian_multiplies_as_that_of_the_whole_grid():
     linear = mpiad.linearize(lambda args: loss(args, 2))(mine(whole.point))
     total = MPI.COMM_WORLD.allreduce(float(linear.jvp(mine(whole.along))))
     np.testing.assert_allclose(total, plain_jvp(whole.loss)(whole.point)(whole.along)[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("is_compiled", [lambda rank: False, lambda rank: rank % 2 == 0], ids=["interpreted", "compiled"])
+def test_batches_of_products(is_compiled):
+    """Of the last state and the observed values; a batch runs as many steps as one product."""
+    whole, calls, rng = Whole(), [], np.random.default_rng(9)
+    u, x, c = whole.point
+    vs, ws, vs_c = rng.normal(size=(3, 3, CELLS))
+
+    def counted(*args):
+        calls.append(1)
+        return step(*args)
+
+    advance = mpiad.jit(step) if is_compiled(RANK) else counted
+
+    def states(args):
+        last, (squares, _) = scan(advance, {"u": args[0]}, STEPS, args[1], inputs=x, observe=observe, checkpoints=2)
+        return last["u"] * squares[1]
+
+    def in_one_process(args):
+        v, squares = args[0], []
+        for k in range(STEPS):
+            v = after(v, anp.roll(v, 1), anp.roll(v, -1), k, x[k], args[1])
+            squares.append(anp.sum(v**2))
+        return v * squares[1]
+
+    pull, value = plain_vjp(in_one_process)((u, c))
+    push = plain_jvp(in_one_process)((u, c))
+    linear = mpiad.linearize(states)((u[MINE], c[MINE]))
+    np.testing.assert_allclose(linear.value, value[MINE], **CLOSE)
+    for _ in range(2):
+        calls.clear()
+        found = linear.vjp(ws[:, MINE], batch=True)
+        for part, expected in zip(found, zip(*[pull(w) for w in ws])):
+            np.testing.assert_allclose(part, np.array(expected)[:, MINE], **CLOSE)
+    batch, _ = len(calls), calls.clear()
+    linear.vjp(ws[0, MINE])
+    assert batch == len(calls)
+    along = linear.jvp((vs[:, MINE], vs_c[:, MINE]), batch=True)
+    for row, *direction in zip(along, vs, vs_c):
+        np.testing.assert_allclose(row, push(tuple(direction))[1][MINE], **CLOSE)
+    slopes = mpiad.grad(lambda w: anp.sum(linear.vjp(w, batch=True)[0] ** 2), objective="sum")(ws[:, MINE])
+    for row, w in zip(slopes, ws):
+        np.testing.assert_allclose(row, 2 * push((pull(w)[0], 0 * c))[1][MINE], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kept", [2, STEPS])
+def test_products_use_the_stored_states_again(kept):
+    """Also if a step writes into its argument, which it does in runs without a trace."""
+    calls, x, w = [], np.linspace(0.5, 1.5, 4) + RANK, np.cos(np.arange(4.0))
+
+    def advance(u, k, c):
+        calls.append(1)
+        if isinstance(u, np.ndarray):
+            u *= 1.5
+            return mpiad.mpi_allreduce(c) * u**2 / 4
+        return mpiad.mpi_allreduce(c) * (1.5 * u) ** 2 / 4
+
+    c = np.ones(4) / SIZE
+    pull = mpiad.linearize(lambda u: scan(advance, u, STEPS, c, checkpoints=kept))(x).vjp
+    slope = np.ones(4)
+    for _ in range(STEPS):
+        slope, x = slope * 1.125 * x, 0.5625 * x**2
+    counts = []
+    for scale in (1.0, 2.0, 3.0):
+        calls.clear()
+        np.testing.assert_allclose(pull(scale * w), scale * w * slope, **CLOSE)
+        counts.append(len(calls))
+    assert counts == [counts[0]] * 3 and (kept < STEPS or counts[0] == STEPS)
+
+
+def test_batches_of_products_with_the_hessian():
+    whole, vs = Whole(), np.random.default_rng(9).normal(size=(2, CELLS))
+    u, x, c = whole.point
+    product = mpiad.make_hvp(lambda u: loss((u, x, c[MINE]), 2), objective="sum")(u[MINE]).product
+    for row, v in zip(product(vs[:, MINE], batch=True), vs):
+        above, below = (whole.gradient((u + step * v, x, c))[0] for step in (1e-5, -1e-5))
+        np.testing.assert_allclose(row, ((above - below) / 2e-5)[MINE], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.also_jitted

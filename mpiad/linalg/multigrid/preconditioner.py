@@ -194,6 +194,8 @@ class Multigrid:
     True True
     """
 
+    takes_blocks = True  # arrays with leading axes, as a preconditioner of `solve`
+
     def __init__(
         self,
         domain: Domain,

@@ -1,0 +1,196 @@
+"""SuperLU's factors of a sparse matrix on one rank, and solves with them for one or several right-hand sides.
+
+SuperLU solves for right-hand sides one by one, or for a few at a time. For several right-hand sides, a compiled loop is
+used instead, which reads each entry of the factors once for all of them. It is written in the kernel language (see
+`mpiad.compiling.translation`), and compiled from the source code of this file. The right-hand sides are the innermost axis
+of its array x.
+
+With permutation matrices P and Q, the factors of A are P A Q = L U. The columns of L and the rows of U are stored. A solve
+with A runs forward along the columns of L, and backward along the rows of U. Since Qᵀ Aᵀ Pᵀ = Uᵀ Lᵀ, a solve with Aᵀ runs
+forward along the rows of U, and backward along the columns of L. Four successive columns are used together, so that x is
+read and written once for all four. Most of them have entries in the same rows ("supernodes"); missing entries are zeros.
+
+References
+----------
+J. W. Demmel, S. C. Eisenstat, J. R. Gilbert, X. S. Li and J. W. H. Liu, A supernodal approach to sparse partial pivoting,
+SIAM Journal on Matrix Analysis and Applications 20 (1999).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse
+from scipy.sparse.linalg import splu
+
+from mpiad._typing import LocalArray
+from mpiad.compiling.cache import functions_of
+
+_MOST = 32  # right-hand sides of one call of the compiled loop
+_MOST_AT_ONCE = 2000  # unknowns up to which SuperLU takes all right-hand sides at once
+
+
+class SparseFactors:
+    """The factors of a square sparse matrix; raises a ValueError if the matrix, called `name`, is singular."""
+
+    def __init__(self, matrix: Any, name: str):
+        try:
+            self._factors: Any = splu(matrix)
+        except RuntimeError as error:
+            raise ValueError(f"{name} can't be factorized: {error}.") from error
+        self._dtype = np.result_type(matrix.dtype, np.float32)
+
+    def solve(self, rows: LocalArray, kind: str = "N") -> LocalArray:
+        """Return the solutions for right-hand sides (k, n), or the transposed matrix's if `kind` is "T"."""
+        if rows.dtype.kind == "c" and self._dtype.kind == "f":
+            return self.solve(rows.real, kind) + 1j * self.solve(rows.imag, kind)
+        if not len(rows):
+            return rows.copy()
+        if len(rows) == 1:
+            return self._factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
+        if rows.dtype == self._dtype == np.float64:
+            return self._block_solver(rows, kind)
+        # More columns at once than fit into the caches would take longer than one by one.
+        step = len(rows) if rows.shape[1] <= _MOST_AT_ONCE else 3
+        parts = [self._factors.solve(np.ascontiguousarray(rows[k : k + step]).T, kind).T for k in range(0, len(rows), step)]
+        return np.concatenate(parts)
+
+    @functools.cached_property
+    def _block_solver(self) -> _BlockSolver:
+        return _BlockSolver(self._factors)
+
+
+class _Triangle(NamedTuple):
+    """A lower triangular matrix in groups of four columns; its size is a multiple of four."""
+
+    starts: np.ndarray  # the first entry in `rows` of each group, and the number of entries
+    rows: np.ndarray  # the rows below each group with nonzero entries
+    # For each group, first the six entries within the group, column by column, then four entries for each of its rows.
+    values: np.ndarray
+    inverses: np.ndarray  # of the diagonal
+
+    @classmethod
+    def of(cls, matrix: Any) -> _Triangle:
+        below: Any = scipy.sparse.tril(matrix, -1, format="coo")
+        rows, columns, n = below.row.astype(np.int64), below.col.astype(np.int64), -(-below.shape[0] // 4) * 4
+        groups, first = columns // 4, columns % 4
+        inside = rows // 4 == groups
+        keys, places = np.unique((groups * n + rows)[~inside], return_inverse=True)
+        starts = np.searchsorted(keys, np.arange(n // 4 + 1) * n)
+        values, inverses = np.zeros(6 * (n // 4) + 4 * len(keys)), np.ones(n)
+        values[(6 * (groups + 1) + first)[~inside] + 4 * places] = below.data[~inside]
+        begins = 6 * groups + 4 * starts[groups] + first * (7 - first) // 2
+        values[(begins + rows % 4 - first - 1)[inside]] = below.data[inside]
+        inverses[: below.shape[0]] = 1.0 / matrix.diagonal()
+        return cls(starts, (keys % n).astype(np.int32), values, inverses)
+
+
+class _BlockSolver:
+    """Solves for several right-hand sides with SuperLU's factors."""
+
+    def __init__(self, factors: Any):
+        lower, upper = _Triangle.of(factors.L), _Triangle.of(factors.U.T)
+        into, out_of = (permutation.astype(np.int64) for permutation in (factors.perm_r, factors.perm_c))
+        self._arrays = {"N": [*lower, *upper, into, out_of], "T": [*upper, *lower, out_of, into]}
+        # The unused block of a kind (see `compiling.cache`), its number of right-hand sides, and its arrays.
+        self._unused: dict[str, tuple[np.ndarray, int, list[np.ndarray]]] = {}
+
+    def __call__(self, rows: np.ndarray, kind: str) -> np.ndarray:
+        """Return the solutions for rows (k, n) of doubles, or the transposed matrix's if `kind` is "T"."""
+        rows = np.ascontiguousarray(rows)
+        out, kernel = np.empty_like(rows), _kernel()
+        for start in range(0, len(rows), _MOST):
+            count = min(_MOST, len(rows) - start)
+            taken = self._unused.pop(kind, None)  # another thread may use one at the same time
+            if taken is None or taken[1] != count:
+                taken = self._block(kind, count)
+            block = taken[0]
+            block[-4], block[-2] = rows[start:].ctypes.data, out[start:].ctypes.data
+            kernel(block.ctypes.data)
+            self._unused[kind] = taken
+        return out
+
+    def _block(self, kind: str, count: int) -> tuple[np.ndarray, int, list[np.ndarray]]:
+        """Return a block, in which the addresses of the right-hand sides and solutions are still missing."""
+        n, width = len(self._arrays[kind][-1]), count + -count % 4  # a multiple of the processor's vectors
+        arrays = [np.array([width, count]), *self._arrays[kind], np.zeros((n + 3) * width), *np.zeros((4, width))]
+        words = [word for array in arrays for word in (array.ctypes.data, array.size)]
+        return np.array([0, 0, *words, 0, n * count, 0, n * count]), count, arrays
+
+
+@functools.cache
+def _kernel() -> Any:
+    numbers, values = "int64[::1]", "float64[::1]"
+    triangle = [numbers, "int32[::1]", values, values]
+    signature = f"linked({', '.join([numbers, *triangle, *triangle, numbers, numbers, *[values] * 7])})"
+    return functions_of(__name__, {"substitute": signature}, "contract")[0]
+
+
+def substitute(
+    widths: np.ndarray,
+    starts: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray,
+    starts_2: np.ndarray, below_2: np.ndarray, values_2: np.ndarray, inverses_2: np.ndarray,
+    into: np.ndarray, out_of: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray,
+    rows: np.ndarray, out: np.ndarray,
+) -> None:  # fmt: skip
+    """Solve with the first triangle, and then with the transpose of the second; x has `width` numbers per unknown."""
+    w, count, n = widths[0], widths[1], into.shape[0]
+    for i in range(n):
+        first = into[i] * w
+        for k in range(count):
+            x[first + k] = rows[k * n + i]
+    for k in range(n * w, x.shape[0]):  # rows that complete the last group
+        x[k] = 0.0
+    for g in range(starts.shape[0] - 1):
+        p, j = 6 * g + 4 * starts[g], 4 * g
+        ba, ca, da = values[p], values[p + 1], values[p + 2]
+        cb, db, dc = values[p + 3], values[p + 4], values[p + 5]
+        e, f, t, h = inverses[j], inverses[j + 1], inverses[j + 2], inverses[j + 3]
+        x0, x1, first = x[j * w : (j + 1) * w], x[(j + 1) * w : (j + 2) * w], (j + 2) * w
+        x2, x3 = x[first : first + w], x[first + w : first + 2 * w]
+        for k in range(w):
+            a[k] = e * x0[k]
+            b[k] = f * (x1[k] - ba * a[k])
+            c[k] = t * (x2[k] - ca * a[k] - cb * b[k])
+            d[k] = h * (x3[k] - da * a[k] - db * b[k] - dc * c[k])
+        for k in range(w):
+            x0[k], x1[k], x2[k], x3[k] = a[k], b[k], c[k], d[k]
+        p += 6
+        for q in range(starts[g], starts[g + 1]):
+            e, f, t, h, first = values[p], values[p + 1], values[p + 2], values[p + 3], below[q] * w
+            p += 4
+            other = x[first : first + w]
+            for k in range(w):
+                other[k] -= e * a[k] + f * b[k] + t * c[k] + h * d[k]
+    for g in range(starts_2.shape[0] - 2, -1, -1):
+        p, j = 6 * g + 4 * starts_2[g], 4 * g
+        ba, ca, da = values_2[p], values_2[p + 1], values_2[p + 2]
+        cb, db, dc = values_2[p + 3], values_2[p + 4], values_2[p + 5]
+        x0, x1, first = x[j * w : (j + 1) * w], x[(j + 1) * w : (j + 2) * w], (j + 2) * w
+        x2, x3 = x[first : first + w], x[first + w : first + 2 * w]
+        for k in range(w):
+            a[k], b[k], c[k], d[k] = x0[k], x1[k], x2[k], x3[k]
+        p += 6
+        for q in range(starts_2[g], starts_2[g + 1]):
+            e, f, t, h, first = values_2[p], values_2[p + 1], values_2[p + 2], values_2[p + 3], below_2[q] * w
+            p += 4
+            other = x[first : first + w]
+            for k in range(w):
+                a[k] -= e * other[k]
+                b[k] -= f * other[k]
+                c[k] -= t * other[k]
+                d[k] -= h * other[k]
+        e, f, t, h = inverses_2[j], inverses_2[j + 1], inverses_2[j + 2], inverses_2[j + 3]
+        for k in range(w):
+            d[k] *= h
+            c[k] = t * (c[k] - dc * d[k])
+            b[k] = f * (b[k] - cb * c[k] - db * d[k])
+            a[k] = e * (a[k] - ba * b[k] - ca * c[k] - da * d[k])
+        for k in range(w):
+            x0[k], x1[k], x2[k], x3[k] = a[k], b[k], c[k], d[k]
+    for i in range(n):
+        first = out_of[i] * w
+        for k in range(count):
+            out[k * n + i] = x[first + k]

@@ -1,0 +1,184 @@
+"""Programs of several reverse passes that run together ("lanes").
+
+The later parts of a program are reverse passes, which are linear in their seeds. `batched` derives a program of such parts,
+in which the seeds, and all arrays that depend on them, have a first axis for the lanes. It computes arrays of earlier parts
+again, except for the results of communications: these are inputs, since the earlier parts have logged them.
+
+A communication takes the arrays of all lanes at once if interpreted lanes also do this (`Step.combined`). Otherwise there
+is no program for several lanes, since other ranks may interpret theirs. A function that NumPy runs on whole arrays is
+called once per lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.programs.array_program import COMPUTED, ArrayProgram, Axis, Node, Slot, broadcast
+from mpiad.programs.fusion import Fusion
+from mpiad.programs.message_numbers import is_numbered
+from mpiad.programs.replay import Replays
+from mpiad.programs.traced_array import Step, mapped
+
+
+class Batched(NamedTuple):
+    """A program for several lanes, whose parts have the same numbers as in the program that it is derived from."""
+
+    replays: Replays
+    logged: list[int]  # positions in the log of earlier parts; their results are inputs, and precede the seeds
+
+
+def batched(program: ArrayProgram, parts: range, seeds: int, lanes: int) -> Batched | None:
+    """Return the program of some reverse passes for several lanes, None if there is none.
+
+    `seeds`: the position of their first seed among the inputs; all later inputs are seeds, too.
+    """
+    try:
+        made = _Batching(program, parts, seeds, lanes)
+        return Batched(Replays(Fusion(made.program).schedule()), made.logged)
+    except Exception:  # noqa: BLE001 (the lanes then run without it)
+        return None
+
+
+class _Batching:
+    def __init__(self, program: ArrayProgram, parts: range, seeds: int, lanes: int):
+        self.old, self.lanes, self.program = program, lanes, ArrayProgram()
+        self.numbers: dict[int, int] = {}  # of the nodes in the new program
+        self.with_lanes: set[int] = set()  # nodes that depend on the seeds
+        ends = [0, *program.ends, len(program.outputs)]
+        outputs = [program.outputs[ends[part] : ends[part + 1]] for part in parts]
+        before = [n for n, node in enumerate(program.nodes) if node.kind == "communicate" and node.part < parts.start]
+        needed = self._needed([n for part in outputs for n in part], parts)
+        self.logged = [k for k, n in enumerate(before) if n in needed]
+        for n in program.inputs[:seeds]:
+            self._input(n, program.nodes[n])
+        for k in self.logged:
+            self._input(before[k], program.nodes[before[k]])
+        for n in program.inputs[seeds:]:
+            node = program.nodes[n]
+            self._input(n, node._replace(shape=(lanes, *node.shape)))
+            self.with_lanes.add(n)
+        self.program.constants = program.constants
+        for n in sorted(needed - self.numbers.keys()):
+            node = program.nodes[n]
+            self.program.site, self.program.part = node.site, max(node.part, parts.start)
+            self.numbers[n] = self._node(n, node)
+            self._weaken(n)
+        self.program.outputs = [self._over_lanes(n) for part in outputs for n in part]
+        sizes = np.cumsum([len(part) for part in outputs])
+        self.program.ends = [0] * parts.start + sizes[:-1].tolist()
+
+    def _needed(self, outputs: Sequence[int], parts: range) -> set[int]:
+        """Return the outputs, the communications of the parts, and all nodes on which these depend."""
+        found = set(outputs)
+        for n in range(len(self.old.nodes) - 1, -1, -1):
+            node = self.old.nodes[n]
+            is_message = node.kind == "communicate"
+            if n in found or is_message and node.part in parts:
+                found.add(n)
+                found.update(() if is_message and node.part < parts.start else node.inputs)
+        return found
+
+    def _input(self, n: int, node: Node) -> None:
+        if node.dtype == object:
+            raise NotImplementedError
+        self.numbers[n] = self.program.input(node.shape, node.dtype)
+        self._weaken(n)
+
+    def _weaken(self, n: int) -> None:
+        if n in self.old.weak:
+            if n in self.with_lanes:
+                raise NotImplementedError
+            self.program.weak.add(self.numbers[n])
+
+    def _over_lanes(self, n: int) -> int:
+        """Return an array with lanes, which are equal if it doesn't depend on the seeds."""
+        x, node = self.numbers[n], self.old.nodes[n]
+        if n in self.with_lanes:
+            return x
+        if node.dtype not in COMPUTED:
+            raise NotImplementedError
+        shape = (self.lanes, *node.shape)
+        return self.program.view(x, broadcast(node.shape, shape), shape)
+
+    def _node(self, n: int, node: Node) -> int:
+        """Append the node for all lanes, or a copy of the node if it doesn't depend on the seeds."""
+        inputs = [self.numbers[x] for x in node.inputs]
+        if node.kind != "communicate" and not any(x in self.with_lanes for x in node.inputs):
+            return self.program.add(node.kind, inputs, node.shape, node.dtype, node.data)
+        self.with_lanes.add(n)
+        program, shape = self.program, (self.lanes, *node.shape)
+        if node.kind == "elementwise":
+            self._store([self.numbers[x] for x in node.inputs if x not in self.with_lanes])
+            aligned = [self._aligned(x, len(shape)) for x in node.inputs]
+            return program.add("elementwise", aligned, shape, node.dtype, node.data)
+        if node.kind == "view":
+            axes = [axis if axis.source is None else axis._replace(source=axis.source + 1) for axis in node.data]
+            return program.view(inputs[0], (Axis(0, 1, 0), *axes), shape)
+        if node.kind == "reshape":
+            return program.reshape(inputs[0], shape)
+        if node.kind == "join":
+            return program.join([self._over_lanes(x) for x in node.inputs], node.data + 1)
+        if node.kind == "update":
+            whole, block = map(self._over_lanes, node.inputs)
+            return program.update(whole, block, (0, *node.data))
+        if node.kind == "reduce":
+            name, axes = node.data
+            return program.add("reduce", inputs, shape, node.dtype, (name, tuple([axis + 1 for axis in axes])))
+        if node.kind == "communicate":
+            return self._communication(node, shape)
+        if node.kind != "call":
+            raise NotImplementedError
+        step = _per_lane(node.data, [x in self.with_lanes for x in node.inputs], self.lanes)
+        return program.add("call", inputs, shape, node.dtype, step)
+
+    def _aligned(self, n: int, ndim: int) -> int:
+        """Return an operand with axes of length 1 after the lanes, so that it has `ndim` axes."""
+        x, shape = self.numbers[n], self.old.nodes[n].shape
+        if n not in self.with_lanes:
+            return x
+        return self.program.reshape(x, (self.lanes, *[1] * (ndim - 1 - len(shape)), *shape))
+
+    def _store(self, operands: list[int]) -> None:
+        """Keep operands without lanes in memory: otherwise a loop would compute them once per lane."""
+        while operands:
+            node = self.program.nodes[x := operands.pop()]
+            if node.kind == "elementwise":
+                self.program.stored.add(x)
+            elif node.kind in ("view", "join", "update"):
+                operands += node.inputs
+
+    def _communication(self, node: Node, shape: Shape) -> int:
+        call: Step = node.data
+        first, *others = node.inputs or (-1,)
+        takes_lanes = call.combined and call.kind in ("communicate", "operate") and call.args[:1] == (Slot(0),)
+        if not takes_lanes or node.dtype == object or call.kind == "communicate" and is_numbered(call.args[1]):
+            raise NotImplementedError
+        # The cotangent of a result on which nothing depends is the number zero. Interpreted lanes send it per lane, too.
+        is_zero = first not in self.with_lanes and self.old.nodes[first].kind == "number"
+        if any(x in self.with_lanes for x in others) or not (is_zero or first in self.with_lanes):
+            raise NotImplementedError
+        inputs = [self._over_lanes(first), *[self.numbers[x] for x in others]]
+        return self.program.add("communicate", inputs, shape, node.dtype, call)
+
+
+def _per_lane(call: Step, with_lanes: Sequence[bool], lanes: int) -> Step:
+    """Return a call that makes the given call once per lane, and stacks the results."""
+
+    def called(*arrays: Array) -> Array:
+        def of_lane(x: Any, lane: int) -> Any:
+            if not isinstance(x, Slot):
+                return x
+            return arrays[x.place][lane] if with_lanes[x.place] else arrays[x.place]
+
+        made = []
+        for lane in range(lanes):
+            args, kwargs = (mapped(part, lambda x: of_lane(x, lane)) for part in (call.args, call.kwargs))  # noqa: B023
+            made.append(call.fun(*args, **kwargs))
+        return np.stack(made)
+
+    called.__name__ = getattr(call.fun, "__name__", "call")
+    return call._replace(fun=called, args=tuple([Slot(k) for k in range(len(with_lanes))]), kwargs={})
