@@ -63,7 +63,7 @@ class Point:
     __slots__ = ("_bits", "gradient", "value", "x")
 
     def __init__(self, x: np.ndarray, value: float | None = None):
-        self.x = x.copy()  # SciPy's methods and the user's function may overwrite x
+        self.x = x.copy()  # SciPy's methods may overwrite x
         self._bits = self.x.view(np.int64)  # compared by bits, so that NaN equals NaN
         self.value = value
         self.gradient: np.ndarray | None = None
@@ -120,7 +120,7 @@ class Points:
         return not all(np.all(np.isfinite(each)) for each in numbers)
 
     def with_value(self, x: np.ndarray) -> Point:
-        """Return the point x with its objective. The user's function gets x without a copy, and may overwrite it."""
+        """Return the point x with its objective."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:

@@ -13,7 +13,7 @@ from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
 from mpiad.optimize.history import Iterate, Record, Row
-from mpiad.optimize.packing import LocalPacking
+from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.transport.exits.user_failures import StageFailures
 from mpiad.transport.resources import vdot
@@ -132,9 +132,7 @@ class ShardedIterates:
     `called`: whether any rank has a callback.
     """
 
-    def __init__(
-        self, packing: LocalPacking, agreement: StageFailures, callback: Function | None, called: bool, record: Record
-    ):
+    def __init__(self, packing: Packing, agreement: StageFailures, callback: Function | None, called: bool, record: Record):
         self.packing, self._agreement, self.called = packing, agreement, called
         self._callback, self.record = _with_row(callback), record
 

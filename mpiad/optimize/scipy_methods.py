@@ -66,8 +66,8 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
         if iterates.exhausted:
             raise points.limit_reached()
         if iterates.earlier_iterations and options.get("maxiter") == 0:  # SciPy would make an iteration
-            iterates.value(start.copy())
-            points.gradient(start.copy())
+            iterates.value(start)
+            points.gradient(start)
             done = f"STOP: all {iterates.count} iterations are done. Raise options['maxiter']"
             raise EndMethod(Ending(1, f"{done}, or accept x, the best point so far."))
         result = scipy.optimize.minimize(

@@ -86,11 +86,8 @@ class DeviceVectors:
             total += factors[positions] @ self.memory[part]
         self.memory[row] = total
 
-    def advance(
-        self, parts: Parts, coefficients: np.ndarray, row: int, origin: Array, step: float, outs: tuple[Array, None]
-    ) -> None:
+    def advance(self, parts: Parts, coefficients: np.ndarray, row: int, origin: Array, step: float, out: Array) -> None:
         """Call `combine`, unless `parts` is empty, and write the point ``origin + step * row``."""
-        out = outs[0]
         if parts:
             self.combine(parts, coefficients, row)
         np.multiply(self.memory[row], step, out=out)
@@ -136,9 +133,8 @@ class DeviceVectors:
         free, projected = self.box.free_and_step(x, gradient, norm, whole)  # type: ignore[union-attr]
         self.memory[ring.direction] = np.where(free, self.memory[ring.direction], projected)
 
-    def advance_within(self, row: int, origin: Array, step: float, outs: tuple[Array, None]) -> None:
+    def advance_within(self, row: int, origin: Array, step: float, out: Array) -> None:
         """Write the projection of the point ``origin + step * row``."""
-        out = outs[0]
         np.multiply(self.memory[row], step, out=out)
         out += origin
         self._clipped = self.project(out)

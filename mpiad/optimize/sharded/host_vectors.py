@@ -29,7 +29,6 @@ PADDING = 24
 
 # Slices of rows, each with the slice of the corresponding coefficients or products.
 Parts = list[tuple[slice, slice]]
-Outputs = tuple[np.ndarray, np.ndarray | None]
 
 
 class Ring:
@@ -161,18 +160,15 @@ class HostVectors:
             self._combine(tile, parts, coefficients, tile[row])
 
     def advance(
-        self, parts: Parts, coefficients: np.ndarray, row: int, origin: np.ndarray, step: float, outs: Outputs
+        self, parts: Parts, coefficients: np.ndarray, row: int, origin: np.ndarray, step: float, out: np.ndarray
     ) -> None:
-        """Call `combine`, unless `parts` is empty, and write the point ``origin + step * row`` to the vectors `outs`."""
-        out, copy = outs
+        """Call `combine`, unless `parts` is empty, and write the point ``origin + step * row`` to the vector `out`."""
         for part, tile in self:
             direction, point = tile[row], out[part]
             if parts:
                 self._combine(tile, parts, coefficients, direction)
             np.multiply(direction, step, out=point)
             point += origin[part]
-            if copy is not None:
-                np.copyto(copy[part], point)
 
     def _combine(self, tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
         first, *others = parts
@@ -225,16 +221,13 @@ class HostVectors:
             free, projected = self.box.free_and_step(x[part], tile[ring.gradient], norm, part)  # type: ignore[union-attr]
             np.copyto(tile[ring.direction], projected, where=~free)
 
-    def advance_within(self, row: int, origin: np.ndarray, step: float, outs: Outputs) -> None:
+    def advance_within(self, row: int, origin: np.ndarray, step: float, out: np.ndarray) -> None:
         """Write the projection of the point ``origin + step * row``; see `advance`."""
-        out, copy = outs
         self._clipped = False
         for part, tile in self:
             np.multiply(tile[row], step, out=out[part])
             out[part] += origin[part]
             self._clipped |= self.box.project(out[part], part)  # type: ignore[union-attr]
-        if copy is not None:
-            np.copyto(copy, out)
 
     @np.errstate(over="ignore", invalid="ignore")  # as in `store_trial`
     def store_trial_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, origin: np.ndarray | None) -> list[float]:

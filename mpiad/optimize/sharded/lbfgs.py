@@ -217,7 +217,7 @@ class LBFGS:
         """Evaluate the point at a step along the direction, projected onto the bounds."""
         point = Point(self._spare.pop() if self._spare else self._memory.vectors.new())
         point.step = step
-        self._memory.advance(iterate, step, (point.x, self._iterates.packing.next_buffer()))
+        self._memory.advance(iterate, step, point.x)
         return self._evaluated(point, iterate)
 
     def _evaluated(self, point: Point, iterate: Point | None) -> Point:

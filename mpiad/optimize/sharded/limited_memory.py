@@ -148,20 +148,20 @@ class LimitedMemory:
             with_gradient[old] = of_gradient
         with_gradient[rows[-1]] = sums[2 * len(rows) - 1]
 
-    def advance(self, current: Point, step: float, outs: tuple[Array, Array | None]) -> None:
-        """Write the point ``x + step * direction`` to the vectors `outs`, with x of `current`, the current point.
+    def advance(self, current: Point, step: float, out: Array) -> None:
+        """Write the point ``x + step * direction`` to the vector `out`, with x of `current`, the current point.
 
         The first call after `update` also computes the direction.
         """
         ring, vectors = self.ring, self.vectors
         parts = [] if self._direction_computed else ring.parts()
         if vectors.box is None:
-            vectors.advance(parts, self._coefficients, ring.direction, current.x, step, outs)  # type: ignore[arg-type]
+            vectors.advance(parts, self._coefficients, ring.direction, current.x, step, out)  # type: ignore[arg-type]
         else:
             if parts:
                 vectors.combine(parts, self._coefficients, ring.direction)
                 vectors.set_direction_at_bounds(ring, current.x, current.norm)
-            vectors.advance_within(ring.direction, current.x, step, outs)  # type: ignore[arg-type]
+            vectors.advance_within(ring.direction, current.x, step, out)  # type: ignore[arg-type]
         self._direction_computed = True
 
     def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:

@@ -196,7 +196,7 @@ class MMA:
         """Evaluate the point x; `before` is the previous point."""
         self.count += 1
         value, gradient = self._evaluation.both(x)
-        point = MMAPoint(x, [gradient.copy()])  # type: ignore[union-attr]
+        point = MMAPoint(x, [gradient])  # type: ignore[union-attr]
         point.constraints, rows = self._constraints.at(x)
         point.slopes += rows
         if not len(self.multipliers):

@@ -15,7 +15,7 @@ from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress, Record
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import DevicePacking, LocalPacking, local_packing
+from mpiad.optimize.packing import DevicePacking, Packing, local_packing
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.scipy_methods import MethodArguments
@@ -37,7 +37,7 @@ class LocalArguments(NamedTuple):
     """A rank's arguments: its variables, their bounds, the settings of the method, and its checkpoint."""
 
     start: Tree
-    packing: LocalPacking
+    packing: Packing
     box: Box | None
     constraints: list[UserConstraint]
     settings: AnySettings
