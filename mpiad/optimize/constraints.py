@@ -21,7 +21,7 @@ import autograd.numpy as anp
 import numpy as np
 import scipy
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function
 from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
 from mpiad.optimize.checkpoint import fingerprint
@@ -48,11 +48,10 @@ class Box(NamedTuple):
         """Return a checksum of the bounds."""
         return fingerprint(*self)
 
-    def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
-        """Project the variables x of a part onto their bounds, in place; return whether any variable changed."""
-        moved = bool(to_host(np.any(x < self.low[part]) | np.any(x > self.high[part])))
-        if moved:
-            np.clip(x, self.low[part], self.high[part], out=x)
+    def project(self, x: Array) -> Array:
+        """Project the variables x onto their bounds, in place; return whether any variable changed, on the device of x."""
+        moved = np.any((x < self.low) | (x > self.high))
+        np.clip(x, self.low, self.high, out=x)
         return moved
 
     def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:

@@ -242,7 +242,7 @@ class LBFGS:
             self._spare.append(start)
             return self._descend(self._restored(found))
         if self._bounded:
-            self._memory.vectors.project(start)
+            self._memory.vectors.box.project(start)  # type: ignore[union-attr]
         iterate = self._evaluated(Point(start), None)
         self._iterates.record.add(iterate, self.count, iterate.length)
         if not iterate.finite:

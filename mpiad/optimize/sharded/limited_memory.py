@@ -26,7 +26,6 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
@@ -43,7 +42,7 @@ class LimitedMemory:
     products are computed in each iteration.
     """
 
-    def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
+    def __init__(self, ring: Ring, vectors: HostVectors, totals: Totals):
         self.ring, self.vectors, self.totals = ring, vectors, totals
         height = ring.height
         # The row of a step stores the direction; these factors convert the direction to the step.
@@ -156,12 +155,12 @@ class LimitedMemory:
         ring, vectors = self.ring, self.vectors
         parts = [] if self._direction_computed else ring.parts()
         if vectors.box is None:
-            vectors.advance(parts, self._coefficients, ring.direction, current.x, step, out)  # type: ignore[arg-type]
+            vectors.advance(parts, self._coefficients, ring.direction, current.x, step, out)
         else:
             if parts:
                 vectors.combine(parts, self._coefficients, ring.direction)
                 vectors.set_direction_at_bounds(ring, current.x, current.norm)
-            vectors.advance_within(ring.direction, current.x, step, out)  # type: ignore[arg-type]
+            vectors.advance_within(ring.direction, current.x, step, out)
         self._direction_computed = True
 
     def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:
