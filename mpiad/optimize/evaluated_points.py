@@ -89,7 +89,7 @@ class Points:
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
-        self._evaluation, self._instructions, self._together = evaluation, instructions, together
+        self._evaluation, self._instructions = evaluation, instructions
         self._for_value = BOTH if together or evaluation.only_both else VALUE
         self._last_with_value: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_MAX_STORED)
@@ -128,19 +128,14 @@ class Points:
         return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient at x, shape (n,), as a read-only view for methods that need it with each value."""
+        """Return the gradient at x, shape (n,)."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.gradient is None:
             # All ranks store the forward pass of the last evaluation of the value.
             ready = point is self._last_with_value or (self._evaluation.separate and point.value is not None)
             self._evaluate(GRADIENT if ready else BOTH, point, x)
-        gradient: np.ndarray = self._value_and_gradient(point)[1]
-        if not self._together:
-            return gradient.copy()
-        view = gradient.view()
-        view.flags.writeable = False
-        return view
+        return self._value_and_gradient(point)[1].copy()
 
     def value_for_method(self, point: Point) -> float:
         """Return the objective at a point, or a substitute if it isn't finite."""

@@ -101,13 +101,11 @@ class Packing:
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
     def _packed(self, tree: Tree, convert: Callable[[Array], Array]) -> np.ndarray:
-        out = np.empty(self.size)
-        for leaf, (_, dtype), part in zip(self._arrays(tree), self.specs, split(out, self._lengths)):
-            if dtype.kind == "c":
-                part.view(complex)[:] = convert(leaf).reshape(-1)
-            else:
-                part[:] = leaf.reshape(-1)
-        return out
+        parts = []
+        for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
+            flat = leaf.reshape(-1)
+            parts.append(convert(flat).astype(complex).view(float) if dtype.kind == "c" else flat.astype(float))
+        return np.concatenate(parts)
 
     def _arrays(self, tree: Tree) -> list[Array]:
         """Return a pytree's arrays of variables, on the vector's device; raise unless they match the template."""
@@ -159,14 +157,6 @@ class DevicePacking(Packing):
         super().__init__(template)
         self.xp: ArrayModule = self.namespaces[0]  # type: ignore[assignment]
         self._on_device = False  # no copies between devices are needed
-
-    def _packed(self, tree: Tree, convert: Callable[[Array], Array]) -> Array:
-        parts = []
-        for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
-            if dtype.kind == "c":
-                leaf = self.xp.contiguous(convert(leaf).astype(complex)).reshape(-1).view(float)
-            parts.append(leaf.reshape(-1).astype(float))
-        return np.concatenate(parts)
 
     def _array(self, leaf: Array, position: int, shape: Shape) -> Array:
         if arrays_of(leaf) != self.xp or leaf.shape != shape:

@@ -64,9 +64,11 @@ class DeviceVectors(HostVectors):
         products = found[:-1].reshape(self.height, len(vectors))[ring.rows()]
         return products[:, 0] if change else of_change, products[:, -1] if gradient else of_gradient, found[-1]
 
-    def _combine(self, tile: Array, parts: Parts, coefficients: np.ndarray, out: Array) -> None:
+    def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
+        """Write a linear combination of rows to another row; the coefficients are copied to the device."""
         factors = self._xp.to_device(coefficients)
-        out[...] = functools.reduce(operator.add, (factors[positions] @ tile[part] for part, positions in parts))
+        terms = (factors[positions] @ self.memory[rows] for rows, positions in parts)
+        self.memory[row] = functools.reduce(operator.add, terms)
 
     def numbers(self, found: list[Array]) -> list[float]:
         """Return scalars on the host, by one copy."""

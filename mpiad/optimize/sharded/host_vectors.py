@@ -156,23 +156,19 @@ class HostVectors:
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row."""
+        (first, positions), *others = parts
         for _, tile in self:
-            self._combine(tile, parts, coefficients, tile[row])
+            combination(coefficients[positions], tile[first], self.size, tile[row])
+            for rows, positions_of_rows in others:
+                tile[row] += combination(coefficients[positions_of_rows], tile[rows], self.size)
 
-    def advance(self, parts: Parts, coefficients: np.ndarray, row: int, origin: Array, step: float, out: Array) -> None:
-        """Call `combine`, unless `parts` is empty, and write the point ``origin + step * row`` to the vector `out`."""
+    def advance(self, row: int, origin: Array, step: float, out: Array) -> None:
+        """Write the point ``origin + step * row``, projected onto the bounds, to the vector `out`."""
         for part, tile in self:
-            direction, point = tile[row], out[part]
-            if parts:
-                self._combine(tile, parts, coefficients, direction)
-            np.multiply(direction, step, out=point)
-            point += origin[part]
-
-    def _combine(self, tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
-        first, *others = parts
-        combination(coefficients[first[1]], tile[first[0]], self.size, out)
-        for rows, positions in others:
-            out += combination(coefficients[positions], tile[rows], self.size)
+            np.multiply(tile[row], step, out=out[part])
+            out[part] += origin[part]
+        if self.box is not None:
+            self._clipped = self.box.project(out)
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def store_trial(self, gradient: Array, direction: int, out: int) -> list[float]:
@@ -218,11 +214,6 @@ class HostVectors:
         for part, tile in self:
             free, projected = self.box.free_and_step(x[part], tile[ring.gradient], norm, part)  # type: ignore[union-attr]
             tile[ring.direction] = np.where(free, tile[ring.direction], projected)
-
-    def advance_within(self, row: int, origin: Array, step: float, out: Array) -> None:
-        """Write the projection of the point ``origin + step * row``; see `advance`."""
-        self.advance([], np.zeros(0), row, origin, step, out)
-        self._clipped = self.box.project(out)  # type: ignore[union-attr]
 
     @np.errstate(over="ignore", invalid="ignore")  # as in `store_trial`
     def store_trial_within(self, ring: Ring, gradient: Array, x: Array, origin: Array | None) -> list[float]:

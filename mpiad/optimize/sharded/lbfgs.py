@@ -247,7 +247,7 @@ class LBFGS:
         self._iterates.record.add(iterate, self.count, iterate.length)
         if not iterate.finite:
             return iterate, NOT_FINITE
-        return self._descend(self._state_at(iterate, None, False))
+        return self._descend(self._state_at(iterate, None))
 
     def _descend(self, state: State) -> tuple[Point, Ending]:
         while True:
@@ -263,15 +263,15 @@ class LBFGS:
             if found is not iterate:
                 self._iteration += 1
                 found.range = self._barrier - found.length if self._barrier > found.length else math.inf
-                stop = self._iterates.report(found, self.count, found.length)
-                state = self._state_at(found, iterate, stop)
+                self._iterates.report(found, self.count, found.length)
+                state = self._state_at(found, iterate)
                 self._spare.append(iterate.x)
             elif self._memory.ring.count == 0 and self.count < self._settings.maxfun:
                 return iterate, ABNORMAL
             else:
                 # No better point along the direction: retry with steepest descent.
                 self._memory.ring.forget()
-                state = self._state_at(iterate, None, False)
+                state = self._state_at(iterate, None)
 
     def _ending(self, state: State) -> Ending | None:
         if state.iterate.norm <= self._settings.gtol:
@@ -279,11 +279,11 @@ class LBFGS:
         counts = self._iteration, self.count
         return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, counts, self._settings)
 
-    def _state_at(self, new: Point, before: Point | None, stop: bool) -> State:
+    def _state_at(self, new: Point, before: Point | None) -> State:
         """Make a point the current point of the memory; return the state of the solve at this point."""
         # The memory stores a step only if the curvature along it is positive.
         curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
-        slope, grad_norm, stopped = self._memory.update(new, before if curved else None, stop)
+        slope, grad_norm, stopped = self._memory.update(new, before if curved else None, self._iterates.stopped)
         value_before = math.inf if before is None else before.value
         return State(self.count, new, value_before, slope, grad_norm, stopped)
 

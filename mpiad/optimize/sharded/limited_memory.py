@@ -153,15 +153,12 @@ class LimitedMemory:
         The first call after `update` also computes the direction.
         """
         ring, vectors = self.ring, self.vectors
-        parts = [] if self._direction_computed else ring.parts()
-        if vectors.box is None:
-            vectors.advance(parts, self._coefficients, ring.direction, current.x, step, out)
-        else:
-            if parts:
-                vectors.combine(parts, self._coefficients, ring.direction)
+        if not self._direction_computed:
+            vectors.combine(ring.parts(), self._coefficients, ring.direction)
+            if vectors.box is not None:
                 vectors.set_direction_at_bounds(ring, current.x, current.norm)
-            vectors.advance_within(ring.direction, current.x, step, out)
-        self._direction_computed = True
+            self._direction_computed = True
+        vectors.advance(ring.direction, current.x, step, out)
 
     def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:
         """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.

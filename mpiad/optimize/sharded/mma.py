@@ -152,7 +152,7 @@ class MMA:
         self._settings, self._files, self._box = settings, files, box
         width = box.high - box.low
         self._width = np.where(width > 0.0, width, 1.0)  # one for fixed variables
-        self.count, self._iteration, self._stopped, self.multipliers = 0, 0, False, np.zeros(0)
+        self.count, self._iteration, self.multipliers = 0, 0, np.zeros(0)
         self._before: tuple[Array, Array] | None = None  # the last two iterates before the current one
         self._asymptotes: tuple[Array, Array] | None = None
 
@@ -176,7 +176,7 @@ class MMA:
             if new is None:
                 return point, EVALUATIONS if self.count >= self._settings.maxfun else UNDEFINED
             self._iteration += 1
-            self._stopped = self._iterates.report(new, self.count, new.length)
+            self._iterates.report(new, self.count, new.length)
             point = new
 
     def _ending(self, point: MMAPoint) -> Ending | None:
@@ -186,11 +186,8 @@ class MMA:
                 return OPTIMAL
             if point.change <= settings.xtol:
                 return SMALL_STEP
-
-        def stopped() -> bool:
-            return self._iterates.called and self._totals.reduce([float(self._stopped)], [0.0], [])[0] > 0.0
-
-        return ending_at(math.inf, point.value, stopped, (self._iteration, self.count), settings)
+        counts = self._iteration, self.count
+        return ending_at(math.inf, point.value, self._iterates.any_stopped, counts, settings)
 
     def _evaluated(self, x: Array, before: MMAPoint | None) -> MMAPoint:
         """Evaluate the point x; `before` is the previous point."""

@@ -192,7 +192,7 @@ class NewtonCG:
         self.count, self._iteration = 0, 0
         self._forcing, self._radius, self._norm_at_start = settings.forcing or _LARGEST, settings.radius, math.nan
         self._full_step: NewtonPoint | None = None  # the point at the end of a step, if `_step` has evaluated it
-        self._value_before, self._stopped = math.inf, False
+        self._value_before = math.inf
         self._next_point = self._line_search if settings.globalization == "line search" else self._trust_region
 
     def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
@@ -227,18 +227,14 @@ class NewtonCG:
             chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
             chosen = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
             self._forcing = self._settings.forcing or chosen
-            self._stopped = self._iterates.report(found, self.count, found.length)
+            self._iterates.report(found, self.count, found.length)
             iterate = found
 
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
-        settings = self._settings
         if iterate.norm <= self._tolerance:
             return GRADIENT
-
-        def stopped() -> bool:
-            return self._iterates.called and self._sums(float(self._stopped))[0] > 0.0
-
-        return ending_at(self._value_before, iterate.value, stopped, (self._iteration, self.count), settings)
+        counts = self._iteration, self.count
+        return ending_at(self._value_before, iterate.value, self._iterates.any_stopped, counts, self._settings)
 
     @property
     def _tolerance(self) -> float:

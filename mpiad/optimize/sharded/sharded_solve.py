@@ -74,7 +74,7 @@ class Sharded(Solve):
         own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
         bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
         record = Record(progress if self._totals.is_root else None)
-        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record)
+        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record, self._totals)
         box = self._box(bool(bounded))
         if box is not None and not isinstance(settings, Settings) and isinstance(packing, DevicePacking):
             box = Box(*map(packing.xp.to_device, box))
