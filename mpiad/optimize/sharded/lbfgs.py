@@ -211,11 +211,10 @@ class LBFGS:
         self._bounded = memory.vectors.box is not None
         self.count, self._iteration = 0, 0
         self._barrier = math.inf  # length of the shortest step of the last search without a finite value
-        self._spare: list[Array] = []  # vectors of points that are no longer needed
 
     def _along(self, iterate: Point, step: float) -> Point:
         """Evaluate the point at a step along the direction, projected onto the bounds."""
-        point = Point(self._spare.pop() if self._spare else self._memory.vectors.new())
+        point = Point(self._memory.vectors.new())
         point.step = step
         self._memory.advance(iterate, step, point.x)
         return self._evaluated(point, iterate)
@@ -239,7 +238,6 @@ class LBFGS:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
         found = self._files.load()
         if found is not None:
-            self._spare.append(start)
             return self._descend(self._restored(found))
         if self._bounded:
             self._memory.vectors.box.project(start)  # type: ignore[union-attr]
@@ -265,7 +263,6 @@ class LBFGS:
                 found.range = self._barrier - found.length if self._barrier > found.length else math.inf
                 self._iterates.report(found, self.count, found.length)
                 state = self._state_at(found, iterate)
-                self._spare.append(iterate.x)
             elif self._memory.ring.count == 0 and self.count < self._settings.maxfun:
                 return iterate, ABNORMAL
             else:
@@ -303,20 +300,16 @@ class LBFGS:
                 trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
                 self._barrier = min(self._barrier, trial.length)
-                self._spare.append(trial.x)
                 line.back_away()
                 continue
             # If a variable has reached a bound, the slope along the path is discontinuous, and only a decrease is required.
             lower = trial.clipped and line.decreases(trial.value, trial.change_before)
             if lower or line.accepts(trial.value, trial.slope):
-                self._release_trial(best, iterate)
                 return trial
             if trial.value < best.value:
                 self._memory.store_gradient(trial)
-                trial, best = best, trial
-            self._release_trial(trial, iterate)
+                best = trial
             if self._files.interrupted:
-                self._release_trial(best, iterate)
                 return iterate
         self._memory.restore_gradient(best)
         return best
@@ -327,10 +320,6 @@ class LBFGS:
         # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
         # The length of the direction is at least -slope / grad_norm, so this step isn't shorter than the distance to them.
         return min(1.0, iterate.range * grad_norm / -slope)
-
-    def _release_trial(self, point: Point, iterate: Point) -> None:
-        if point is not iterate:
-            self._spare.append(point.x)
 
     def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
         point = state.iterate

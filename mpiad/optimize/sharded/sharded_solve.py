@@ -20,7 +20,15 @@ from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.scipy_methods import MethodArguments
 from mpiad.optimize.sharded.constraint_values import ConstraintValues, LinearEquality, local_constraints
-from mpiad.optimize.sharded.convergence import NOT_FINITE, AnySettings, MMASettings, NewtonSettings, Settings, settings_of
+from mpiad.optimize.sharded.convergence import (
+    NOT_FINITE,
+    AnySettings,
+    MMASettings,
+    NewtonSettings,
+    Settings,
+    identity_of,
+    settings_of,
+)
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.lbfgs import LBFGS
@@ -127,9 +135,8 @@ class Sharded(Solve):
         arguments, comm = self._arguments, self._used.data
         if arguments.checkpoint is None:
             return Identity({})
-        problem = (
-            problem_of(self._program, arguments.packing, to_host(start), self._used.size) | arguments.settings.identity
-        )
+        problem = problem_of(self._program, arguments.packing, to_host(start), self._used.size)
+        problem |= identity_of(arguments.settings)
         problem["bounds (checksum)"] = None if arguments.box is None else arguments.box.fingerprint
         if arguments.constraints:
             problem["limits of constraints"] = [[each.low.tolist(), each.high.tolist()] for each in arguments.constraints]
