@@ -24,7 +24,6 @@ import scipy
 from mpiad._typing import Array, Function
 from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
-from mpiad.optimize.checkpoint import fingerprint
 from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 from mpiad.transport.devices.device_arrays import is_device_array, named
@@ -43,22 +42,17 @@ class Box(NamedTuple):
         """Return the largest violation of a bound by x."""
         return float(max(np.max(self.low - x, initial=0.0), np.max(x - self.high, initial=0.0)))
 
-    @property
-    def fingerprint(self) -> str:
-        """Return a checksum of the bounds."""
-        return fingerprint(*self)
-
     def project(self, x: Array) -> Array:
         """Project the variables x onto their bounds, in place; return whether any variable changed, on the device of x."""
         moved = np.any((x < self.low) | (x > self.high))
         np.clip(x, self.low, self.high, out=x)
         return moved
 
-    def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
+    def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice = slice(None)) -> np.ndarray:
         """Return the projected gradient step P(x - g) - x of a part's variables; it is zero at a stationary point."""
         return np.clip(x - gradient, self.low[part], self.high[part]) - x
 
-    def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
+    def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice = slice(None)) -> np.ndarray:
         """Return a mask of a part's free variables; `norm` is the largest absolute entry of `projected_step` on any rank.
 
         A variable isn't free if it is at a bound or close to it, and a step along the negative gradient violates it.

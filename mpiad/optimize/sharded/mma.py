@@ -47,7 +47,6 @@ UNDEFINED = Ending(2, "ABNORMAL: the objective or a constraint isn't finite at a
 # The largest distance of the asymptotes, the smallest distance of the variables from them, and the curvature that the
 # approximations have in addition to that of the slopes.
 _FARTHEST, _MARGIN, _CURVATURE, _LEAST = 10.0, 0.1, 1e-3, 1e-5
-_EVERYWHERE = slice(None)
 
 
 @dataclass(eq=False, slots=True)
@@ -201,7 +200,7 @@ class MMA:
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
             lagrangian: Array = sum((y * row for y, row in zip(self.multipliers.tolist(), rows)), point.slopes[0])
             moved = x * 0.0 if before is None else x - before.x
-            projected = self._box.projected_step(x, lagrangian, _EVERYWHERE)
+            projected = self._box.projected_step(x, lagrangian)
             terms = [local_dot(moved, moved), *(local_dot(np.abs(slope), self._width) for slope in point.slopes)]
             largest = [float(to_host(np.max(np.abs(part)))) if x.size else 0.0 for part in (projected, moved / self._width)]
         square, *found = self._totals.reduce(terms, largest, [value])

@@ -154,7 +154,6 @@ _LINEAR = 1e-8
 # Tolerance of the relative difference between g·P(Pg) and Pg·Pg; iterative solvers aren't exactly symmetric.
 _ASYMMETRY = 1e-3
 _NEAR = 1.5  # see `System.slack`
-_EVERYWHERE = slice(None)
 
 
 class NewtonPoint:
@@ -262,10 +261,10 @@ class NewtonCG:
             return
         at_bounds = 0.0
         if self._box is not None:
-            point.projected_step = self._box.projected_step(point.x, point.gradient, _EVERYWHERE)
+            point.projected_step = self._box.projected_step(point.x, point.gradient)
             largest = float(to_host(np.max(np.abs(point.projected_step)))) if point.x.size else 0.0
             (largest,) = self._totals.reduce([], [largest], [])
-            point.free = self._box.free(point.x, point.gradient, largest, _EVERYWHERE)
+            point.free = self._box.free(point.x, point.gradient, largest)
             # The norm combines the projected steps of variables at bounds with the gradient of free variables.
             at_bounds = local_dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)

@@ -9,7 +9,7 @@ import scipy
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
-from mpiad.optimize.checkpoint import CheckpointFile, problem_of
+from mpiad.optimize.checkpoint import CheckpointFile, fingerprint, problem_of
 from mpiad.optimize.constraints import Box, UserConstraint, box_of
 from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress, Record
@@ -137,7 +137,7 @@ class Sharded(Solve):
             return Identity({})
         problem = problem_of(self._program, arguments.packing, to_host(start), self._used.size)
         problem |= identity_of(arguments.settings)
-        problem["bounds (checksum)"] = None if arguments.box is None else arguments.box.fingerprint
+        problem["bounds (checksum)"] = None if arguments.box is None else fingerprint(*arguments.box)
         if arguments.constraints:
             problem["limits of constraints"] = [[each.low.tolist(), each.high.tolist()] for each in arguments.constraints]
         layout = layout_of(arguments.packing.specs, arguments.checkpoint, comm)
