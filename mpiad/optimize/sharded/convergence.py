@@ -149,8 +149,7 @@ def _described(settings: AnySettings) -> dict[str, Any]:
 def identity_of(settings: AnySettings) -> dict[str, Any]:
     """Return the settings on which the iterates of a solve depend: all except the stopping criteria."""
     found = {name: value for name, value in _described(settings).items() if name not in _STOPPING}
-    # In files, `maxcor` has its name in papers.
-    return {"method": settings.method, **{"m" if name == "maxcor" else name: value for name, value in found.items()}}
+    return {"method": settings.method, **found}
 
 
 def settings_of(method: str, tol: float | None, options: dict | None) -> AnySettings:
