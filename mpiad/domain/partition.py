@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,12 +39,12 @@ class Partition:
 
     def neighbours(self, rank: Rank) -> tuple[tuple[Rank | None, Rank | None], ...]:
         """Return the ranks before and after a rank along each dimension."""
-        own = self.position(rank)
+        units = np.eye(len(self.dims), dtype=int)
+        return tuple((self.neighbour(rank, -unit), self.neighbour(rank, unit)) for unit in units)
 
-        def neighbour(axis: int, step: int) -> Rank | None:
-            return self.rank((*own[:axis], own[axis] + step, *own[axis + 1 :]))
-
-        return tuple((neighbour(axis, -1), neighbour(axis, 1)) for axis in range(len(self.dims)))
+    def neighbour(self, rank: Rank, step: Iterable[int]) -> Rank | None:
+        """Return the rank at an offset from a rank in the grid of ranks, or None beyond a side that isn't periodic."""
+        return self.rank(tuple(int(index + s) for index, s in zip(self.position(rank), step)))
 
     def block(self, rank: Rank) -> tuple[slice, ...]:
         """Return the cells that a rank owns, as slices of the grid."""

@@ -59,11 +59,6 @@ class Geometry:
             if nonzero > 1 if diagonal else nonzero == 1:
                 yield step
 
-    def neighbour(self, step: Step) -> Rank | None:
-        """Return the neighbor in the direction of a step, or None beyond a physical side."""
-        position = self.partition.position(self.rank)
-        return self.partition.rank(tuple(index + s for index, s in zip(position, step)))
-
     def ghosts(self, step: Step, extents: tuple[slice, ...]) -> Index:
         """Return the halo cells in the direction of a step; along other dimensions they extend over `extents`."""
         return (..., *[self.layers(axis, s) if s else extents[axis] for axis, s in enumerate(step)])
@@ -128,7 +123,7 @@ def _stage(
     ghosts: dict[Rank, list[tuple[Step, Index]]] = {}
     own_copies = []
     for step in steps:
-        peer = geometry.neighbour(step)
+        peer = geometry.partition.neighbour(geometry.rank, step)
         if peer is None:
             continue
         # The peer's step to this rank is the opposite step.

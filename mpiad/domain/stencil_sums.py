@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -41,8 +41,6 @@ class StencilSums:
         self.scheme = FACES if (offset_axes.sum(axis=1) <= 1).all() else TOGETHER
         (self._stage,) = halo.stages(self.scheme)
         self._interior, self._boundary_boxes = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
-        # At most one cached array of the padded shape, since an allocation would take longer than the sums.
-        self._buffers: list[Any] = []
 
     @cached_property
     def homogeneous(self) -> StencilSums:
@@ -64,20 +62,10 @@ class StencilSums:
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
-    def buffer_for(self, u: LocalArray) -> LocalArray:
-        """Return an array of shape (..., *padded), with arbitrary values, of the dtype of `u`."""
-        shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
-        # The array is removed from the cache during use, so that another thread allocates a new one.
-        buffer = self._buffers.pop() if self._buffers else None
-        if buffer is not None and buffer.shape == shape and buffer.dtype == u.dtype and type(buffer) is type(u):
-            return buffer
-        # Halo cells that the exchange doesn't fill (the corners, for star stencils) must have finite values.
-        return zeros_like(u, shape)
-
     def summed(self, u: LocalArray) -> LocalArray:
         """Return S E u."""
         halo, stage = self.halo, self._stage
-        padded = self.buffer_for(u)
+        padded = empty_like(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
         padded[halo.interior] = u
         out = empty_like(u, u.shape)
         # Cells whose neighbors are all in the block are summed during the exchange.
@@ -88,7 +76,6 @@ class StencilSums:
         fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
         for box in self._boundary_boxes:
             weighted_sum(padded, self.terms, out, box)
-        self._buffers = [padded]
         return out
 
     def summed_transpose(self, g: LocalArray) -> LocalArray:

@@ -21,10 +21,9 @@ import autograd.numpy as anp
 import numpy as np
 import scipy
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function
 from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
-from mpiad.optimize.checkpoint import fingerprint
 from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 from mpiad.transport.devices.device_arrays import is_device_array, named
@@ -43,23 +42,17 @@ class Box(NamedTuple):
         """Return the largest violation of a bound by x."""
         return float(max(np.max(self.low - x, initial=0.0), np.max(x - self.high, initial=0.0)))
 
-    @property
-    def fingerprint(self) -> str:
-        """Return a checksum of the bounds."""
-        return fingerprint(*self)
-
-    def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
-        """Project the variables x of a part onto their bounds, in place; return whether any variable changed."""
-        moved = bool(to_host(np.any(x < self.low[part]) | np.any(x > self.high[part])))
-        if moved:
-            np.clip(x, self.low[part], self.high[part], out=x)
+    def project(self, x: Array) -> Array:
+        """Project the variables x onto their bounds, in place; return whether any variable changed, on the device of x."""
+        moved = np.any((x < self.low) | (x > self.high))
+        np.clip(x, self.low, self.high, out=x)
         return moved
 
-    def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
+    def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice = slice(None)) -> np.ndarray:
         """Return the projected gradient step P(x - g) - x of a part's variables; it is zero at a stationary point."""
         return np.clip(x - gradient, self.low[part], self.high[part]) - x
 
-    def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
+    def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice = slice(None)) -> np.ndarray:
         """Return a mask of a part's free variables; `norm` is the largest absolute entry of `projected_step` on any rank.
 
         A variable isn't free if it is at a bound or close to it, and a step along the negative gradient violates it.
@@ -175,20 +168,26 @@ def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
 
     `used` is the channel of the user's communicator, on which communication is refused during a call of a constraint.
     """
-    if isinstance(given, dict):
-        return _from_dict(given, packing, used)
-    if isinstance(given, scipy.optimize.NonlinearConstraint):
-        return _from_nonlinear(given, packing, used)
     if isinstance(given, scipy.optimize.LinearConstraint):
         return Constraint(given, lambda x: np.asarray(given.A @ x), given.lb, given.ub)
-    raise _not_a_constraint(given)
+    parts = UserConstraint.of(given)
+    jac = given.get("jac") if isinstance(given, dict) else given.jac
+    function = _ConstraintFunction(parts.fun, jac, parts.args, packing, used)
+    if isinstance(given, dict):
+        in_scipy: Any = {"type": given["type"], "fun": function.value, "jac": function.jacobian}
+        return Constraint(in_scipy, function.value, parts.low, parts.high)
+    hess = given.hess
+    if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
 
+        def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
+            with used.refusing(_ON_ROOT):
+                return given.hess(packing.unpack(vector), weights)
 
-def _not_a_constraint(given: object) -> TypeError:
-    return TypeError(
-        f"minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
-        f"{type(given).__name__} {given!r:.60}."
+    options = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
+    in_scipy = scipy.optimize.NonlinearConstraint(
+        function.value, given.lb, given.ub, jac=function.jacobian, hess=hess, **options
     )
+    return Constraint(in_scipy, function.value, parts.low, parts.high)
 
 
 class UserConstraint(NamedTuple):
@@ -215,30 +214,12 @@ class UserConstraint(NamedTuple):
             args = args if isinstance(args, tuple) else (args,)
             return cls(np.zeros(1), np.full(1, high), fun, jac if callable(jac) else None, args)
         if not isinstance(given, (scipy.optimize.LinearConstraint, scipy.optimize.NonlinearConstraint)):
-            raise _not_a_constraint(given)
+            raise TypeError(
+                "minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
+                f"{type(given).__name__} {given!r:.60}."
+            )
         low, high = (np.atleast_1d(np.asarray(limit, dtype=float)) for limit in (given.lb, given.ub))
         if isinstance(given, scipy.optimize.NonlinearConstraint):
             return cls(low, high, given.fun, given.jac if callable(given.jac) else None)
         matrix = given.A.toarray() if scipy.sparse.issparse(given.A) else np.atleast_2d(np.asarray(given.A, dtype=float))
         return cls(low, high, matrix=matrix)
-
-
-def _from_dict(given: dict, packing: Packing, used: Channel) -> Constraint:
-    parts = UserConstraint.of(given)
-    function = _ConstraintFunction(parts.fun, given.get("jac"), parts.args, packing, used)
-    in_scipy = {"type": given["type"], "fun": function.value, "jac": function.jacobian}
-    return Constraint(in_scipy, function.value, parts.low, parts.high)
-
-
-def _from_nonlinear(given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel) -> Constraint:
-    fun = _ConstraintFunction(given.fun, given.jac, (), packing, used)
-    hess = given.hess
-    if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
-
-        def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
-            with used.refusing(_ON_ROOT):
-                return given.hess(packing.unpack(vector), weights)
-
-    options = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
-    constraint = scipy.optimize.NonlinearConstraint(fun.value, given.lb, given.ub, jac=fun.jacobian, hess=hess, **options)
-    return Constraint(constraint, fun.value, given.lb, given.ub)

@@ -63,7 +63,7 @@ class Point:
     __slots__ = ("_bits", "gradient", "value", "x")
 
     def __init__(self, x: np.ndarray, value: float | None = None):
-        self.x = x.copy()  # SciPy's methods and the user's function may overwrite x
+        self.x = x.copy()  # SciPy's methods may overwrite x
         self._bits = self.x.view(np.int64)  # compared by bits, so that NaN equals NaN
         self.value = value
         self.gradient: np.ndarray | None = None
@@ -89,7 +89,7 @@ class Points:
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
-        self._evaluation, self._instructions, self._together = evaluation, instructions, together
+        self._evaluation, self._instructions = evaluation, instructions
         self._for_value = BOTH if together or evaluation.only_both else VALUE
         self._last_with_value: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_MAX_STORED)
@@ -120,7 +120,7 @@ class Points:
         return not all(np.all(np.isfinite(each)) for each in numbers)
 
     def with_value(self, x: np.ndarray) -> Point:
-        """Return the point x with its objective. The user's function gets x without a copy, and may overwrite it."""
+        """Return the point x with its objective."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:
@@ -128,19 +128,14 @@ class Points:
         return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient at x, shape (n,), as a read-only view for methods that need it with each value."""
+        """Return the gradient at x, shape (n,)."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.gradient is None:
             # All ranks store the forward pass of the last evaluation of the value.
             ready = point is self._last_with_value or (self._evaluation.separate and point.value is not None)
             self._evaluate(GRADIENT if ready else BOTH, point, x)
-        gradient: np.ndarray = self._value_and_gradient(point)[1]
-        if not self._together:
-            return gradient.copy()
-        view = gradient.view()
-        view.flags.writeable = False
-        return view
+        return self._value_and_gradient(point)[1].copy()
 
     def value_for_method(self, point: Point) -> float:
         """Return the objective at a point, or a substitute if it isn't finite."""

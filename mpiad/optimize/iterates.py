@@ -13,8 +13,9 @@ from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
 from mpiad.optimize.history import Iterate, Record, Row
-from mpiad.optimize.packing import LocalPacking
+from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.root_protocol import Totals
 from mpiad.transport.exits.user_failures import StageFailures
 from mpiad.transport.resources import vdot
 
@@ -129,28 +130,33 @@ class IteratesOfPoints(Iterates):
 class ShardedIterates:
     """The iterates of a sharded method: history and callback on all ranks, progress on the root.
 
-    `called`: whether any rank has a callback.
+    `called`: whether any rank has a callback. `stopped`: whether this rank's callback has raised StopIteration.
     """
 
     def __init__(
-        self, packing: LocalPacking, agreement: StageFailures, callback: Function | None, called: bool, record: Record
-    ):
-        self.packing, self._agreement, self.called = packing, agreement, called
-        self._callback, self.record = _with_row(callback), record
+        self, packing: Packing, agreement: StageFailures, callback: Function | None, called: bool, record: Record,
+        totals: Totals,
+    ):  # fmt: skip
+        self._packing, self._agreement, self._called, self._totals = packing, agreement, called, totals
+        self._callback, self.record, self.stopped = _with_row(callback), record, False
 
-    def report(self, point: Iterate, evaluations: int, step: float) -> bool:
-        """Add a row and call the callback; return whether it raised StopIteration on this rank. All ranks call this."""
+    def report(self, point: Iterate, evaluations: int, step: float) -> None:
+        """Add a row and call the callback; all ranks call this."""
         row = self.record.add(point, evaluations, step)
 
         def ends() -> bool:
             if self._callback is not None:
                 try:
-                    self._callback(self.packing.unpack(point.x), row)
+                    self._callback(self._packing.unpack(point.x), row)
                 except StopIteration:
                     return True
             return False
 
-        return self.called and self._agreement.run(ends)
+        self.stopped = self._called and self._agreement.run(ends)
+
+    def any_stopped(self) -> bool:
+        """Return whether the callback of any rank has raised StopIteration; collective if any rank has a callback."""
+        return self._called and self._totals.reduce([float(self.stopped)], [0.0], [])[0] > 0.0
 
 
 def _with_row(callback: Function | None) -> Callable[[Tree, Row], Any] | None:

@@ -52,7 +52,7 @@ class Evaluation:
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Execute an instruction of the root; unless it is a product, the user's function may overwrite `vector`."""
+        """Execute an instruction of the root."""
         if kind == VALUE:
             return self.value(vector), None
         if kind == GRADIENT:
@@ -89,7 +89,7 @@ class Evaluation:
         return found
 
     def _value(self, vector: np.ndarray) -> float:
-        x = self._packing.view_of(vector)
+        x = self._packing.unpack(vector)
         if self.separate:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
         self._forward = None  # frees the memory before the next forward pass
@@ -107,7 +107,7 @@ class Evaluation:
 
     def _gradient(self, vector: np.ndarray) -> np.ndarray | None:
         if self.separate:
-            x = self._packing.view_of(vector)
+            x = self._packing.unpack(vector)
             jac, args = self._program.jac, self._program.args
             return self._total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
         return self._total(self.agreement.run(self._backward))
@@ -120,8 +120,8 @@ class Evaluation:
         return self._packed_gradient(variables.filled(found, lambda leaf: None))
 
     def _packed_gradient(self, gradient: Tree) -> np.ndarray:
-        """Return this rank's part of a gradient as a vector, which may be a view of the user's array."""
-        flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
+        """Return this rank's part of a gradient as a new vector."""
+        flat = self._packing.pack_gradient(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat
 
@@ -131,10 +131,8 @@ class Evaluation:
 
     def _both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         if not self.only_both:
-            # `fun` may overwrite its argument before `jac` gets it.
-            first = vector.copy() if self.separate else vector
-            return self._value(first), self._gradient(vector)
-        x = self._packing.view_of(vector)
+            return self._value(vector), self._gradient(vector)
+        x = self._packing.unpack(vector)
 
         def pair() -> tuple[Any, np.ndarray]:
             out = self._program.fun(x, *self._program.args)
@@ -196,11 +194,9 @@ class Evaluation:
         if self._gradient_weight == 0.0:
             return self._zeros
         try:
-            packed = self._packed_gradient(local)
+            return self._packed_gradient(local) * self._gradient_weight
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
-        # Not in place, since `packed` may be the user's array.
-        return packed if self._gradient_weight == 1.0 else packed * self._gradient_weight
 
     def _term(self, value: Scalar) -> float:
         """Return the contribution of this rank's value to the objective."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from autograd.tracer import Box
@@ -27,32 +25,7 @@ class RemoteArray:
     arrays: ArrayModule | None = None
 
 
-class BufferPool:
-    """Vectors of one length for the user's function, without an allocation in each evaluation.
-
-    The function may keep or overwrite its argument. A vector is reused if there are no other references to it.
-    """
-
-    def __init__(self, size: int):
-        self._vector = np.empty(size)
-
-    @property
-    def references(self) -> float:
-        """Return the number of references to the last vector; NaN if the interpreter doesn't count references."""
-        return sys.getrefcount(self._vector) if hasattr(sys, "getrefcount") else np.nan
-
-    def vector(self) -> np.ndarray:
-        """Return a vector, shape (size,), to which there are no other references."""
-        if self.references != _UNSHARED:
-            self._vector = np.empty(self._vector.size)
-        return self._vector
-
-
-_UNSHARED = BufferPool(1).references
-
-
 _NUMBERS = (int, float, np.integer, np.floating)
-_LARGE = 1 << 20  # bytes; the allocation of smaller arrays causes no page faults
 
 
 def as_variables(x0: Tree, call: str = "minimize") -> Tree:
@@ -113,9 +86,6 @@ class Packing:
         # A complex number is packed as two variables, since methods work with real variables.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
-        # One array of doubles has the memory layout of its vector.
-        self._plain = len(self.specs) == 1 and self.specs[0][1] == np.float64 and len(self.specs[0][0]) > 0
-        self._plain = self._plain and not self._on_device
 
     @property
     def descriptions(self) -> list[str]:
@@ -126,24 +96,16 @@ class Packing:
         """Return a pytree's variables as a new vector, shape (size,)."""
         return self._packed(tree, lambda z: z)
 
-    def gradient_to_send(self, tree: Tree) -> np.ndarray:
-        """Return the result of `pack_gradient`, as a view of the gradient if it is one array of doubles."""
-        if self._plain and type(tree) is np.ndarray and self.specs == [(tree.shape, tree.dtype)]:
-            return np.ascontiguousarray(tree).reshape(-1)
-        return self.pack_gradient(tree)
-
     def pack_gradient(self, tree: Tree) -> np.ndarray:
         """Return a gradient as a new vector of derivatives with respect to the real variables."""
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
-    def _packed(self, tree: Tree, convert: Callable[[Array], Array], out: np.ndarray | None = None) -> np.ndarray:
-        out = np.empty(self.size) if out is None else out
-        for leaf, (_, dtype), part in zip(self._arrays(tree), self.specs, split(out, self._lengths)):
-            if dtype.kind == "c":
-                part.view(complex)[:] = convert(leaf).reshape(-1)
-            else:
-                part[:] = leaf.reshape(-1)
-        return out
+    def _packed(self, tree: Tree, convert: Callable[[Array], Array]) -> np.ndarray:
+        parts = []
+        for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
+            flat = leaf.reshape(-1)
+            parts.append(convert(flat).astype(complex).view(float) if dtype.kind == "c" else flat.astype(float))
+        return np.concatenate(parts)
 
     def _arrays(self, tree: Tree) -> list[Array]:
         """Return a pytree's arrays of variables, on the vector's device; raise unless they match the template."""
@@ -172,14 +134,6 @@ class Packing:
         """Return the pytree of a vector, in new memory."""
         return self._unpacked(vector, lambda z: z)
 
-    def view_of(self, vector: np.ndarray) -> Tree:
-        """Return the pytree of a vector, as a view of the vector if it is one array of doubles."""
-        if not self._plain:
-            return self.unpack(vector)
-        leaves = list(self._leaves)
-        leaves[self._positions[0]] = vector.reshape(self.specs[0][0])
-        return self._build(leaves)
-
     def unpack_gradient(self, vector: np.ndarray) -> Tree:
         """Return the pytree of a result of `pack_gradient`."""
         return self._unpacked(vector, np.conj)
@@ -196,46 +150,6 @@ class Packing:
         return self._build(leaves)
 
 
-class HostPacking(Packing):
-    """Like `Packing`, for a rank's own part of the variables, without an allocation in each evaluation.
-
-    The page faults of a new large array take up to a tenth of the time of an iteration, so arguments of the function share
-    the vectors of a `BufferPool`. The vector of a gradient is valid only until the next evaluation.
-    """
-
-    def __init__(self, template: Tree):
-        super().__init__(template)
-        self._gradient = np.empty(self.size)
-        self._pool = BufferPool(self.size)
-        self._buffer: np.ndarray | None = None
-
-    def next_buffer(self) -> np.ndarray | None:
-        """Return a vector for the next variables, which `unpack` then uses without a copy; None if it is to copy them."""
-        if self._plain and 8 * self.size >= _LARGE:
-            self._buffer = self._pool.vector()
-        return self._buffer
-
-    def view_of(self, vector: np.ndarray) -> Tree:
-        """Return the pytree of a vector, in new memory, since the solve still uses the vector."""
-        return self.unpack(vector)
-
-    def _unpacked(self, vector: np.ndarray, convert: Callable[[Array], Array]) -> Tree:
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            return super()._unpacked(vector, convert)
-        leaves = list(self._leaves)
-        leaves[self._positions[0]] = buffer.reshape(self.specs[0][0])
-        return self._build(leaves)
-
-    def pack_gradient(self, tree: Tree) -> np.ndarray:
-        """Return a gradient as a vector, shape (size,), which is valid until the next evaluation."""
-        if self._plain and isinstance(tree, np.ndarray) and (tree.shape, tree.dtype) == self.specs[0]:
-            return tree.reshape(-1)
-        return self._packed(tree, np.conj, self._gradient)
-
-    gradient_to_send = pack_gradient
-
-
 class DevicePacking(Packing):
     """Like `Packing`, for variables on a device, with a vector on the device."""
 
@@ -243,18 +157,6 @@ class DevicePacking(Packing):
         super().__init__(template)
         self.xp: ArrayModule = self.namespaces[0]  # type: ignore[assignment]
         self._on_device = False  # no copies between devices are needed
-
-    def next_buffer(self) -> None:
-        """Return None: the function gets a new array, which a device allocates quickly."""
-        return None
-
-    def _packed(self, tree: Tree, convert: Callable[[Array], Array], out: object = None) -> Array:
-        parts = []
-        for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
-            if dtype.kind == "c":
-                leaf = self.xp.contiguous(convert(leaf).astype(complex)).reshape(-1).view(float)
-            parts.append(leaf.reshape(-1).astype(float))
-        return np.concatenate(parts)
 
     def _array(self, leaf: Array, position: int, shape: Shape) -> Array:
         if arrays_of(leaf) != self.xp or leaf.shape != shape:
@@ -265,13 +167,10 @@ class DevicePacking(Packing):
         return leaf
 
 
-LocalPacking: TypeAlias = HostPacking | DevicePacking
-
-
-def local_packing(start: Tree) -> LocalPacking:
+def local_packing(start: Tree) -> Packing:
     """Return the packing of a rank's own variables, on the host or a device; raise a TypeError if they are on both."""
     if leaf_on_device(start) is None:
-        return HostPacking(start)
+        return Packing(start)
     packing = DevicePacking(start)
     if len(set(packing.namespaces)) > 1:
         raise TypeError(

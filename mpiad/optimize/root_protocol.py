@@ -13,7 +13,6 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank
 from mpiad.errors import WorkerError
-from mpiad.optimize.packing import BufferPool
 from mpiad.transport import MAX, SUM
 from mpiad.transport.core.agreement import Failure
 from mpiad.transport.core.polling import wait_gently
@@ -28,8 +27,7 @@ class Instructions:
 
     def __init__(self, comm: Comm, root: Rank, size: int):
         self.comm, self.root = comm, root
-        self._kind, self._direction = np.zeros(1, np.int64), np.empty(size)
-        self._pool = BufferPool(size)
+        self._kind, self._vector, self._direction = np.zeros(1, np.int64), np.empty(size), np.empty(size)
 
     def send(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
         """Send the next instruction to the other ranks; the root calls this."""
@@ -42,9 +40,9 @@ class Instructions:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return kind, variables and direction of the root's next instruction; the caller may keep the variables."""
+        """Return kind, variables and direction of the root's next instruction; the next call overwrites the arrays."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
-        kind, vector = int(self._kind[0]), self._pool.vector()
+        kind, vector = int(self._kind[0]), self._vector
         direction = self._direction if kind in _WITH_DIRECTION else None
         if kind != FINISH:
             # The root sends these messages immediately, so the calls may block.
@@ -81,18 +79,11 @@ class RootFailure:
 
 def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> Any:
     """Execute the root's instructions with ``carry_out(kind, variables, direction)`` until the end; return the outcome."""
-    while _serve_once(instructions, carry_out):
-        pass
-    return instructions.share_outcome()
-
-
-def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> bool:
-    """Execute the root's next instruction; return whether further instructions follow."""
-    # A separate function, since its references to the variables end with the call, and `BufferPool` reuses their memory.
-    kind, vector, direction = instructions.await_next()
-    if kind != FINISH:
+    while True:
+        kind, vector, direction = instructions.await_next()
+        if kind == FINISH:
+            return instructions.share_outcome()
         carry_out(kind, vector, direction)
-    return kind != FINISH
 
 
 def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None:

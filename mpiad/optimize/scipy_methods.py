@@ -14,7 +14,7 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function
-from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
+from mpiad.optimize.checkpoint import RootCheckpoint, fingerprint, problem_of
 from mpiad.optimize.constraints import box_of, constraint_of
 from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
@@ -53,7 +53,7 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
     points.violation = (lambda x: max(check(x) for check in checks)) if checks else None
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
     problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.used.size)}
-    problem["bounds (checksum)"] = None if box is None else box.fingerprint
+    problem["bounds (checksum)"] = None if box is None else fingerprint(*box)
     checkpoint = RootCheckpoint(arguments.checkpoint, problem)
     iterates = IteratesOfPoints(points, arguments.callback, solve, checkpoint)
     start = iterates.resume(start)
@@ -66,8 +66,8 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
         if iterates.exhausted:
             raise points.limit_reached()
         if iterates.earlier_iterations and options.get("maxiter") == 0:  # SciPy would make an iteration
-            iterates.value(start.copy())
-            points.gradient(start.copy())
+            iterates.value(start)
+            points.gradient(start)
             done = f"STOP: all {iterates.count} iterations are done. Raise options['maxiter']"
             raise EndMethod(Ending(1, f"{done}, or accept x, the best point so far."))
         result = scipy.optimize.minimize(

@@ -200,12 +200,10 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
         arrays[path] = np.asarray(value) if namespace is None else namespace.to_host(value)
         kind = "array" if isinstance(value, np.ndarray) else "number"
         return [kind if namespace is None else "device array", path]
-    if isinstance(value, int):
-        return ["int", str(value)]  # integers of any size
-    if isinstance(value, float):
-        return ["float", value.hex()]  # exact
+    if isinstance(value, (int, float)):
+        return ["plain", value]  # JSON represents integers of any size and all floats exactly
     if isinstance(value, complex):
-        return ["complex", value.real.hex(), value.imag.hex()]
+        return ["complex", value.real, value.imag]
     # Subclasses (Counter, NamedTuple) aren't supported, since their objects would lose the type.
     if type(value) is dict:
         parts = [[_described(key, path, arrays), _described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
@@ -234,12 +232,8 @@ def _rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: A
                 "be copied, such as the initial parameters of the training."
             )
         return namespace.to_device(arrays[rest[0]])
-    if kind == "int":
-        return int(rest[0])
-    if kind == "float":
-        return float.fromhex(rest[0])
     if kind == "complex":
-        return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
+        return complex(*rest)
     if kind == "dict":
         return {_rebuilt(key, arrays, namespace): _rebuilt(part, arrays, namespace) for key, part in rest[0]}
     if kind in ("list", "tuple"):

@@ -111,15 +111,6 @@ def test_the_method_s_arrays_may_change() -> None:
     assert at.gradient(x)[0] == 5.0 and given == [BOTH, BOTH]
 
 
-def test_methods_that_only_read_gradients_get_no_copies() -> None:
-    at, given = points(True)
-    x = np.array([1.0])
-    gradient = at.gradient(x)
-    assert np.shares_memory(gradient, at.gradient(x.copy())) and given == [BOTH]
-    with pytest.raises(ValueError, match="read-only"):
-        gradient[0] = 0.0
-
-
 def test_the_function_gets_the_method_s_own_array_and_may_change_it() -> None:
     at, given = points(True)
     evaluation = at._evaluation

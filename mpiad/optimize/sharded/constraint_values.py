@@ -20,7 +20,7 @@ from mpiad.differentiation import linearize
 from mpiad.differentiation.objective import weight_of
 from mpiad.optimize.constraints import UserConstraint
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import LocalPacking
+from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.primitives import stop_gradient
@@ -61,7 +61,7 @@ class ConstraintValues:
     """Constraints in the form f(x) ≤ 0; `names` describes each f."""
 
     def __init__(
-        self, constraints: list[UserConstraint], evaluation: Evaluation, program: Program, packing: LocalPacking,
+        self, constraints: list[UserConstraint], evaluation: Evaluation, program: Program, packing: Packing,
         totals: Totals, used: Channel,
     ):  # fmt: skip
         self._constraints, self._evaluation, self._packing, self._totals = constraints, evaluation, packing, totals
@@ -126,7 +126,7 @@ class ConstraintValues:
         def rows() -> list[Array]:
             if stored is not None:
                 units = self._weight * np.eye(len(own))
-                return [self._packing.pack_gradient(run(partial(stored.vjp, unit))).copy() for unit in units]
+                return [self._packing.pack_gradient(run(partial(stored.vjp, unit))) for unit in units]
             shape = len(own), self._packing.size
             jac = run(lambda: np.reshape(cast(Any, constraint.jac)(tree, *constraint.args), shape))
             return [jac[k].copy() for k in range(len(own))]

@@ -21,6 +21,7 @@ _POSITIVE = {
     "asydecr": 1.0,
     "asyincr": math.inf,
 }
+_STOPPING = "gtol", "grtol", "ftol", "xtol", "catol", "maxiter", "maxfun"
 GRADIENT = Ending(0, "CONVERGENCE: the largest entry of the projected gradient is at most gtol.")
 REDUCTION = Ending(0, "CONVERGENCE: the relative decrease of the objective is at most ftol.")
 ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept the best point so far.")
@@ -43,11 +44,6 @@ class Settings(NamedTuple):
     maxiter: int = 15000
     maxfun: int = 15000  # maximum number of evaluations, including those of line searches
     maxls: int = 20  # maximum number of evaluations per line search
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the settings on which the iterates of a solve depend."""
-        return {"method": self.method, "m": self.maxcor, "maxls": self.maxls}
 
 
 def checked(name: str, value: Any) -> float:
@@ -119,18 +115,9 @@ class NewtonSettings(NamedTuple):
     maxcg: int = 200  # maximum number of Hessian products per iteration
     radius: float | None = None  # of the first trust region; default: the length of the preconditioned gradient
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the settings on which the iterates of a solve depend."""
-        names = ("product", "globalization", *_FUNCTIONS, "loss", "f_scale", "forcing", "maxls", "maxcg", "radius")
-        return {"method": self.method, **{name: self._described()[name] for name in names}}
-
     def __repr__(self) -> str:
         """Return a description of the settings that must be the same on all ranks."""
-        return ", ".join(f"{name}={value}" for name, value in self._described().items())
-
-    def _described(self) -> dict[str, Any]:
-        return {name: "a function" if callable(value) else value for name, value in self._asdict().items()}
+        return ", ".join(f"{name}={value}" for name, value in _described(self).items())
 
 
 class MMASettings(NamedTuple):
@@ -150,15 +137,19 @@ class MMASettings(NamedTuple):
     maxfun: int = 15000
     maxls: int = 20  # maximum number of shorter steps if the objective isn't finite
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the settings on which the iterates of a solve depend."""
-        names = "move", "asyinit", "asymin", "asydecr", "asyincr", "maxls"
-        return {"method": self.method, **{name: getattr(self, name) for name in names}}
-
 
 AnySettings: TypeAlias = Settings | NewtonSettings | MMASettings
 _KINDS: dict[str, type[Any]] = {kind.method.lower(): kind for kind in (Settings, NewtonSettings, MMASettings)}
+
+
+def _described(settings: AnySettings) -> dict[str, Any]:
+    return {name: "a function" if callable(value) else value for name, value in settings._asdict().items()}
+
+
+def identity_of(settings: AnySettings) -> dict[str, Any]:
+    """Return the settings on which the iterates of a solve depend: all except the stopping criteria."""
+    found = {name: value for name, value in _described(settings).items() if name not in _STOPPING}
+    return {"method": settings.method, **found}
 
 
 def settings_of(method: str, tol: float | None, options: dict | None) -> AnySettings:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Scalar
 from mpiad.device import to_host
 from mpiad.optimize.constraints import Box
 from mpiad.transport.resources import combination, gram, vdot, vdots
@@ -29,7 +29,6 @@ PADDING = 24
 
 # Slices of rows, each with the slice of the corresponding coefficients or products.
 Parts = list[tuple[slice, slice]]
-Outputs = tuple[np.ndarray, np.ndarray | None]
 
 
 class Ring:
@@ -157,47 +156,38 @@ class HostVectors:
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row."""
+        (first, positions), *others = parts
         for _, tile in self:
-            self._combine(tile, parts, coefficients, tile[row])
+            combination(coefficients[positions], tile[first], self.size, tile[row])
+            for rows, positions_of_rows in others:
+                tile[row] += combination(coefficients[positions_of_rows], tile[rows], self.size)
 
-    def advance(
-        self, parts: Parts, coefficients: np.ndarray, row: int, origin: np.ndarray, step: float, outs: Outputs
-    ) -> None:
-        """Call `combine`, unless `parts` is empty, and write the point ``origin + step * row`` to the vectors `outs`."""
-        out, copy = outs
+    def advance(self, row: int, origin: Array, step: float, out: Array) -> None:
+        """Write the point ``origin + step * row``, projected onto the bounds, to the vector `out`."""
         for part, tile in self:
-            direction, point = tile[row], out[part]
-            if parts:
-                self._combine(tile, parts, coefficients, direction)
-            np.multiply(direction, step, out=point)
-            point += origin[part]
-            if copy is not None:
-                np.copyto(copy[part], point)
-
-    def _combine(self, tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
-        first, *others = parts
-        combination(coefficients[first[1]], tile[first[0]], self.size, out)
-        for rows, positions in others:
-            out += combination(coefficients[positions], tile[rows], self.size)
+            np.multiply(tile[row], step, out=out[part])
+            out[part] += origin[part]
+        if self.box is not None:
+            self._clipped = self.box.project(out)
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
-    def store_trial(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:
+    def store_trial(self, gradient: Array, direction: int, out: int) -> list[float]:
         """Copy a gradient g to row `out`; return its largest absolute entry, g·d and d·d for the row d = `direction`.
 
         The largest entry is infinite if an entry isn't finite.
         """
-        largest = slope = square = 0.0
+        found = np.zeros(3)
         for part, tile in self:
             copied, d = tile[out], tile[direction]
             np.copyto(copied, gradient[part])
-            largest = max(largest, _largest(copied))
-            slope += float(vdot(copied, d))
-            square += float(vdot(d, d))
-        return largest, slope, square
+            largest, *products = self.numbers([_largest(copied), vdot(copied, d), vdot(d, d)])
+            found[0] = max(found[0], largest if largest < math.inf else math.inf)
+            found[1:] += products
+        return found.tolist()
 
-    def project(self, x: np.ndarray) -> None:
-        """Project a vector onto the bounds, in place."""
-        self.box.project(x)  # type: ignore[union-attr]
+    def numbers(self, found: list[Any]) -> list[float]:
+        """Return scalars on the host, by one copy from a device."""
+        return list(map(float, found))
 
     def products_of_free(
         self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
@@ -219,59 +209,46 @@ class HostVectors:
             products += gram(tile[rows] * free)
         return products, other_slope
 
-    def set_direction_at_bounds(self, ring: Ring, x: np.ndarray, norm: float) -> None:
+    def set_direction_at_bounds(self, ring: Ring, x: Array, norm: float) -> None:
         """Set the direction of the variables that aren't free to their projected gradient step."""
         for part, tile in self:
             free, projected = self.box.free_and_step(x[part], tile[ring.gradient], norm, part)  # type: ignore[union-attr]
-            np.copyto(tile[ring.direction], projected, where=~free)
-
-    def advance_within(self, row: int, origin: np.ndarray, step: float, outs: Outputs) -> None:
-        """Write the projection of the point ``origin + step * row``; see `advance`."""
-        out, copy = outs
-        self._clipped = False
-        for part, tile in self:
-            np.multiply(tile[row], step, out=out[part])
-            out[part] += origin[part]
-            self._clipped |= self.box.project(out[part], part)  # type: ignore[union-attr]
-        if copy is not None:
-            np.copyto(copy, out)
+            tile[ring.direction] = np.where(free, tile[ring.direction], projected)
 
     @np.errstate(over="ignore", invalid="ignore")  # as in `store_trial`
-    def store_trial_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, origin: np.ndarray | None) -> list[float]:
+    def store_trial_within(self, ring: Ring, gradient: Array, x: Array, origin: Array | None) -> list[float]:
         """Copy the gradient of a trial point x to its row, and return numbers for the line search.
 
         These are: the largest absolute entry of the projected gradient, infinite if an entry of the gradient isn't finite;
         for a step from `origin` the slope along the direction, the products of the step with the gradients at `origin` and
-        x, and the square of the step; whether a bound has stopped any variable.
+        x, and the square of the step; a positive number if a bound has stopped any variable, otherwise zero.
         """
-        found, box = np.zeros(5), cast(Box, self.box)
+        found, box = np.zeros(6), cast(Box, self.box)
         for part, tile in self:
             trial = tile[ring.trial]
             np.copyto(trial, gradient[part])
-            # If a gradient isn't finite, its projected step may still be finite.
-            largest = _largest(trial)
-            if largest < math.inf:
-                largest = float(np.max(np.abs(box.projected_step(x[part], trial, part))))
-            found[0] = max(found[0], largest)
+            numbers = [_largest(trial), _largest(box.projected_step(x[part], trial, part))]
             if origin is not None:
                 moved = x[part] - origin[part]
                 # Variables that a bound has stopped don't contribute to the slope.
                 direction = tile[ring.direction] * box.inside(x[part], part)
                 factors = (trial, direction), (tile[ring.gradient], moved), (trial, moved), (moved, moved)
-                found[1:] += [vdot(a, b) for a, b in factors]
-        return [*found.tolist(), float(origin is not None and self._clipped)]
+                numbers += [*(vdot(a, b) for a, b in factors), 1.0 * self._clipped]
+            entry, largest, *others = self.numbers(numbers)
+            # If a gradient isn't finite, its projected step may still be finite.
+            found[0] = max(found[0], largest if entry < math.inf else math.inf)
+            found[1:] += others or 0.0
+        return found.tolist()
 
 
 def local_dot(a: Array, b: Array) -> float:
     """Return this rank's term of the inner product of two vectors, which are on the host or a device."""
-    return float(vdot(a, b)) if isinstance(a, np.ndarray) else float(to_host(np.sum(a * b)))
+    return float(to_host(vdot(a, b)))
 
 
-def _largest(gradient: np.ndarray) -> float:
-    """Return the largest absolute entry; infinite if one is NaN."""
-    # np.abs would make a temporary array; max and min propagate NaN.
-    size = max(float(gradient.max()), -float(gradient.min()))
-    return size if size < math.inf else math.inf
+def _largest(gradient: Array) -> Scalar:
+    """Return the largest absolute entry; NaN if one is NaN."""
+    return np.maximum(np.max(gradient), -np.min(gradient))  # without the temporary array of np.abs
 
 
 def untiled(memory: np.ndarray, size: int) -> np.ndarray:

@@ -211,13 +211,12 @@ class LBFGS:
         self._bounded = memory.vectors.box is not None
         self.count, self._iteration = 0, 0
         self._barrier = math.inf  # length of the shortest step of the last search without a finite value
-        self._spare: list[Array] = []  # vectors of points that are no longer needed
 
     def _along(self, iterate: Point, step: float) -> Point:
         """Evaluate the point at a step along the direction, projected onto the bounds."""
-        point = Point(self._spare.pop() if self._spare else self._memory.vectors.new())
+        point = Point(self._memory.vectors.new())
         point.step = step
-        self._memory.advance(iterate, step, (point.x, self._iterates.packing.next_buffer()))
+        self._memory.advance(iterate, step, point.x)
         return self._evaluated(point, iterate)
 
     def _evaluated(self, point: Point, iterate: Point | None) -> Point:
@@ -239,15 +238,14 @@ class LBFGS:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
         found = self._files.load()
         if found is not None:
-            self._spare.append(start)
             return self._descend(self._restored(found))
         if self._bounded:
-            self._memory.vectors.project(start)
+            self._memory.vectors.box.project(start)  # type: ignore[union-attr]
         iterate = self._evaluated(Point(start), None)
         self._iterates.record.add(iterate, self.count, iterate.length)
         if not iterate.finite:
             return iterate, NOT_FINITE
-        return self._descend(self._state_at(iterate, None, False))
+        return self._descend(self._state_at(iterate, None))
 
     def _descend(self, state: State) -> tuple[Point, Ending]:
         while True:
@@ -263,15 +261,14 @@ class LBFGS:
             if found is not iterate:
                 self._iteration += 1
                 found.range = self._barrier - found.length if self._barrier > found.length else math.inf
-                stop = self._iterates.report(found, self.count, found.length)
-                state = self._state_at(found, iterate, stop)
-                self._spare.append(iterate.x)
+                self._iterates.report(found, self.count, found.length)
+                state = self._state_at(found, iterate)
             elif self._memory.ring.count == 0 and self.count < self._settings.maxfun:
                 return iterate, ABNORMAL
             else:
                 # No better point along the direction: retry with steepest descent.
                 self._memory.ring.forget()
-                state = self._state_at(iterate, None, False)
+                state = self._state_at(iterate, None)
 
     def _ending(self, state: State) -> Ending | None:
         if state.iterate.norm <= self._settings.gtol:
@@ -279,11 +276,11 @@ class LBFGS:
         counts = self._iteration, self.count
         return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, counts, self._settings)
 
-    def _state_at(self, new: Point, before: Point | None, stop: bool) -> State:
+    def _state_at(self, new: Point, before: Point | None) -> State:
         """Make a point the current point of the memory; return the state of the solve at this point."""
         # The memory stores a step only if the curvature along it is positive.
         curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
-        slope, grad_norm, stopped = self._memory.update(new, before if curved else None, stop)
+        slope, grad_norm, stopped = self._memory.update(new, before if curved else None, self._iterates.stopped)
         value_before = math.inf if before is None else before.value
         return State(self.count, new, value_before, slope, grad_norm, stopped)
 
@@ -303,20 +300,16 @@ class LBFGS:
                 trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
                 self._barrier = min(self._barrier, trial.length)
-                self._spare.append(trial.x)
                 line.back_away()
                 continue
             # If a variable has reached a bound, the slope along the path is discontinuous, and only a decrease is required.
             lower = trial.clipped and line.decreases(trial.value, trial.change_before)
             if lower or line.accepts(trial.value, trial.slope):
-                self._release_trial(best, iterate)
                 return trial
             if trial.value < best.value:
                 self._memory.store_gradient(trial)
-                trial, best = best, trial
-            self._release_trial(trial, iterate)
+                best = trial
             if self._files.interrupted:
-                self._release_trial(best, iterate)
                 return iterate
         self._memory.restore_gradient(best)
         return best
@@ -327,10 +320,6 @@ class LBFGS:
         # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
         # The length of the direction is at least -slope / grad_norm, so this step isn't shorter than the distance to them.
         return min(1.0, iterate.range * grad_norm / -slope)
-
-    def _release_trial(self, point: Point, iterate: Point) -> None:
-        if point is not iterate:
-            self._spare.append(point.x)
 
     def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
         point = state.iterate

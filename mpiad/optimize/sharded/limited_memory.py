@@ -26,7 +26,6 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
@@ -43,7 +42,7 @@ class LimitedMemory:
     products are computed in each iteration.
     """
 
-    def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
+    def __init__(self, ring: Ring, vectors: HostVectors, totals: Totals):
         self.ring, self.vectors, self.totals = ring, vectors, totals
         height = ring.height
         # The row of a step stores the direction; these factors convert the direction to the step.
@@ -148,21 +147,18 @@ class LimitedMemory:
             with_gradient[old] = of_gradient
         with_gradient[rows[-1]] = sums[2 * len(rows) - 1]
 
-    def advance(self, current: Point, step: float, outs: tuple[Array, Array | None]) -> None:
-        """Write the point ``x + step * direction`` to the vectors `outs`, with x of `current`, the current point.
+    def advance(self, current: Point, step: float, out: Array) -> None:
+        """Write the point ``x + step * direction`` to the vector `out`, with x of `current`, the current point.
 
         The first call after `update` also computes the direction.
         """
         ring, vectors = self.ring, self.vectors
-        parts = [] if self._direction_computed else ring.parts()
-        if vectors.box is None:
-            vectors.advance(parts, self._coefficients, ring.direction, current.x, step, outs)  # type: ignore[arg-type]
-        else:
-            if parts:
-                vectors.combine(parts, self._coefficients, ring.direction)
+        if not self._direction_computed:
+            vectors.combine(ring.parts(), self._coefficients, ring.direction)
+            if vectors.box is not None:
                 vectors.set_direction_at_bounds(ring, current.x, current.norm)
-            vectors.advance_within(ring.direction, current.x, step, outs)  # type: ignore[arg-type]
-        self._direction_computed = True
+            self._direction_computed = True
+        vectors.advance(ring.direction, current.x, step, out)
 
     def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:
         """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.

@@ -47,7 +47,6 @@ UNDEFINED = Ending(2, "ABNORMAL: the objective or a constraint isn't finite at a
 # The largest distance of the asymptotes, the smallest distance of the variables from them, and the curvature that the
 # approximations have in addition to that of the slopes.
 _FARTHEST, _MARGIN, _CURVATURE, _LEAST = 10.0, 0.1, 1e-3, 1e-5
-_EVERYWHERE = slice(None)
 
 
 @dataclass(eq=False, slots=True)
@@ -152,7 +151,7 @@ class MMA:
         self._settings, self._files, self._box = settings, files, box
         width = box.high - box.low
         self._width = np.where(width > 0.0, width, 1.0)  # one for fixed variables
-        self.count, self._iteration, self._stopped, self.multipliers = 0, 0, False, np.zeros(0)
+        self.count, self._iteration, self.multipliers = 0, 0, np.zeros(0)
         self._before: tuple[Array, Array] | None = None  # the last two iterates before the current one
         self._asymptotes: tuple[Array, Array] | None = None
 
@@ -176,7 +175,7 @@ class MMA:
             if new is None:
                 return point, EVALUATIONS if self.count >= self._settings.maxfun else UNDEFINED
             self._iteration += 1
-            self._stopped = self._iterates.report(new, self.count, new.length)
+            self._iterates.report(new, self.count, new.length)
             point = new
 
     def _ending(self, point: MMAPoint) -> Ending | None:
@@ -186,17 +185,14 @@ class MMA:
                 return OPTIMAL
             if point.change <= settings.xtol:
                 return SMALL_STEP
-
-        def stopped() -> bool:
-            return self._iterates.called and self._totals.reduce([float(self._stopped)], [0.0], [])[0] > 0.0
-
-        return ending_at(math.inf, point.value, stopped, (self._iteration, self.count), settings)
+        counts = self._iteration, self.count
+        return ending_at(math.inf, point.value, self._iterates.any_stopped, counts, settings)
 
     def _evaluated(self, x: Array, before: MMAPoint | None) -> MMAPoint:
         """Evaluate the point x; `before` is the previous point."""
         self.count += 1
         value, gradient = self._evaluation.both(x)
-        point = MMAPoint(x, [gradient.copy()])  # type: ignore[union-attr]
+        point = MMAPoint(x, [gradient])  # type: ignore[union-attr]
         point.constraints, rows = self._constraints.at(x)
         point.slopes += rows
         if not len(self.multipliers):
@@ -204,7 +200,7 @@ class MMA:
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
             lagrangian: Array = sum((y * row for y, row in zip(self.multipliers.tolist(), rows)), point.slopes[0])
             moved = x * 0.0 if before is None else x - before.x
-            projected = self._box.projected_step(x, lagrangian, _EVERYWHERE)
+            projected = self._box.projected_step(x, lagrangian)
             terms = [local_dot(moved, moved), *(local_dot(np.abs(slope), self._width) for slope in point.slopes)]
             largest = [float(to_host(np.max(np.abs(part)))) if x.size else 0.0 for part in (projected, moved / self._width)]
         square, *found = self._totals.reduce(terms, largest, [value])

@@ -154,7 +154,6 @@ _LINEAR = 1e-8
 # Tolerance of the relative difference between g·P(Pg) and Pg·Pg; iterative solvers aren't exactly symmetric.
 _ASYMMETRY = 1e-3
 _NEAR = 1.5  # see `System.slack`
-_EVERYWHERE = slice(None)
 
 
 class NewtonPoint:
@@ -192,7 +191,7 @@ class NewtonCG:
         self.count, self._iteration = 0, 0
         self._forcing, self._radius, self._norm_at_start = settings.forcing or _LARGEST, settings.radius, math.nan
         self._full_step: NewtonPoint | None = None  # the point at the end of a step, if `_step` has evaluated it
-        self._value_before, self._stopped = math.inf, False
+        self._value_before = math.inf
         self._next_point = self._line_search if settings.globalization == "line search" else self._trust_region
 
     def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
@@ -227,18 +226,14 @@ class NewtonCG:
             chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
             chosen = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
             self._forcing = self._settings.forcing or chosen
-            self._stopped = self._iterates.report(found, self.count, found.length)
+            self._iterates.report(found, self.count, found.length)
             iterate = found
 
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
-        settings = self._settings
         if iterate.norm <= self._tolerance:
             return GRADIENT
-
-        def stopped() -> bool:
-            return self._iterates.called and self._sums(float(self._stopped))[0] > 0.0
-
-        return ending_at(self._value_before, iterate.value, stopped, (self._iteration, self.count), settings)
+        counts = self._iteration, self.count
+        return ending_at(self._value_before, iterate.value, self._iterates.any_stopped, counts, self._settings)
 
     @property
     def _tolerance(self) -> float:
@@ -266,10 +261,10 @@ class NewtonCG:
             return
         at_bounds = 0.0
         if self._box is not None:
-            point.projected_step = self._box.projected_step(point.x, point.gradient, _EVERYWHERE)
+            point.projected_step = self._box.projected_step(point.x, point.gradient)
             largest = float(to_host(np.max(np.abs(point.projected_step)))) if point.x.size else 0.0
             (largest,) = self._totals.reduce([], [largest], [])
-            point.free = self._box.free(point.x, point.gradient, largest, _EVERYWHERE)
+            point.free = self._box.free(point.x, point.gradient, largest)
             # The norm combines the projected steps of variables at bounds with the gradient of free variables.
             at_bounds = local_dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)

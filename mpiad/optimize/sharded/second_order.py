@@ -16,7 +16,7 @@ from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, linearize
 from mpiad.optimize.least_squares import LOSSES
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import LocalPacking
+from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
 from mpiad.primitives import stop_gradient
@@ -39,7 +39,7 @@ class SecondOrderEvaluation:
     """Evaluation of second-order derivatives; every rank calls the same method with its part of the variables."""
 
     def __init__(
-        self, evaluation: Evaluation, program: Program, packing: LocalPacking, totals: Totals, settings: NewtonSettings
+        self, evaluation: Evaluation, program: Program, packing: Packing, totals: Totals, settings: NewtonSettings
     ):
         self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, evaluation.agreement
         self.totals, self.settings, self.products = totals, settings, 0  # `products`: number of Hessian products
@@ -65,13 +65,12 @@ class SecondOrderEvaluation:
         return self._as_derivatives(self._evaluation.differentiated(self._evaluation.value_at, self._packing.unpack(x)))
 
     def _as_derivatives(self, found: SecondOrder) -> Derivatives:
-        return Derivatives(float(found.value), self._pack(found.gradient), lambda v: self._multiplied(found.product, v))
+        return Derivatives(
+            float(found.value), self._packing.pack_gradient(found.gradient), lambda v: self._multiplied(found.product, v)
+        )
 
     def _multiplied(self, product: Callable[[Tree], Tree], v: Array) -> Array:
-        return self._pack(self._agreement.run(lambda: product(self._packing.unpack(v))))
-
-    def _pack(self, gradient: Tree) -> Array:
-        return self._packing.pack_gradient(gradient).copy()  # the packing may reuse its buffer
+        return self._packing.pack_gradient(self._agreement.run(lambda: product(self._packing.unpack(v))))
 
     def _from_user(self, x: Array) -> Derivatives:
         """Return the results of the user's functions; without `hessp`, products are computed by differentiation."""
@@ -82,16 +81,16 @@ class SecondOrderEvaluation:
             if not stored:
                 # The Hessian is built at the first product, since it isn't needed at points that the line search rejects.
                 stored.append(self._evaluation.hessian(x))
-            return stored[0](v).copy()
+            return stored[0](v)
 
-        return Derivatives(value, gradient.copy(), multiply)  # type: ignore[union-attr]
+        return Derivatives(value, gradient, multiply)  # type: ignore[union-attr]
 
     def _gauss_newton(self, x: Array) -> Derivatives:
         """Return the derivatives of misfit plus regularizer, with the products of the Gauss-Newton approximation."""
         tree = self._packing.unpack(x)
         stored = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(tree))
         half, cotangent, weigh = self._agreement.run(lambda: self._misfit(stored.value))
-        gradient = self._pack(self._agreement.run(lambda: stored.vjp(cotangent)))
+        gradient = self._packing.pack_gradient(self._agreement.run(lambda: stored.vjp(cotangent)))
         own_value, regularizer = math.nan, self.settings.regularizer
 
         def multiply(v: Array) -> Array:

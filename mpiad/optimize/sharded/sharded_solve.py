@@ -9,18 +9,26 @@ import scipy
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
-from mpiad.optimize.checkpoint import CheckpointFile, problem_of
+from mpiad.optimize.checkpoint import CheckpointFile, fingerprint, problem_of
 from mpiad.optimize.constraints import Box, UserConstraint, box_of
 from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress, Record
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import DevicePacking, LocalPacking, local_packing
+from mpiad.optimize.packing import DevicePacking, Packing, local_packing
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.scipy_methods import MethodArguments
 from mpiad.optimize.sharded.constraint_values import ConstraintValues, LinearEquality, local_constraints
-from mpiad.optimize.sharded.convergence import NOT_FINITE, AnySettings, MMASettings, NewtonSettings, Settings, settings_of
+from mpiad.optimize.sharded.convergence import (
+    NOT_FINITE,
+    AnySettings,
+    MMASettings,
+    NewtonSettings,
+    Settings,
+    identity_of,
+    settings_of,
+)
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.lbfgs import LBFGS
@@ -37,7 +45,7 @@ class LocalArguments(NamedTuple):
     """A rank's arguments: its variables, their bounds, the settings of the method, and its checkpoint."""
 
     start: Tree
-    packing: LocalPacking
+    packing: Packing
     box: Box | None
     constraints: list[UserConstraint]
     settings: AnySettings
@@ -74,7 +82,7 @@ class Sharded(Solve):
         own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
         bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
         record = Record(progress if self._totals.is_root else None)
-        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record)
+        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record, self._totals)
         box = self._box(bool(bounded))
         if box is not None and not isinstance(settings, Settings) and isinstance(packing, DevicePacking):
             box = Box(*map(packing.xp.to_device, box))
@@ -127,10 +135,9 @@ class Sharded(Solve):
         arguments, comm = self._arguments, self._used.data
         if arguments.checkpoint is None:
             return Identity({})
-        problem = (
-            problem_of(self._program, arguments.packing, to_host(start), self._used.size) | arguments.settings.identity
-        )
-        problem["bounds (checksum)"] = None if arguments.box is None else arguments.box.fingerprint
+        problem = problem_of(self._program, arguments.packing, to_host(start), self._used.size)
+        problem |= identity_of(arguments.settings)
+        problem["bounds (checksum)"] = None if arguments.box is None else fingerprint(*arguments.box)
         if arguments.constraints:
             problem["limits of constraints"] = [[each.low.tolist(), each.high.tolist()] for each in arguments.constraints]
         layout = layout_of(arguments.packing.specs, arguments.checkpoint, comm)

@@ -99,13 +99,12 @@ def test_nests_of_any_form(rank: int, size: int) -> None:
 
 @pytest.mark.serial
 def test_large_variables_belong_to_the_function() -> None:
-    kept, copies, places = [], [], set()
+    kept, copies = [], []
 
     def fun(x: Any, keep: bool) -> Any:
         if keep:
             kept.append(x[3:])
             copies.append(x[3:].copy())
-        places.add(x.ctypes.data)
         value, gradient = np.sum((x - 1.0) ** 4), 4.0 * (x - 1.0) ** 3
         if not keep:
             x[:] = np.nan
@@ -116,9 +115,6 @@ def test_large_variables_belong_to_the_function() -> None:
     np.testing.assert_array_equal(ends[0].x, ends[1].x)
     for mine, copy in zip(kept, copies):
         np.testing.assert_array_equal(mine, copy)
-    places.clear()
-    solve(fun, np.linspace(2.0, 3.0, 200_000), jac=True, args=(False,), options=options)
-    assert len(places) <= 2  # that of the start, and one for all others
 
 
 def test_gradient_of_the_user_s_own(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The variables that the user's function gets: its own to keep and to change, and no copy."""
+"""The variables that the user's function gets: it may keep and overwrite them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,8 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.optimize.packing import BufferPool
 
 CENTRE = np.linspace(-1.0, 2.0, 7)
-
-
-@pytest.mark.serial
-def test_memory_is_lent_again_when_nobody_holds_it() -> None:
-    pool = BufferPool(3)
-    first = pool.vector()
-    first[:] = 1.0
-    part = first[1:]  # a view holds it too
-    del first
-    second = pool.vector()
-    assert not np.shares_memory(second, part) and np.all(part == 1.0)
-    where = second.ctypes.data
-    del second
-    assert pool.vector().ctypes.data == where
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -67,18 +52,6 @@ def test_traced_variables_may_be_kept() -> None:
 
     found = mpiad.minimize(fun, np.zeros(7), objective="mean")
     assert len(kept) == found.nfev and all(np.array_equal(x, as_it_was) for x, as_it_was in kept)
-
-
-def test_no_copy_of_one_array(rank: int) -> None:
-    """On the ranks beside the root every x that nobody keeps lies in the same memory."""
-    places: list[int] = []
-
-    def fun(x: np.ndarray) -> tuple[float, np.ndarray]:
-        places.append(x.ctypes.data)
-        return float(np.sum((x - 1.0) ** 2)), 2.0 * (x - 1.0)
-
-    mpiad.minimize(fun, np.zeros(20000), jac=True, objective="sum")
-    assert rank == 0 or len(set(places)) == 1
 
 
 def test_traced_values_are_refused() -> None:
