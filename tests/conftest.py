@@ -9,8 +9,8 @@ whose result on several ranks is shown by others; `launches` for one that starts
 `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
 MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
 
-Without `--thorough`, the one-rank run of the whole suite compiles kernels without LLVM's optimizations, which would take a
-third of its time. The programs that it starts, the runs on several ranks and all of `--thorough` have them.
+In the whole suite, one, three and four ranks compile kernels without LLVM's optimizations, which take long, but for the
+tests in `OPTIMIZED`. Two ranks, programs that tests start, and all of `--thorough` have them.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ ALSO_ON = {
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
 
+# What has LLVM's optimizations on any number of ranks: tests of the compiler, and those whose kernels run for long.
+OPTIMIZED = ("compiling", "inverse", "ensemble/test_taylor.py")
+
 # A file all of whose tests run on one rank only.
 OF_ONE_RANK = re.compile(r"^pytestmark = .*\bmark\.(launches|serial|one_rank)\b", re.MULTILINE)
 
@@ -104,8 +107,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
     mpi_init()
-    if WORLD.size == 1 and _is_whole_suite(config):
-        cache.optimization_level = 0
     short_turns.take()
     # For the programs that tests start, so that other tests have the cores; this process has initialized its MPI.
     os.environ |= launch.SLEEPING_WAITS
@@ -240,6 +241,13 @@ def _runs_here(config: pytest.Config, item: pytest.Item) -> bool:
     if WORLD.size in (several, *also):
         return True
     return WORLD.size not in other and _is_in(config, item.path, ALSO_ON.get(WORLD.size, ()))
+
+
+@pytest.fixture(autouse=True)
+def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile kernels with LLVM's optimizations, or without."""
+    if WORLD.size != 2 and _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
+        monkeypatch.setattr(cache, "optimization_level", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,7 @@ def test_a_seed_always_draws_the_same_programs_and_another_draws_others():
 
 
 @pytest.mark.serial
+@pytest.mark.thorough
 def test_all_kinds_of_step_are_drawn():
     for falling_back, kinds in ((False, steps.DRAWN_ALWAYS), (True, steps.KINDS[:-1])):
         programs = [program for seed in range(2) for program in drawn(3, 25, seed, falling_back=falling_back)]

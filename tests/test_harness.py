@@ -170,6 +170,7 @@ def test_a_hang_shows_each_rank(suite):
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 def test_a_hang_of_one_of_two_processes_shows_both(suite, tmp_path):
     (tmp_path / "test_other.py").write_text("import time\ndef test_slow():\n    time.sleep(50)\n")
     text = "import time\ndef test_fails(): assert 1 == 2\n@pytest.mark.limit(1.5)\ndef test_stuck(): time.sleep(50)\n"
@@ -201,6 +202,7 @@ def test_two(): pass
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 def test_the_whole_run_has_a_limit(suite):
     job = suite(ASLEEP, limit=4)
     assert job.returncode == launch.EXPIRED
@@ -210,6 +212,7 @@ def test_the_whole_run_has_a_limit(suite):
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 def test_a_hang_without_the_launcher_ends_too(tmp_path):
     shutil.copy(HERE / "conftest.py", tmp_path)
     # The limit is this test's own: MPIAD_TEST_TIMEOUT would also be that of the start, which takes long on a busy machine.
@@ -292,6 +295,7 @@ sys.exit(4 * (world.rank == 0))
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 def test_a_started_program_that_hangs_fails_its_test(suite):
     text = """
 @pytest.mark.launches

@@ -79,6 +79,7 @@ def test_those_of_one_job_are_reported_apart(tmp_path):
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 def test_one_that_hangs_is_reported(reported):
     text = WRONG.replace("{here}", "").replace("# raises: ArithmeticError", "# within: 4")
     found = reported(text.replace("    raise", "    __import__('time').sleep(60)\n    raise"))

@@ -1,5 +1,6 @@
 # One rank leaves with an error, and the others wait for it.
 # says: mpiad: rank 1 left the program by sys.exit\(3\) at {here} in main, 5 s ago, and other ranks have not left
+# thorough: yes
 
 import sys
 

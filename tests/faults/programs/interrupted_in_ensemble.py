@@ -2,6 +2,7 @@
 # raises: KeyboardInterrupt
 # says: rank 1 ended the job by an exception that nobody caught.*{here}.*KeyboardInterrupt
 # within: 60
+# thorough: yes
 
 import os
 import subprocess

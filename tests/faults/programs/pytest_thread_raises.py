@@ -3,6 +3,7 @@
 # arguments: -m pytest --noconftest -c /dev/null -p no:cacheprovider -q
 # prints: EOFError: no header
 # prints: 1 failed
+# thorough: yes
 
 import threading
 

@@ -4,6 +4,7 @@
 # raises: mpiad.errors.DeadlockError
 # says: this wait can't end: rank \d -> rank \d -> rank \d -> rank \d
 # says: 2 +waits [^\n]*mpi_recv[^\n]*{here}[^\n]*rank 1
+# thorough: yes
 
 import numpy as np
 
