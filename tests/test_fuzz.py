@@ -80,6 +80,7 @@ def test_what_is_printed_is_the_program():
 
 @pytest.mark.launches
 @pytest.mark.limit(180)
+@pytest.mark.thorough
 def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun):
     before = tmp_path / "wrong.py"
     before.write_text(WRONG)

@@ -58,7 +58,7 @@ print(sum(squares), found.x.round(6).tolist())
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("kind", ["closed", "nobody reads it"])
+@pytest.mark.parametrize("kind", ["closed", pytest.param("nobody reads it", marks=pytest.mark.thorough)])
 @pytest.mark.unguarded
 def test_a_standard_error_that_takes_nothing_does_not_end_the_program(kind: str) -> None:
     def leave() -> None:

@@ -234,7 +234,7 @@ def befores() -> Iterator[ParameterSet]:
     """Yield calls without and with a timeout, which changes how ranks wait, whatever they wait in."""
     for before in BEFORE:
         yield pytest.param(before, "", id=before)
-        marks = [] if before in ("mpi_allreduce(x)", "solve(lambda u: 2 * u, x)") else [pytest.mark.thorough]
+        marks = [] if before == "mpi_allreduce(x)" else [pytest.mark.thorough]
         yield pytest.param(before, "5", marks=marks, id=f"{before}-5")
 
 

@@ -354,7 +354,7 @@ except mpiad.errors.DeadlockError as error:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("slow", ["evaluation", "callback"])
+@pytest.mark.parametrize("slow", ["evaluation", pytest.param("callback", marks=pytest.mark.thorough)])
 def test_all_raise_after_a_wait_beyond_the_timeout(
     slow: str, mpirun: Callable[..., CompletedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,8 +52,7 @@ def divided(jitted):
     return [sum(x.kind == "begin" for x in actions_of(r.schedule, r.texts, True)) for r in found]
 
 
-@pytest.mark.also_on(4)
-@pytest.mark.parametrize("periodic", [False, (True, False)], ids=str)
+@pytest.mark.parametrize("periodic", [False, pytest.param((True, False), marks=pytest.mark.also_on(4))], ids=str)
 def test_messages_that_are_late(periodic, rank, size, rank_rng, monkeypatch):
     domain = Domain(SHAPE, periodic=periodic)
     whole, weights = rank_rng(100).standard_normal((2, *SHAPE))

@@ -133,7 +133,7 @@ mpiad.mpi_barrier()
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("call", ["scan", "newton", "ensemble", "minimize"])
+@pytest.mark.parametrize("call", ["scan", pytest.param("newton", marks=pytest.mark.thorough), "ensemble", "minimize"])
 def test_an_exit_in_a_call_ends_the_job_with_its_code(call, mpirun):
     done = mpirun(2, START + IN_A_CALL, call)
     assert done.returncode == 3, done.stderr
