@@ -23,6 +23,7 @@ report_missing("a peer", "peer not installed")
 
 
 @pytest.mark.serial
+@pytest.mark.thorough
 def test_all_that_happens_is_a_line_of_the_table(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_the_influenza_is_as_a_markov_chain_says(mpirun: Run, tmp_path: Path) ->
     assert (tmp_path / "run" / "demo" / "influenza_vi.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_names_of_devices_must_fit_the_ranks(mpirun: Run, tmp_path: Path) -> None:
     done = mpirun(2, "examples/sir_vi.py", *SMALL, "--device_ids", "cpu", "cpu", "cpu", timeout=60, cwd=tmp_path)
     assert done.returncode != 0

@@ -161,6 +161,7 @@ def test_others_may_communicate_among_themselves(rank: int, size: int) -> None:
 
 
 @pytest.mark.mpi(min_size=3)
+@pytest.mark.thorough
 def test_others_may_compute_after_a_wait(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has waited computes, and its notice of that comes after the notices that the others have arrived."""
     monkeypatch.setattr(user_failures, "_TICK", 0.9 if rank == 1 else 0.05)
@@ -318,6 +319,7 @@ except WorkerError as error:
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 def test_one_long_call_is_no_wait(mpirun: Callable[..., CompletedProcess]) -> None:
     done = mpirun(2, LONG, "long", timeout=60)
     assert done.returncode == 0

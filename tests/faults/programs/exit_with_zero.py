@@ -3,6 +3,7 @@
 # raises: mpiad.errors.DeadlockError
 # says: rank 0.*mpi_allreduce.*{here}
 # says: rank 1.*left
+# thorough: yes
 
 import sys
 

@@ -4,6 +4,7 @@
 # raises: mpiad.errors.DeadlockError
 # says: 1 +waits [^\n]*mpi_recv[^\n]*{receive}[^\n]*rank 0
 # says: Rank 0 sent a message to rank 2 with tag 0 at {send}, not received there
+# thorough: yes
 
 import numpy as np
 
