@@ -165,7 +165,7 @@ def slope_with_more_digits(name, compiled):
 
 @pytest.mark.serial
 @pytest.mark.skipif(np.finfo(np.longdouble).eps == np.finfo(float).eps, reason="long doubles have no more digits")
-@pytest.mark.parametrize("way", ["adjoint", "tangent", "kernel"])
+@pytest.mark.parametrize("way", ["adjoint", pytest.param("tangent", marks=pytest.mark.thorough), "kernel"])
 @every_method
 def test_an_ill_conditioned_gradient_is_that_of_the_computed_states(name, way):
     # Of Van der Pol's equation at 1e3 the rounding of the states alone moves the gradient by 2e-8, so that two programs

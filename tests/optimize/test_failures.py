@@ -150,6 +150,7 @@ def expect_error_beside_messages(rank: int, size: int, part: Callable[[Any], Non
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.thorough
 def test_others_may_communicate_among_themselves(rank: int, size: int) -> None:
     def part(comm: Any) -> None:
         if rank == 0:

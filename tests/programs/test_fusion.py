@@ -102,6 +102,7 @@ def test_messages_stay_in_the_order_of_the_source():
     assert made.index("sort") < made.index("mpi_scan")
 
 
+@pytest.mark.thorough
 def test_compiling_takes_time_linear_in_the_number_of_communications():
     def seconds(count):
         def fun(x):
