@@ -22,7 +22,6 @@ import argparse
 import io
 import math
 import os
-import time
 from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from mpi4py import MPI
 from reaches import report
+from timing import seconds_of
 
 import mpiad
 import mpiad.debug
@@ -109,24 +109,13 @@ def wave_gradient(cells: int, steps: int, comm: MPI.Comm) -> tuple[Callable[[], 
     return lambda: gradient(square), domain
 
 
-def best_of(repeats: int, run: Callable[[], object], comm: MPI.Comm) -> float:
-    """Return the smallest time, in each turn that of the slowest rank."""
-    best = math.inf
-    for _ in range(repeats):
-        comm.Barrier()
-        start = time.perf_counter()
-        run()
-        best = min(best, comm.allreduce(time.perf_counter() - start, MPI.MAX))
-    return best
-
-
 def python_per_message(repeats: int, comm: MPI.Comm) -> float:
     """Return what a message takes whose bytes don't count, beyond an exchange without messages."""
     alone = mpiad.Domain((4, 4), comm=MPI.COMM_SELF)
     domain = mpiad.Domain((4, 4 * comm.size), dims=(1, comm.size), comm=comm)
     sent = max(1, max(comm.allgather(len([n for pair in domain.neighbours for n in pair if n is not None]))))
-    with_messages = best_of(50 * repeats, lambda: domain.exchange(np.ones(domain.local_shape)), comm)
-    without = best_of(50 * repeats, lambda: alone.exchange(np.ones((4, 4))), comm)
+    with_messages = seconds_of(lambda: domain.exchange(np.ones(domain.local_shape)), 50 * repeats, comm)
+    without = seconds_of(lambda: alone.exchange(np.ones((4, 4))), 50 * repeats, comm)
     return (with_messages - without) / sent
 
 
@@ -155,9 +144,9 @@ def main() -> None:
         count_messages(shape, periodic)
     one = 0.0
     if root:
-        one = best_of(options.repeats, wave_gradient(options.cells, options.steps, MPI.COMM_SELF)[0], MPI.COMM_SELF)
+        one = seconds_of(wave_gradient(options.cells, options.steps, MPI.COMM_SELF)[0], options.repeats, MPI.COMM_SELF)
     WORLD.Barrier()
-    every = best_of(options.repeats, wave_gradient(options.cells, options.steps, WORLD)[0], WORLD)
+    every = seconds_of(wave_gradient(options.cells, options.steps, WORLD)[0], options.repeats, WORLD)
     overhead = python_per_message(options.repeats, WORLD) if WORLD.size > 1 else 20e-6
     if root:
         first, now = (1e3 * seconds / options.steps for seconds in (one, every))

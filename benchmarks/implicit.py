@@ -28,6 +28,7 @@ import numpy
 import scipy.sparse
 import scipy.sparse.linalg
 from reaches import report
+from timing import fastest
 
 import mpiad
 from mpiad.linalg import factorized, newton, solve
@@ -49,18 +50,6 @@ def steps_of(n: int):
 
     steps = {name: (lambda u, name=name: solve(operator, u, method=name.lower(), rtol=RTOL)) for name in METHODS}
     return {**steps, "factorized": factorized(operator, numpy.zeros((n, n)), pattern=domain)}
-
-
-def fastest(calls, repeats: int) -> list[float]:
-    """Return the shortest time of each call, in seconds; the calls alternate, short ones three times in succession."""
-    best = [float("inf")] * len(calls)
-    for _ in range(repeats):
-        for k, call in enumerate(calls):
-            for _ in range(3 if best[k] < 1e-3 else 1):  # the first finds its code and data outside of the caches
-                start = time.perf_counter()
-                call()
-                best[k] = min(best[k], time.perf_counter() - start)
-    return best
 
 
 def set_up() -> None:

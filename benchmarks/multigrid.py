@@ -16,8 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from mpi4py import MPI
 from reaches import report, report_missing
+from timing import seconds_of
 
 import mpiad
 from mpiad.linalg import Multigrid, solve_elliptic
@@ -60,17 +59,6 @@ def media(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         found[f"{count} blocks"] = np.where(rng.random((count,) * len(shape)) < 0.5, 1.0, JUMP)[cells]
         found[f"{count} blocks, log-uniform"] = (JUMP ** rng.random((count,) * len(shape)))[cells]
     return found
-
-
-def seconds(run: Callable[[], object], rounds: int) -> float:
-    """Return the smallest time of a call, the longest of all ranks."""
-    times = []
-    for _ in range(rounds):
-        WORLD.Barrier()
-        start = time.perf_counter()
-        run()
-        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return min(times)
 
 
 def iterations(domain: mpiad.Domain, kappa: np.ndarray, b: np.ndarray) -> int:
@@ -120,7 +108,7 @@ def times(domain: mpiad.Domain, kappa: np.ndarray, b: np.ndarray, rounds: int) -
     """Return the time of the set-up and that of the solve."""
     mine, right = kappa[domain.owned].copy(), b[domain.owned].copy()
     levels = Multigrid(domain, mine)
-    return seconds(lambda: Multigrid(domain, mine), rounds), seconds(lambda: levels.solve(right), rounds)
+    return seconds_of(lambda: Multigrid(domain, mine), rounds), seconds_of(lambda: levels.solve(right), rounds)
 
 
 def compare_times(size: int, rounds: int) -> None:
@@ -170,7 +158,7 @@ def cost_of_gradient(size: int, rounds: int) -> None:
     def loss(kappa: np.ndarray) -> float:
         return domain.norm(solve_elliptic(domain, kappa, b)) ** 2
 
-    alone, both = seconds(lambda: loss(kappa), rounds), seconds(lambda: mpiad.value_and_grad(loss)(kappa), rounds)
+    alone, both = seconds_of(lambda: loss(kappa), rounds), seconds_of(lambda: mpiad.value_and_grad(loss)(kappa), rounds)
     if WORLD.rank == 0:
         report(f"loss and gradient by κ over the loss, {size}², ranks: {WORLD.size}", both / alone)
     say(f"loss {alone:.3f} s, with its gradient {both:.3f} s: {both / alone:.2f} times on {size} x {size}")

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 import scipy.optimize
 from mpi4py import MPI
 from reaches import report, report_missing
+from timing import seconds_of
 
 import mpiad
 
@@ -93,7 +93,7 @@ def evaluations(name: str) -> dict[str, int | None]:
 
 def seconds(solve: Callable, size: int, rounds: int = 3) -> float:
     """Return the smallest time of 30 iterations, the longest of all ranks."""
-    scale, times = np.linspace(1.0, 100.0, size), []
+    scale = np.linspace(1.0, 100.0, size)
 
     def fun(x: np.ndarray) -> tuple[float, np.ndarray]:
         flat = np.ravel(x)
@@ -101,12 +101,7 @@ def seconds(solve: Callable, size: int, rounds: int = 3) -> float:
         value = WORLD.allreduce(0.5 * float(flat @ (change - 1.0)))
         return value, change.reshape(x.shape)
 
-    for _ in range(rounds):
-        WORLD.Barrier()
-        start = time.perf_counter()
-        solve(fun, np.zeros(size), gtol=1e-300, ftol=0.0, maxiter=30)
-        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return min(times)
+    return seconds_of(lambda: solve(fun, np.zeros(size), gtol=1e-300, ftol=0.0, maxiter=30), rounds)
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +26,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse
 from reaches import report
+from timing import fastest
 
 import mpiad
 from mpiad.inverse import Bilaplacian, laplace_approximation
@@ -109,16 +109,6 @@ class Problem:
         rows = np.stack([seed.ravel() for seed in seeds])
         covariances = np.stack([self.prior.solve(seed).ravel() for seed in seeds])
         return int((np.linalg.eigvalsh(rows @ covariances.T) > 1).sum())
-
-
-def fastest(calls: list[Any], repeats: int) -> list[float]:
-    best = [np.inf] * len(calls)
-    for _ in range(repeats):
-        for k, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            best[k] = min(best[k], time.perf_counter() - start)
-    return best
 
 
 def main() -> None:

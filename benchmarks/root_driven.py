@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,6 +22,7 @@ import numpy as np
 import scipy.optimize
 from mpi4py import MPI
 from reaches import report
+from timing import seconds_of
 
 import mpiad
 
@@ -91,17 +91,6 @@ def between_evaluations(size: int, count: int, rounds: int = 5) -> tuple[float, 
     return min(alone), min(driven), min(hand)
 
 
-def seconds(run: Callable[[], object], rounds: int = 100) -> float:
-    """Return the smallest time of a call, the longest of all ranks."""
-    times = []
-    for _ in range(rounds):
-        WORLD.Barrier()
-        start = time.perf_counter()
-        run()
-        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return min(times)
-
-
 def bare_exchange(size: int) -> float:
     """Return the time of a broadcast of the variables and a reduction of the gradient."""
     x, total = np.ones(size), np.empty(size)
@@ -110,7 +99,7 @@ def bare_exchange(size: int) -> float:
         WORLD.Bcast(x, 0)
         WORLD.Reduce(x, total if WORLD.rank == 0 else None, MPI.SUM, 0)
 
-    return seconds(exchange)
+    return seconds_of(exchange, 100)
 
 
 def main() -> None:

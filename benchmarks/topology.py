@@ -34,6 +34,7 @@ import numpy as np
 import scipy.optimize
 from mpi4py import MPI
 from reaches import report, report_missing
+from timing import seconds_of
 
 import mpiad
 
@@ -136,17 +137,6 @@ def compare_beams(rounds: int) -> dict[str, tuple[float, float, float]]:
     return found
 
 
-def seconds_of(run: Callable[[], Any], rounds: int = 3) -> float:
-    """Return the smallest time of a call, the longest of all ranks."""
-    times = []
-    for _ in range(rounds):
-        WORLD.Barrier()
-        start = time.perf_counter()
-        run()
-        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return min(times)
-
-
 class Body:
     """The system of a cantilever's displacements, for this library and for peers."""
 
@@ -234,7 +224,7 @@ def measure_cantilever(shape: tuple[int, int, int], iterations: int) -> dict[str
         gap = abs(solve() / expected - 1.0)
         if gap > 1e-4:
             raise SystemExit(f"{label}: another compliance, relative difference {gap:.1e}")
-        found[label] = seconds_of(solve), body.count
+        found[label] = seconds_of(solve, 3), body.count
         if WORLD.rank == 0:
             print(f"  {label}: set-up and solve {found[label][0]:.2f} s, {body.count} iterations of conjugate gradients")
             if label != "mpiad":

@@ -124,7 +124,7 @@ SYSTEMS = {
     "falling": System(falling, lambda rng: rng.uniform([0.5, -1], [2, 1]), lambda rng: rng.uniform(2, 9, 1), 1.5),
     "network": System(
         network, lambda rng: rng.uniform(-1, 1, 3),
-        {"weights": lambda rng: rng.normal(size=(3, 3)), "bias": lambda rng: rng.normal(size=3), "scale": None}, 2.0,
+        {"weights": lambda rng: rng.normal(size=(3, 3)), "bias": lambda rng: rng.normal(size=3)}, 2.0,
         "tree",
     ),
     "rotation": System(
@@ -191,7 +191,7 @@ class Program:
         dtype = np.float32 if single else None
         self.u0 = np.array([system.u0(rng) for _ in range(self.count)], dtype)
         if system.kinds == "tree":
-            p = {key: draw and draw(rng) for key, draw in system.p.items()} | {"scale": TREE_SCALE}
+            p = {key: draw(rng) for key, draw in system.p.items()} | {"scale": TREE_SCALE}
             self.p: Any = {key: np.asarray(value, dtype)[()] for key, value in p.items()}
         else:
             self.p = np.array([system.p(rng) for _ in range(self.count)], dtype)

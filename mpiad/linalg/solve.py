@@ -232,7 +232,7 @@ def solution_of_adjoint(
 ) -> LocalArray:  # fmt: skip
     """Return the solution λ of Aᵀ λ = g, where A is the operator of the problem; collective and differentiable.
 
-    `lanes`: whether g has an additional first axis, for several right-hand sides.
+    `lanes`: whether g has an additional first axis, for several right-hand sides. `start`: the initial guess without lanes.
     """
     if lanes:
         blocks = [g[k : k + _MOST_LANES] for k in range(0, len(g), _MOST_LANES)]

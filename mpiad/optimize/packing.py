@@ -104,8 +104,9 @@ class Packing:
         parts = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             flat = leaf.reshape(-1)
-            parts.append(convert(flat).astype(complex).view(float) if dtype.kind == "c" else flat.astype(float))
-        return np.concatenate(parts)
+            is_complex = dtype.kind == "c"
+            parts.append(convert(flat).astype(complex).view(float) if is_complex else flat.astype(float, copy=False))
+        return np.concatenate(parts)  # a new vector also of one part
 
     def _arrays(self, tree: Tree) -> list[Array]:
         """Return a pytree's arrays of variables, on the vector's device; raise unless they match the template."""
