@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from itertools import count
 
 import autograd.numpy as anp
@@ -220,6 +221,7 @@ def communicates(u, p, t):
     (lambda u, p, t: np.linalg.norm(u, 1, axis=0), 0, "numpy.linalg.norm with ord=1"),
     (lambda u, p, t: np.linalg.norm(u[None], 2, axis=(0, 1)), 0, "numpy.linalg.norm with ord=2"),
     (lambda u, p, t: u * "one", 0, "ufunc 'multiply' did not contain a loop"),
+    (lambda u, p, t: u * np.array([Fraction(1, 3)]), 0, "it computes with Fraction Fraction(1, 3), which isn't a number"),
     (lambda u, p, t: u.view(np.int64), 0, "views traced values as <class 'numpy.int64'>"),
 ])  # fmt: skip
 def test_what_cannot_be_traced_is_refused_with_its_line(f, offset, reason):
