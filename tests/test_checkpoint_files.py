@@ -122,5 +122,5 @@ def test_another_problem_is_refused_by_what_differs() -> None:
         ValueError, match=r"^minimize: the checkpoint run.npz .*: ranks is 2 in the file, but 3 in this call\. Use"
     ):
         require_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 3, "m": 10}, "minimize")
-    with pytest.raises(ValueError, match='m is "nothing" in the file'):
+    with pytest.raises(ValueError, match="m is missing in the file, but 5 in this call"):
         require_problem(Path("run.npz"), {}, {"m": 5}, "minimize")

@@ -22,7 +22,7 @@ from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
 from mpiad.transport.devices.device_arrays import is_device_array
-from mpiad.transport.exits.user_failures import StageFailures, Unreached, WrongValueError
+from mpiad.transport.exits.user_failures import NotConverged, StageFailures, WrongValueError
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Evaluation:
         self.agreement.tolerates = self._evaluated_once  # at the start there is no step to shorten
         try:
             found = evaluate()
-        except Unreached:
+        except NotConverged:
             self._forward, self._not_converged = None, True
             self.agreement.clear(self._used.members)
             return otherwise()

@@ -56,7 +56,7 @@ class ProgramRecorder(Protocol):
         """Handle communication that isn't made by a recorded operation."""
 
     def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        """Return whether the recorder takes over the marking: it marks later, unless the function runs again untraced."""
+        """Return whether the recorder, not the caller, marks the channel as unusable, unless the function runs again."""
         ...
 
 
