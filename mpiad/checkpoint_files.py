@@ -183,7 +183,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def require_problem(path: Path, found: dict[str, Any], expected: dict[str, Any], call: str) -> None:
+def require_same_problem(path: Path, found: dict[str, Any], expected: dict[str, Any], call: str) -> None:
     """Raise a ValueError if the description `found` in a file differs from the description `expected` of this call."""
     differences = []
     for name in expected:

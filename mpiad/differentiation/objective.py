@@ -102,7 +102,7 @@ def reduce_objective(
     elif problem is None and type(value) in Box.types:
         # Plain autograd runs an adjoint only if the input is traced, and all ranks must run the adjoint of the reduction.
         term = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
-    return communicate(SHARE, term, ObjectiveReduction(channel, problem, shapes, call))
+    return communicate(OBJECTIVE, term, ObjectiveReduction(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
@@ -203,6 +203,6 @@ def _tangent(dx: Array, ans: Array, x: Array, p: ObjectiveReduction) -> Scalar:
     return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
 
 
-SHARE = Operation("value_and_grad")
-SHARE.define(_forward, _adjoint, _tangent)
-SHARE.prepared = _prepared
+OBJECTIVE = Operation("value_and_grad")
+OBJECTIVE.define(_forward, _adjoint, _tangent)
+OBJECTIVE.prepared = _prepared

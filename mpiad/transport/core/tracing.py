@@ -114,7 +114,7 @@ def restore_state(kept: dict[str, Any], error: BaseException) -> None:
             opened.around, opened = None, opened.around
 
 
-def settled(fun: Callable[..., T], *args: Any) -> T:
+def checked_on_replay(fun: Callable[..., T], *args: Any) -> T:
     """Return ``fun(*args)``, on which the further course of a call depends, such as lengths that ranks exchange.
 
     A compiled program runs it again, and continues only if the result is the same as in the trace.
