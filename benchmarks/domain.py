@@ -34,7 +34,7 @@ from timing import seconds_of
 import mpiad
 import mpiad.debug
 from mpiad.domain.partition import Partition, choose_dims
-from mpiad.domain.routes import FACES, IN_TURN, TOGETHER, Geometry, plan
+from mpiad.domain.routes import AT_ONCE, BY_AXIS, FACES_ONLY, Geometry, plan
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--cells", type=int, default=256, help="along each side of a rank's block")
@@ -45,7 +45,7 @@ parser.add_argument("--bandwidth", type=float, default=5e9, help="β in bytes pe
 
 WORLD = MPI.COMM_WORLD
 FIELDS, HALO = 3, 2
-SCHEMES = {"in turn": IN_TURN, "at once": TOGETHER, "faces": FACES}
+SCHEMES = {"in turn": BY_AXIS, "at once": AT_ONCE, "faces": FACES_ONLY}
 
 
 def exchanges(domain: mpiad.Domain) -> dict[str, Callable]:
@@ -126,7 +126,7 @@ def model(seconds: float, overhead: float, options: argparse.Namespace) -> None:
         dims = choose_dims((options.cells * ranks,) * 2, ranks, (1, 1), (False, False)) or (ranks, 1)
         partition = Partition(tuple(options.cells * p for p in dims), dims, (False, False))
         middle = int(np.ravel_multi_index([p // 2 for p in dims], dims))
-        _, messages, nbytes = planned(Geometry(partition, middle, (1, 1)), FACES, 8)
+        _, messages, nbytes = planned(Geometry(partition, middle, (1, 1)), FACES_ONLY, 8)
         travel = 2 * (messages * (options.latency + overhead) + nbytes / options.bandwidth)
         reductions = 3 * 2 * options.latency * math.log2(ranks) / options.steps
         total = seconds / options.steps + travel + reductions

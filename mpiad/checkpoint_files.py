@@ -29,22 +29,22 @@ except ImportError:  # on Windows, where unfinished files of killed processes ar
     fcntl = None  # type: ignore[assignment]
 
 _DESCRIPTION = "description"
-_CHECKSUM = 8  # number of hexadecimal digits; the checksum is the archive's comment, which ends the file
+_CHECKSUM_LENGTH = 8  # hexadecimal digits; the checksum is the archive's comment, which ends the file
 _READ_SIZE = 1 << 20
 
 
 def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file, which replaces an existing file. If writing fails, raise an OSError; an existing file is unchanged."""
-    part, file = begin(path)
+    """Write a file, which replaces an existing file at the end; an error before that leaves the existing file unchanged."""
+    part, file = create_part(path)
     try:
         with file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                archive.comment = bytes(_CHECKSUM)
+                archive.comment = bytes(_CHECKSUM_LENGTH)
                 _write_array(archive, _DESCRIPTION, np.frombuffer(json.dumps(description).encode(), np.uint8))
                 for name, array in arrays:
                     _write_array(archive, name, array)
             checksum = _checksum(file)
-            file.seek(-_CHECKSUM, os.SEEK_END)
+            file.seek(-_CHECKSUM_LENGTH, os.SEEK_END)
             file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
@@ -56,8 +56,8 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
     sync_folder(path.parent)
 
 
-def begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Open and lock a new file with a unique name in the folder of `path`; raise the errors of `require_regular`."""
+def create_part(path: Path) -> tuple[Path, IO[bytes]]:
+    """Create and lock a file with a unique name in the folder of `path`; raise the errors of `require_regular`."""
     require_regular(path)
     _remove_unfinished(path.absolute())
     while True:
@@ -89,7 +89,7 @@ def _remove_unfinished(path: Path) -> None:
         # Another process may remove the file first.
         with contextlib.suppress(OSError), open(part, "r+b") as file:
             if _lock(file):
-                data_of(part).unlink(missing_ok=True)
+                data_path(part).unlink(missing_ok=True)
                 part.unlink()
 
 
@@ -101,7 +101,7 @@ def require_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "It isn't a regular file", str(path))
 
 
-def data_of(part: Path) -> Path:
+def data_path(part: Path) -> Path:
     """Return the path of the data file that belongs to `part`, for libraries that can't write to a locked file."""
     return part.with_name(f"{part.name}.data")
 
@@ -119,7 +119,7 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None
 
 def _checksum(file: IO[bytes]) -> bytes:
     """Return the checksum of all bytes before the stored checksum; leave the file's position at the stored checksum."""
-    remaining, checksum = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
+    remaining, checksum = file.seek(0, os.SEEK_END) - _CHECKSUM_LENGTH, 0
     file.seek(0)
     while remaining > 0:
         chunk = file.read(min(remaining, _READ_SIZE))
@@ -183,12 +183,12 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def require_problem(path: Path, found: dict[str, Any], expected: dict[str, Any], call: str) -> None:
+def require_same_problem(path: Path, found: dict[str, Any], expected: dict[str, Any], call: str) -> None:
     """Raise a ValueError if the description `found` in a file differs from the description `expected` of this call."""
     differences = []
     for name in expected:
         # Compared as JSON, which converts tuples to lists.
-        in_file, in_call = (json.dumps(side.get(name, "nothing")) for side in (found, expected))
+        in_file, in_call = (json.dumps(side[name]) if name in side else "missing" for side in (found, expected))
         if in_file != in_call:
             differences.append(f"{name} is {in_file:.80} in the file, but {in_call:.80} in this call")
     if differences:

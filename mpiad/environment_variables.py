@@ -1,6 +1,6 @@
 """The environment variables that the library reads, and the meaning of their values.
 
-`switch` ignores invalid values. At the start of the library, `check` raises an error for invalid switches and paths.
+`switch` ignores invalid values. `check`, called when the library starts, raises an error for invalid switches and paths.
 """
 
 from __future__ import annotations

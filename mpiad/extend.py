@@ -3,7 +3,8 @@
 `custom_operator` turns a function into an operator like the operators of the library. A call is one node of the tape: the
 node is recorded on every rank even if no input is traced, and the reverse pass always visits it. The function receives
 plain arrays, and may use mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, and `defadjoint`
-the derivatives of a linear operator. Rules that consist of communicating operators can be differentiated.
+the derivatives of a linear operator. Rules that consist of communicating operators can be differentiated. An `InPlace`
+describes the variant of an operator that compiled programs run.
 """
 
 from __future__ import annotations

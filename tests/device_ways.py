@@ -22,7 +22,7 @@ SETTINGS = {
     "staged": DeviceSettings(cuda_aware=False),
     "pieces": DeviceSettings(cuda_aware=False, chunk=16),
     "direct": DeviceSettings(cuda_aware=True),
-    "exchanged": DeviceSettings(cuda_aware=True, chunk=16, expected=False, exchanged=True),
+    "exchanged": DeviceSettings(cuda_aware=True, chunk=16, any_staged=False, exchanged=True),
 }
 
 each_way = pytest.mark.parametrize("way", SETTINGS)

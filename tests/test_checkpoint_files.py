@@ -15,7 +15,7 @@ import pytest
 from machine_load import slowdown
 
 from mpiad import checkpoint_files
-from mpiad.checkpoint_files import read, read_description, require_problem, write
+from mpiad.checkpoint_files import read, read_description, require_same_problem, write
 
 pytestmark = pytest.mark.serial
 
@@ -117,10 +117,10 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_another_problem_is_refused_by_what_differs() -> None:
-    require_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 2, "m": 10}, "minimize")
+    require_same_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 2, "m": 10}, "minimize")
     with pytest.raises(
         ValueError, match=r"^minimize: the checkpoint run.npz .*: ranks is 2 in the file, but 3 in this call\. Use"
     ):
-        require_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 3, "m": 10}, "minimize")
-    with pytest.raises(ValueError, match='m is "nothing" in the file'):
-        require_problem(Path("run.npz"), {}, {"m": 5}, "minimize")
+        require_same_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 3, "m": 10}, "minimize")
+    with pytest.raises(ValueError, match="m is missing in the file, but 5 in this call"):
+        require_same_problem(Path("run.npz"), {}, {"m": 5}, "minimize")

@@ -33,7 +33,7 @@ from mpiad.transport.core.channels import make_communicator
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices import staging
 from mpiad.transport.devices.device_settings import Library, device_of, gpus_of_node, library, visible
-from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_beside
+from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_of_library
 from mpiad.transport.resources import cores, huge_pages
 from mpiad.transport.watch.descriptions import rank_ranges
 
@@ -99,7 +99,7 @@ class Speed(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"8 bytes from rank 0 to 1 in {1e6 * self.latency:.1f} µs, 4 MB at {1e-9 * self.bandwidth:.1f} GB/s; "
+            f"8 bytes from rank 0 to 1 in {1e6 * self.latency:.1f} µs, 4 MiB at {1e-9 * self.bandwidth:.1f} GB/s; "
             f"allreduce of 8 bytes in {1e6 * self.allreduce:.1f} µs"
         )
 
@@ -219,7 +219,7 @@ def launch_mistakes(library: Library, launcher: Launcher, size: int) -> list[Mis
         text = (
             f"{launcher.name} started {launcher.size} processes, but each of them is a world of one rank: mpi4py loads "
             f"{library.vendor} {library.version}, which this launcher doesn't support. Start the program with "
-            f"{_mpiexec_of(library)}{'' if mpiexec_beside(library.path) else remedy}."
+            f"{_mpiexec_of(library)}{'' if mpiexec_of_library(library.path) else remedy}."
         )
         mistakes.append(Mistake("error", text))
     elif launcher.name and launcher.size != size:
@@ -235,7 +235,7 @@ def launch_mistakes(library: Library, launcher: Launcher, size: int) -> list[Mis
 
 
 def _mpiexec_of(library: Library) -> str:
-    return mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
+    return mpiexec_of_library(library.path) or f"the mpiexec of {library.vendor}"
 
 
 def mpiexec_mistakes(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:

@@ -88,7 +88,7 @@ class Event(NamedTuple):
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
     called: str  # like `name`, but of the library function that the user called, for example "adjoint of exchange"
-    # The operation: for an adjoint that of the forward call, for an event inside it the executed one; "" for a phase.
+    # The operation; for an adjoint, that of the forward call; for an event inside an adjoint, its own; "" for a phase.
     operation: str
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
     innermost: bool  # whether the event contains no other communication; False for a phase

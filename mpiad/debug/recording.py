@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm
-from mpiad.checkpoint_files import begin
+from mpiad.checkpoint_files import create_part
 from mpiad.debug.recorder import Event, Message, Recorder
 from mpiad.environment_variables import path
 from mpiad.transport import channel, world
-from mpiad.transport.exits.abort import last_words
+from mpiad.transport.exits.abort import before_abort
 
 _START, _END = "start of the recording", "end of the recording"
 
@@ -218,14 +218,14 @@ def _write_atomically(path: Path, header: str, pieces: Iterator[str]) -> str | N
     """Write header, pieces and footer to a file atomically; return the text of an error, or None."""
     temporary = None
     try:
-        temporary, raw_file = begin(path)
+        temporary, raw_file = create_part(path)
         with io.TextIOWrapper(raw_file, encoding="utf-8") as file:
             file.write(header)
             for k, piece in enumerate(pieces):
                 file.write((",\n" if k else "") + piece)
             file.write(_FOOTER)
             file.flush()
-            os.replace(temporary, path)  # before closing the file, which releases the lock taken by `begin`
+            os.replace(temporary, path)  # before closing the file, which releases the lock taken by `create_part`
     except (OSError, ValueError) as write_error:
         for _ in pieces:
             pass  # the remaining pieces are received, since their senders wait
@@ -260,7 +260,7 @@ def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[floa
     for number, name in enumerate(recorder.threads):
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
-        # An outer event must precede its inner events, which begin later or end earlier. If both times are equal, the
+        # An outer event must precede its inner events, which create_part later or end earlier. If both times are equal, the
         # event that was recorded later is the outer event.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
@@ -450,7 +450,7 @@ def record_program(folder: str) -> None:
     recording = _latest = Recording()
     world.at_end(lambda: _finish(recording, file))
     # If an exception aborts the job, this is called instead of `_finish`.
-    last_words.append(partial(recording.write_part, file))
+    before_abort.append(partial(recording.write_part, file))
 
 
 def _finish(recording: Recording, file: Path) -> None:

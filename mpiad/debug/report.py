@@ -21,10 +21,9 @@ from mpiad.transport.core.tracing import restoring_state
 #
 # MPI doesn't report how long a call waits, but the time at which each rank began the call is known. A receiver waits until
 # its sender begins to send. A rank that receives data from all ranks waits until the last rank begins, and a rank that
-# receives data from the root waits until the root begins. The time from the start of the rank's own call to that time, at
-# most the duration of the call, counts as wait; the rest of the duration counts as transfer. Sends and the starts of
-# nonblocking operations don't wait. The completion of a nonblocking send or reduction counts entirely as wait, since the
-# rank does no other work.
+# receives data from the root waits until the root begins. The wait lasts from the start of the rank's own call until then,
+# but at most as long as the call; the rest of the call counts as transfer. Sends and the starts of nonblocking operations
+# don't wait. The completion of a nonblocking send or reduction counts entirely as wait, since the rank does no other work.
 #
 # The times of different ranks are converted to one clock, with an error of a few microseconds.
 
@@ -418,7 +417,7 @@ def _communication(rows: list[Row]) -> list[tuple[str, ...]]:
 
 def _ranks(result: Report, totals: Totals) -> list[tuple[str, ...]]:
     counts = np.sum([(row.calls, row.messages, row.nbytes) for row in result.rows], axis=0)
-    lines = [("rank", "calls", "messages", "bytes", "communicating", "of it waiting", "computing")]
+    lines = [("rank", "calls", "messages", "bytes", "communicating", "incl. waiting", "computing")]
     for rank, (elapsed, seconds, waited) in enumerate(zip(result.elapsed, totals.communicating, totals.waiting)):
         calls, messages, nbytes = counts[:, rank]
         times = _time(seconds), _time(waited), _time(elapsed - seconds)

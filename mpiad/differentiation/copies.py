@@ -12,7 +12,7 @@ from mpiad.differentiation.trace import Variables
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
 from mpiad.transport.core.replication import require_replicated
-from mpiad.transport.core.tracing import settled
+from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.watch import watch_settings
 
 _BROADCAST = "Broadcast the variable once before the first step, and make the same updates on all ranks."
@@ -23,7 +23,7 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
     if watch_settings.debug():
         claim = f"{call}: shared=True says that all ranks hold the same variable x"
         leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
-        settled(require_replicated, channel, leaves, claim, _BROADCAST)
+        checked_on_replay(require_replicated, channel, leaves, claim, _BROADCAST)
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
@@ -34,4 +34,4 @@ def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
             "Reductions of this MPI round differently on different ranks. If the program branches on J, let one rank "
             "choose, and broadcast its choice."
         )
-        settled(require_replicated, channel, named_leaves(value, "J"), claim, advice)
+        checked_on_replay(require_replicated, channel, named_leaves(value, "J"), claim, advice)

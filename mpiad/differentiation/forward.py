@@ -16,9 +16,9 @@ from autograd.core import JVPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import Box, getval, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
+from mpiad.differentiation.advice import itself, refuse_pickling
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.nodes import DetachedNode, all_on, still_traced
-from mpiad.differentiation.refusals import itself, refuse_pickling
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.protocol import (
     Argnums,

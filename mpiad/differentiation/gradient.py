@@ -12,7 +12,7 @@ from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
-from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
+from mpiad.differentiation.objective import check_objective, problem_with, reduce_objective, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_derivative, trace_backwards, variables_of
 from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
@@ -128,7 +128,7 @@ def _evaluator(
         value = traced.build(traced.values)
         # J is checked before the reverse pass, so that no rank starts this pass if the value of any rank is invalid.
         problem = traced.problem or problem_with(value, weight, call)
-        total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
+        total = reduce_objective(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
         # The seed is the weight of this rank's term, but the result is the gradient of the sum over ranks, since the
         # adjoints of messages exchange cotangents. A rank with weight zero has no seed, but must run these adjoints.

@@ -13,7 +13,7 @@ from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
-from mpiad.differentiation.objective import Problem, Shapes, check_objective, copies_error, shapes_text, weight_of
+from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.errors import RequestError
 from mpiad.primitives.checks import root_of
@@ -98,9 +98,9 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         if is_array or type(value) in Box.types:
             spec = spec_like(value)
         else:
-            problem = problem or Problem(TypeError, f"the function returned {type(value).__name__}")
+            problem = problem or PendingError(TypeError, f"the function returned {type(value).__name__}")
         if spec is not None and spec.dtype.kind not in "fiu":
-            problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")
+            problem = problem or PendingError(TypeError, f"the function returned dtype {spec.dtype}")
     local_spec = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
     specs, copies = zip(*used.data.allgather((local_spec, shapes_text(shapes))))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(specs) if problem]

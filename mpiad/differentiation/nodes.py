@@ -19,7 +19,7 @@ from autograd.core import VJPNode, primitive_vjps
 from autograd.tracer import notrace_primitives
 
 from mpiad._typing import Array, Function
-from mpiad.differentiation.refusals import itself, refuse_pickling
+from mpiad.differentiation.advice import itself, refuse_pickling
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import inherited_vjp, refusal
 from mpiad.transport import Spec

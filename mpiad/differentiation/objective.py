@@ -32,8 +32,8 @@ _MAX_INTEGER = 2**1023  # larger integers may overflow in the conversion to a fl
 _OBJECTIVES = ("root", "sum", "mean")
 
 
-class Problem(NamedTuple):
-    """Type and text of an exception that one rank detected and all ranks will raise."""
+class PendingError(NamedTuple):
+    """Type and text of an error that one rank has detected and all ranks will raise."""
 
     kind: type[Exception]
     text: str
@@ -42,11 +42,11 @@ class Problem(NamedTuple):
 Shapes = tuple[tuple[Shape, np.dtype], ...]
 
 
-class Sharing(NamedTuple):
+class ObjectiveReduction(NamedTuple):
     """Parameters of the reduction, with this rank's error, and the shapes and dtypes of a shared variable."""
 
     channel: Channel
-    problem: Problem | None
+    problem: PendingError | None
     shapes: Shapes = ()
     call: str = ""
 
@@ -67,7 +67,7 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
 _EXPECTED = "the function must return one real number (with objective='root', ranks other than root may return None)"
 
 
-def problem_with(value: Array, weight: float, call: str, wanted: str = _EXPECTED) -> Problem | None:
+def problem_with(value: Array, weight: float, call: str, wanted: str = _EXPECTED) -> PendingError | None:
     """Return the problem of a value that isn't one real number; None if there is no problem."""
     if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _MAX_INTEGER):
         return None
@@ -80,14 +80,14 @@ def problem_with(value: Array, weight: float, call: str, wanted: str = _EXPECTED
     got = f"{type(value).__name__} {value!r}"[:80] if spec is None else f"an array of {spec.dtype}, shape {spec.shape}"
     if spec is not None and spec.dtype.hasobject:
         got += " (plain NumPy's, made of traced values? Use autograd.numpy)"
-    return Problem(
+    return PendingError(
         TypeError,
         f"{call}: {wanted}, but returned {got}. Reduce it to a scalar, or use mpiad.jacobian for arrays.",
     )
 
 
-def share(
-    value: Array, weight: float, problem: Problem | None, channel: Channel, shapes: Shapes = (), call: str = ""
+def reduce_objective(
+    value: Array, weight: float, problem: PendingError | None, channel: Channel, shapes: Shapes = (), call: str = ""
 ) -> Scalar:
     """Return J on all ranks; raise on all ranks if a rank has a problem, or if `shapes` differ between ranks."""
     term: Any = 0.0
@@ -102,33 +102,33 @@ def share(
     elif problem is None and type(value) in Box.types:
         # Plain autograd runs an adjoint only if the input is traced, and all ranks must run the adjoint of the reduction.
         term = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
-    return communicate(SHARE, term, Sharing(channel, problem, shapes, call))
+    return communicate(OBJECTIVE, term, ObjectiveReduction(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
     """Each thread's message buffers, allocated once to save time."""
 
     def __init__(self) -> None:
-        self.sent, self.shared = np.zeros(2), np.zeros(2)
+        self.sent, self.received = np.zeros(2), np.zeros(2)
         # MPI adds one complex number faster than two real numbers.
-        self.messages = self.sent.view(complex), self.shared.view(complex)
+        self.messages = self.sent.view(complex), self.received.view(complex)
 
 
 _buffers = _Buffers()
 
 
-def _forward(x: Array, p: Sharing) -> Scalar:
-    sent, shared, messages = _buffers.sent, _buffers.shared, _buffers.messages
+def _forward(x: Array, p: ObjectiveReduction) -> Scalar:
+    sent, received, messages = _buffers.sent, _buffers.received, _buffers.messages
     if p.shapes:
-        sent, shared = np.array([0.0, 0.0, *_digest_words(p.shapes, p.channel.size)]), np.empty(2 + _WORDS)
-        messages = sent.view(complex), shared.view(complex)
+        sent, received = np.array([0.0, 0.0, *_digest_words(p.shapes, p.channel.size)]), np.empty(2 + _WORDS)
+        messages = sent.view(complex), received.view(complex)
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(*messages)
-    if shared[0]:
+    if received[0]:
         raise_everywhere(p.channel, p.problem)
     if p.shapes:
-        _require_same_shapes(p, shared[2:])
-    return shared[1]
+        _require_same_shapes(p, received[2:])
+    return received[1]
 
 
 _WORDS = 4
@@ -141,7 +141,7 @@ def _digest_words(shapes: Shapes, size: int) -> list[int]:
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
 
 
-def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
+def _require_same_shapes(p: ObjectiveReduction, sums: np.ndarray) -> None:
     """Raise on all ranks if shapes or dtypes differ, from the sums of words w and squares w² (see `_digest_words`)."""
     # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² over P ranks only if all w are equal.
     if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
@@ -163,28 +163,28 @@ def copies_error(texts: Sequence[str], call: str) -> ValueError:
     )
 
 
-def _prepared(p: Sharing, x: Array, out: Array) -> Function | None:
+def _prepared(p: ObjectiveReduction, x: Array, out: Array) -> Function | None:
     if p.problem is not None:
         return None
     words = _digest_words(p.shapes, p.channel.size) if p.shapes else []
     buffers: Any = np.array([0.0, 0.0, *words]), np.zeros(2 + len(words))
-    sent_message, shared_message = (as_message(buffer.view(complex)) for buffer in buffers)
+    sent_message, received_message = (as_message(buffer.view(complex)) for buffer in buffers)
     # Reading or writing a number takes half as long through a memoryview as through an array.
-    (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
+    (sent, received), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
 
     def run() -> None:
         sent[1] = number[()]
-        p.channel.data.Allreduce(sent_message, shared_message)
-        if shared[0]:
+        p.channel.data.Allreduce(sent_message, received_message)
+        if received[0]:
             raise_everywhere(p.channel, None)
         if p.shapes:
             _require_same_shapes(p, buffers[1][2:])
-        total[()] = shared[1]
+        total[()] = received[1]
 
     return run
 
 
-def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
+def raise_everywhere(channel: Channel, problem: PendingError | None) -> None:
     """Raise the problem of the lowest rank that has one; all ranks call this function, and raise the same error."""
     local = None if problem is None else (problem.kind.__name__, problem.text)
     problems = [(rank, each) for rank, each in enumerate(channel.data.allgather(local)) if each]
@@ -194,15 +194,15 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
     raise agreed(channel, error_type(f"{text} This happened on rank {rank}{others}."))
 
 
-def _adjoint(ans: Array, x: Array, p: Sharing) -> Function:
+def _adjoint(ans: Array, x: Array, p: ObjectiveReduction) -> Function:
     """Return the transpose of a sum whose result is on all ranks: the sum of all ranks' cotangents."""
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Sharing) -> Scalar:
+def _tangent(dx: Array, ans: Array, x: Array, p: ObjectiveReduction) -> Scalar:
     return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
 
 
-SHARE = Operation("value_and_grad")
-SHARE.define(_forward, _adjoint, _tangent)
-SHARE.prepared = _prepared
+OBJECTIVE = Operation("value_and_grad")
+OBJECTIVE.define(_forward, _adjoint, _tangent)
+OBJECTIVE.prepared = _prepared

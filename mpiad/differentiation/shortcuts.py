@@ -27,7 +27,7 @@ _ndarray = np.ndarray
 _untraced = frozenset({float, int, np.float64, np.ndarray})
 _new = object.__new__
 _getitem: Any = ArrayBox.__getitem__
-_KEYWORDS: dict = {}
+_NO_KEYWORDS: dict = {}
 
 
 class _Box(ArrayBox):
@@ -62,7 +62,7 @@ class ShortcutBox(_Box):
 
 def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Array:
     inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
-    pull = rule(argnums, value, args, _KEYWORDS)
+    pull = rule(argnums, value, args, _NO_KEYWORDS)
     return ShortcutBox(value, trace, OrderedNode.on_tape(parents[0].tape, inputs, pull, None))
 
 

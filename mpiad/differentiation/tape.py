@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from autograd.tracer import Box, new_box, trace_stack
 
 from mpiad._typing import Array
+from mpiad.differentiation.advice import explain
 from mpiad.differentiation.nodes import DetachedNode, OrderedNode
-from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, Tape, VectorizedVjp
 from mpiad.transport import Spec

@@ -11,7 +11,7 @@ from autograd.tracer import Box, getval, new_box
 from mpiad._typing import Argnum, Array, Shape, Tree
 from mpiad.differentiation.forward import TangentNode, TangentTape
 from mpiad.differentiation.nodes import OrderedNode
-from mpiad.differentiation.objective import Problem
+from mpiad.differentiation.objective import PendingError
 from mpiad.differentiation.tape import OrderedTape, Recording, unboxed, without_ended_traces
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
@@ -52,7 +52,7 @@ class Traced(NamedTuple):
     places: list[int]
     build: Callable[[list[Any]], Tree]
     recording: Recording
-    problem: Problem | None
+    problem: PendingError | None
 
 
 def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
@@ -164,7 +164,7 @@ def _tangent(value: Array, node: Any) -> Array:
     return spec.zeros() if node is None else conform(node.g, *spec)
 
 
-def _unfinished(tape: Tape) -> Problem | None:
+def _unfinished(tape: Tape) -> PendingError | None:
     """Return the problem of a trace with requests that weren't waited for; None if all were."""
     if not tape.requests:
         return None
@@ -177,7 +177,7 @@ def _unfinished(tape: Tape) -> Problem | None:
     listed = ", ".join(map(repr, waiting[:4])) + (", ..." if len(waiting) > 4 else "")
     for request in waiting:
         request.done, request.tape = True, None
-    return Problem(
+    return PendingError(
         RequestError,
         f"{len(waiting)} request(s) were never waited for in the trace that started them: {listed}. "
         "Call mpi_wait or mpi_waitall before the function returns.",

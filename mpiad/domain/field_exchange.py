@@ -15,7 +15,7 @@ from mpiad.domain.boundary import Boundary, Sides, check_values, homogeneous, sh
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block
 from mpiad.domain.halo import Halo, fill_halo, fill_local, fold_local
 from mpiad.domain.halo_messages import PendingReceive, complete, post
-from mpiad.domain.routes import FACES, IN_TURN, TOGETHER
+from mpiad.domain.routes import AT_ONCE, BY_AXIS, FACES_ONLY
 from mpiad.errors import RequestError
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
@@ -190,7 +190,7 @@ Finish = Callable[[LocalArray], Any]
 def exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> Array | list[Array]:
     """See `Domain.exchange`."""
     u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.exchange")
-    return [] if u is None else finish(fill_halo(u, domain._halo, sides, IN_TURN if corners else FACES))
+    return [] if u is None else finish(fill_halo(u, domain._halo, sides, BY_AXIS if corners else FACES_ONLY))
 
 
 def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> ActiveExchange:
@@ -198,7 +198,7 @@ def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: 
     u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.begin_exchange")
     if u is None:
         raise ValueError("Domain.begin_exchange: expected one or several fields, but got an empty sequence.")
-    begun = begin_fill(u, domain._halo, sides, TOGETHER if corners else FACES)
+    begun = begin_fill(u, domain._halo, sides, AT_ONCE if corners else FACES_ONLY)
     begun.finish = finish
     return begun
 

@@ -1,8 +1,8 @@
 """Halo exchange, which copies the cells around a block from the ranks that own them, and its transpose.
 
 Filling a halo copies cells from other blocks and, beyond physical sides, applies the boundary conditions. The result is
-the same as if one dimension were filled after another, as by `numpy.pad`, except that the scheme `FACES` sets corners to
-zero. The transpose of filling, folding, adds every halo cell to the cell that it copies, on the rank that owns this cell.
+the same as if one dimension were filled after another, as by `numpy.pad`, except that the scheme `FACES_ONLY` sets corners
+to zero. The transpose of filling, folding, adds every halo cell to the cell that it copies, on the rank that owns it.
 Each of the two operations is one node on the tape, and the adjoint of the other operation. `field_exchange` divides both
 operations into halves, between which the program can compute. A *padded* array includes the halo.
 """
@@ -18,7 +18,7 @@ from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.domain.boundary import ZERO, Side, Sides, homogeneous
 from mpiad.domain.halo_messages import PreparedStage, complete, post
 from mpiad.domain.partition import Partition
-from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
+from mpiad.domain.routes import BY_AXIS, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.transport.devices.device_arrays import copied, empty_like
 
@@ -78,7 +78,7 @@ class Halo:
 
 
 @custom_operator
-def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
+def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> LocalArray:
     """Return the block u (..., *halo.shape) with its halo: (..., *halo.padded). Collective; adjoint: `fold_halo`."""
     out = empty_like(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
     out[halo.interior] = u
@@ -86,7 +86,7 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     return out
 
 
-def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
+def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> None:
     """Fill the halo of an array of shape (..., *padded), whose interior contains the block."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     for _, local in stages:
@@ -115,7 +115,7 @@ def _fill_copies(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
 
 
 @custom_operator
-def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
+def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> LocalArray:
     """Add the halo cells of g (..., *halo.padded) to the cells that they copy; return the block. Adjoint: `fill_halo`."""
     total = copied(g)
     fold_in_place(total, halo, sides, scheme)
@@ -123,7 +123,7 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     return total[halo.interior]
 
 
-def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
+def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         # The order of filling is reversed, since its local copies may read cells that its messages have filled.
@@ -142,14 +142,14 @@ def fold_local(total: LocalArray, local: list[LocalFill], sides: Sides, ndim: in
 
 # Filling is affine. Each row of its matrix has at most one nonzero entry, in the column of the copied cell. Folding
 # multiplies by the transpose of this matrix.
-defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_halo(g, halo, sides, scheme))
-defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
-defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))
-defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=IN_TURN: fold_halo(dg, halo, sides, scheme))
+defvjp(fill_halo, lambda ans, u, halo, sides, scheme=BY_AXIS: lambda g: fold_halo(g, halo, sides, scheme))
+defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=BY_AXIS: fill_halo(du, halo, homogeneous(sides), scheme))
+defvjp(fold_halo, lambda ans, g, halo, sides, scheme=BY_AXIS: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))
+defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=BY_AXIS: fold_halo(dg, halo, sides, scheme))
 fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
-def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
+def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> Callable[[], Iterator[None]]:
     """Return a function that has the effect of `fill_in_place` on one array; see `InPlace.prepared`."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     all_cells = [cells for _, local in stages for cells in local]
@@ -174,7 +174,7 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
     return filling
 
 
-def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
+def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> Callable[[], Iterator[None]]:
     """Return a function that has the effect of `fold_in_place` on one array; see `InPlace.prepared`."""
     prepared, ndim = [], len(halo.shape)
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
@@ -217,12 +217,12 @@ def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: s
 fill_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _zero_widths, fill_in_place,
     _prepared_filling,
-    lambda halo, sides, scheme=IN_TURN: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
+    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
 # The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the outermost
 # layer and the h layers of the halo, these are 2 h + 1 layers.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
     _prepared_folding,
-    lambda halo, sides, scheme=IN_TURN: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
+    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

@@ -31,7 +31,7 @@ from mpiad.primitives import mpi_allreduce, mpi_alltoall, mpi_irecv, mpi_send, m
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.agreement import agreed, raising_together
 from mpiad.transport.core.replication import require_replicated
-from mpiad.transport.core.tracing import settled
+from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.devices.device_arrays import arrays_of, empty_like, is_array, named
 from mpiad.transport.watch import watch_settings
 
@@ -156,7 +156,7 @@ def interpolate(
     points = _on_host(points)
     if watch_settings.debug():
         named_points = [("points", np.asarray(stop_gradient(points)))]
-        settled(require_replicated, domain._channel, named_points, f"{call}: {_SAME_POINTS}", _REMEDY)
+        checked_on_replay(require_replicated, domain._channel, named_points, f"{call}: {_SAME_POINTS}", _REMEDY)
     share, table = _share(domain, tables, u, points, lattice, call)
     if result == "share":
         return share
@@ -164,7 +164,7 @@ def interpolate(
     (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)
-    settled(_require_one_owner, stop_gradient(total)[stop_gradient(flat).size :], domain._channel, call)
+    checked_on_replay(_require_one_owner, stop_gradient(total)[stop_gradient(flat).size :], domain._channel, call)
     return anp.reshape(total[: stop_gradient(flat).size], share.shape)
 
 

@@ -62,17 +62,16 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
         return
     if any(_is_view_of(block, array, shape) for array in solve.arrays):
         raise ValueError(
-            f"{call}: expected a block of this rank, but got a variable of which every rank has the root's copy, because "
-            f"the root of the solve holds the variables. Instead {_ADVICE}. If all blocks should be equal, pass a copy, "
-            "1.0 * x."
+            f"{call}: expected a block of this rank, but got a variable that the root of the solve holds, and of which all "
+            f"ranks have the same copy. Instead {_ADVICE}. If all blocks should be equal, pass a copy, 1.0 * x."
         )
     # Only traced arrays are known to depend on the variables.
     if isbox(u) and rank == 0 and not solve.warned and any(_ends_in(array, shape) for array in solve.arrays):
         solve.warned = True
         _log.warning(
-            "%s: the block was computed from variables of which every rank has the root's copy, and one of them has the "
-            "shape of a block, %s. If each rank should have its own variables, the result is wrong: %s.", call, shape,
-            _ADVICE,
+            "%s: the block was computed from variables that the root of the solve holds, and of which all ranks have the "
+            "same copies. One of them has the shape of a block, %s. If each rank should have its own variables, the result "
+            "is wrong: %s.", call, shape, _ADVICE,
         )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def _is_view_of(block: Array, array: Array, shape: Shape) -> bool:
         return True
     if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
         return False
-    # Views of the whole array in another shape, or of one of its fields, are copies; a slice of a whole grid is valid.
+    # A view of the whole array in another shape, or of one of its fields, counts as a copy; a slice may be a valid block.
     return block.size == array.size or _ends_in(array, shape)
 
 

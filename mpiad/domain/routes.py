@@ -1,8 +1,8 @@
 """The plan of an exchange: the cells that each rank sends to other ranks, in consecutive stages.
 
-There are three schemes. "In turn" has one stage per dimension, and at most six messages; the layers of a stage include the
-halo of earlier dimensions, and thus the corners. "Together" has one stage for all neighbors, including diagonal neighbors,
-and at most 26 messages. "Faces" has one stage without diagonal neighbors, for star stencils.
+There are three schemes. "By axis" has one stage per dimension, and at most six messages; the layers of a stage include the
+halo of earlier dimensions, and thus the corners. "At once" has one stage for all neighbors, including diagonal neighbors,
+and at most 26 messages. "Faces only" has one stage without diagonal neighbors, for star stencils.
 
 All cells that a rank needs from another rank in one stage form one message, even if they are on two sides of its block.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from mpiad._typing import Rank, Shape
 from mpiad.domain.partition import Partition, lengths
 
-IN_TURN, TOGETHER, FACES = "in turn", "together", "faces"
+BY_AXIS, AT_ONCE, FACES_ONLY = "by axis", "at once", "faces only"
 
 Index: TypeAlias = tuple[Any, ...]
 Step: TypeAlias = tuple[int, ...]
@@ -82,13 +82,13 @@ class Geometry:
 
 
 def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
-    """Return the stages of a scheme: `IN_TURN`, `TOGETHER` or `FACES`."""
+    """Return the stages of a scheme: `BY_AXIS`, `AT_ONCE` or `FACES_ONLY`."""
     ndim = len(geometry.shape)
-    if scheme == IN_TURN:
+    if scheme == BY_AXIS:
         return tuple(_stage_along(geometry, axis) for axis in range(ndim) if geometry.widths[axis])
     adjacent = list(geometry.steps(diagonal=False))
     diagonal = list(geometry.steps(diagonal=True))
-    if scheme == FACES:
+    if scheme == FACES_ONLY:
         sides = _physical_sides(geometry, lambda axis: geometry.block)
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
         return (_stage(geometry, adjacent, geometry.block, sides, empty),)

@@ -19,7 +19,7 @@ from mpiad._typing import LocalArray, Shape
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.halo import Halo, fill_local, fold_in_place
 from mpiad.domain.halo_messages import complete, post
-from mpiad.domain.routes import FACES, TOGETHER
+from mpiad.domain.routes import AT_ONCE, FACES_ONLY
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.transport.devices.device_arrays import empty_like, zeros_like
 
@@ -38,7 +38,7 @@ class StencilSums:
         self.terms: Terms = terms_of(weights)
         offset_axes = np.argwhere(weights) != np.array(self.radius)
         # Star stencils, whose offsets are nonzero along one dimension only, need no corners.
-        self.scheme = FACES if (offset_axes.sum(axis=1) <= 1).all() else TOGETHER
+        self.scheme = FACES_ONLY if (offset_axes.sum(axis=1) <= 1).all() else AT_ONCE
         (self._stage,) = halo.stages(self.scheme)
         self._interior, self._boundary_boxes = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
 
@@ -57,7 +57,7 @@ class StencilSums:
         return StencilSums(weights, self.halo, homogeneous(self.sides))
 
     @cached_property
-    def copies_sides(self) -> bool:
+    def has_copied_ghosts(self) -> bool:
         """Whether cells beyond a physical side are copies of cells of the grid."""
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
@@ -139,7 +139,7 @@ def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
 
 def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
     """Apply the transpose of the linear part of a stencil, as a mirrored stencil if possible."""
-    return apply_transpose(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
+    return apply_transpose(g, stencil) if stencil.has_copied_ghosts else apply_stencil(g, stencil.mirrored)
 
 
 apply_stencil.preserves_spec = apply_transpose.preserves_spec = True

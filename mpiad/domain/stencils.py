@@ -12,7 +12,7 @@ from mpiad._typing import Array, LocalArray
 from mpiad.domain.boundary import Boundary, Sides, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block, listed, per_dimension
 from mpiad.domain.halo import Halo, fill_halo
-from mpiad.domain.routes import IN_TURN
+from mpiad.domain.routes import BY_AXIS
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 from mpiad.domain.varying_stencil import varying_sum
 
@@ -109,7 +109,7 @@ def correlate(domain: Decomposition, u: LocalArray, weights: LocalArray, boundar
         )
     sides = sides_of(boundary, ndim, call)
     halo = _halo_for(domain, shape[:ndim], sides, call)
-    return varying_sum(fill_halo(u, halo, sides, IN_TURN), weights)
+    return varying_sum(fill_halo(u, halo, sides, BY_AXIS), weights)
 
 
 def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, call: str) -> Halo:

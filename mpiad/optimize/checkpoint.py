@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad.checkpoint_files import files_of_ranks, read, remedy, require_problem, write
+from mpiad.checkpoint_files import files_of_ranks, read, remedy, require_same_problem, write
 from mpiad.optimize.evaluated_points import Point
 from mpiad.optimize.history import Record
 from mpiad.optimize.objective_evaluation import Program
@@ -142,7 +142,7 @@ class RootCheckpoint:
         if not file.exists():
             return None
         description, arrays = read(file)
-        require_problem(file, description, self._problem, self._call)
+        require_same_problem(file, description, self._problem, self._call)
         self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 

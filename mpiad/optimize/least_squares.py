@@ -36,7 +36,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import recoverable
-from mpiad.transport.exits.user_failures import StageFailures, WrongValueError, verdict
+from mpiad.transport.exits.user_failures import StageFailures, WrongValueError, common_error
 
 # Robust losses: functions ρ(z) of the squared residuals z, with less weight for outliers. Names and formulas are SciPy's.
 #
@@ -314,7 +314,7 @@ class _Problem:
         self.last_residuals, self._cost = np.zeros(0), np.nan
         self.iterate: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
-        self.record, self._active = self.iterates.record, file.given is not None
+        self.record, self._has_checkpoint = self.iterates.record, file.given is not None
         self.resumed = self._restarted = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
@@ -335,7 +335,7 @@ class _Problem:
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
-        if self._active and self.iterate is not None and self._evaluation.agreement.end_requested:
+        if self._has_checkpoint and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
         found: np.ndarray = self._carry_out(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
@@ -453,7 +453,7 @@ def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarra
 
 
 def _loss_with_cost(z: np.ndarray) -> np.ndarray:
-    """Return SciPy's loss if the user's is robust; z are the squared surrogate residuals, and z[1] is twice the cost."""
+    """Return ρ and its derivatives for SciPy, for a robust loss; z: squared surrogate residuals, z[1]: twice the cost."""
     rho = np.zeros((3, z.size))
     rho[0, 1] = z[1]
     rho[1] = 1.0
@@ -465,7 +465,7 @@ _CALL = "least_squares"
 _MAX_DENSE = 100
 
 
-@recoverable(_CALL, verdict=partial(verdict, call=_CALL))
+@recoverable(_CALL, make_error=partial(common_error, call=_CALL))
 def least_squares(
     fun: Function,
     x0: Tree = None,

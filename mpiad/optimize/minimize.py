@@ -29,10 +29,10 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import recoverable
-from mpiad.transport.exits.user_failures import verdict
+from mpiad.transport.exits.user_failures import common_error
 
 
-@recoverable("minimize", verdict=verdict)
+@recoverable("minimize", make_error=common_error)
 def minimize(
     fun: Function,
     x0: Tree = None,

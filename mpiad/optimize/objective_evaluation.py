@@ -13,7 +13,7 @@ from mpiad._typing import Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_hvp
 from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
-from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
+from mpiad.differentiation.objective import check_objective, problem_with, reduce_objective, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, VALUE, total_on_root
@@ -22,7 +22,7 @@ from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
 from mpiad.transport.devices.device_arrays import is_device_array
-from mpiad.transport.exits.user_failures import StageFailures, Unreached, WrongValueError
+from mpiad.transport.exits.user_failures import NotConverged, StageFailures, WrongValueError
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Evaluation:
         self.agreement.tolerates = self._evaluated_once  # at the start there is no step to shorten
         try:
             found = evaluate()
-        except Unreached:
+        except NotConverged:
             self._forward, self._not_converged = None, True
             self.agreement.clear(self._used.members)
             return otherwise()
@@ -97,7 +97,7 @@ class Evaluation:
         variables = variables_of((x,), 0, "minimize")
         traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
         self._forward = traced, variables
-        return float(share(traced.build(traced.values), self._weight, traced.problem, self._used))
+        return float(reduce_objective(traced.build(traced.values), self._weight, traced.problem, self._used))
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the gradient, on the root; without `jac` it is the gradient at the point of the last call of `value`."""

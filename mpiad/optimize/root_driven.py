@@ -15,7 +15,7 @@ import scipy
 
 from mpiad._typing import Array, Rank, Tree
 from mpiad.device import to_device
-from mpiad.differentiation.refusals import explain
+from mpiad.differentiation.advice import explain
 from mpiad.domain.root_copies import with_registered_copies
 from mpiad.errors import DeadlockError, ReplicationError
 from mpiad.optimize.checkpoint import CheckpointFile
@@ -191,7 +191,7 @@ class Solve:
 
 
 class RootDriven(Solve):
-    """A solve that the root drives: it runs the method, and the other ranks execute its instructions; collective.
+    """A solve in which the root runs the method, and the other ranks execute the root's instructions; collective.
 
     `factory` returns `evaluation`, the object that executes the root's instructions. `used` is the user's communicator.
     """

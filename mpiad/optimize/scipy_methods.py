@@ -35,7 +35,7 @@ class MethodArguments(NamedTuple):
 
 def drive(method: Method, arguments: MethodArguments, program: Program, solve: RootDriven) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected if necessary."""
-    points = Points(solve.evaluation, solve.instructions, method.together)
+    points = Points(solve.evaluation, solve.instructions, method.gradient_with_value)
     if arguments.bounds is not None and not method.bounded:
         supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
@@ -118,7 +118,7 @@ class Method(NamedTuple):
     """Properties of one of SciPy's methods."""
 
     name: str  # SciPy's name
-    together: bool  # whether its line search always needs the gradient together with the value
+    gradient_with_value: bool  # whether its line search always needs the gradient together with the value
     products: bool  # whether it uses Hessian products
     has_maxfun: bool = False  # whether it has the option `maxfun`
     bounded: bool = False  # whether it supports bounds

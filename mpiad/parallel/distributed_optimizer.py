@@ -14,7 +14,7 @@ from mpiad._typing import Array, Comm, Function, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.gradient import seeds_of_term
-from mpiad.differentiation.objective import Problem, problem_with
+from mpiad.differentiation.objective import PendingError, problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.parallel.adam import SGD, Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
@@ -278,7 +278,7 @@ class DistributedOptimizer:
         except (TypeError, ValueError) as error:
             if not last:
                 raise  # other ranks don't wait before the last accumulated step
-            problem = Problem(type(error), str(error))
+            problem = PendingError(type(error), str(error))
         if parts is None:
             parts = [spec.zeros() for spec in specs]
         if self.accumulate > 1:
@@ -349,7 +349,7 @@ class DistributedOptimizer:
         try:
             accumulated = _accumulated(state, specs, call) or [None] * len(specs)
         except ValueError as error:
-            sum_up(problem=Problem(type(error), str(error)))
+            sum_up(problem=PendingError(type(error), str(error)))
             raise
         with restoring_state(), suspended(), Sums(used, self._plan) as sums:
 

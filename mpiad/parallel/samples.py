@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Tree
-from mpiad.differentiation.objective import Problem, raise_everywhere
+from mpiad.differentiation.objective import PendingError, raise_everywhere
 from mpiad.parallel.buckets import Plan
 from mpiad.parallel.parameters import described
 from mpiad.pytrees import flatten, is_variable, named_leaves
@@ -70,7 +70,7 @@ class Totals(NamedTuple):
 
 def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: float = 0.0,
-    problem: Problem | None = None,
+    problem: PendingError | None = None,
 ) -> Totals:  # fmt: skip
     """Sum the numbers of samples and the losses over the ranks; raise on all ranks if their parameters don't match.
 

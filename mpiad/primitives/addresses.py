@@ -1,7 +1,8 @@
 """Addresses of messages, made from the arguments of point-to-point calls.
 
-An address contains the number of its message. Making it counts the message, on the sender and on the receiver separately.
-So all arguments are checked before: if the call raised after counting, the counts of the two ranks would differ.
+An address is an `Envelope`, and contains the number of its message. The creation of an address counts the message, on the
+sender and on the receiver separately. So all arguments are checked first: if the call raised an error after counting, the
+counts of the two ranks would differ.
 """
 
 from __future__ import annotations

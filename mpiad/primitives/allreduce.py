@@ -15,7 +15,7 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import PROD, SUM, channel
 from mpiad.transport.core import collectives
 from mpiad.transport.core.messages import prepared_sum
-from mpiad.transport.core.tracing import settled
+from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.devices.device_arrays import arrays_of
 from mpiad.transport.devices.device_settings import chunk_of
 
@@ -90,7 +90,7 @@ def _slope(ans: Array, x: Array, p: Reduction) -> Array:
     if p.op == PROD:
         # All ranks take the same branch, since `ans` is the same on all ranks, and traced on all or none. A traced quotient
         # isn't used: its derivative would suffer from cancellation if a factor is small.
-        if not isbox(ans) and settled(_divides, ans):
+        if not isbox(ans) and checked_on_replay(_divides, ans):
             return ans / x
         factors = mpi_allgather(x, comm=p.channel.user)
         others = concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))

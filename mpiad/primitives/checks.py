@@ -13,7 +13,7 @@ from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Sp
 from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.collectives import defined_for, name_of
-from mpiad.transport.core.tracing import settled
+from mpiad.transport.core.tracing import checked_on_replay
 
 
 def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
@@ -128,4 +128,5 @@ def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.
         index = axis_of(axis, array.ndim, call)
     except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`, without a further reduction
         own_error = error
-    return array, index, settled(collectives.lengths_of_all, used, Spec(array.shape, array.dtype), index, call, own_error)
+    spec = Spec(array.shape, array.dtype)
+    return array, index, checked_on_replay(collectives.lengths_of_all, used, spec, index, call, own_error)

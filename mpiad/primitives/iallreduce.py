@@ -51,7 +51,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # Registered like a point-to-point call, which an exception may leave unfinished, and which plain autograd refuses.
+    # Registered like a point-to-point call: an exception may leave it unfinished, and traces of plain autograd are refused.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 

@@ -14,7 +14,7 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import outgoing
-from mpiad.transport.core.tracing import settled
+from mpiad.transport.core.tracing import checked_on_replay
 
 
 def mpi_scatter(
@@ -62,7 +62,7 @@ def mpi_scatter(
     """
     used = channel(comm, "mpi_scatter")
     root = root_of(root, used, "mpi_scatter")
-    whole, ndim, lengths = settled(_agreed, used, getval(x), root, axis, counts)
+    whole, ndim, lengths = checked_on_replay(_agreed, used, getval(x), root, axis, counts)
     axis = axis_of(axis, ndim, "mpi_scatter")
     return communicate(SCATTER, x, Dividing(used, root, axis, lengths, piece_of(whole, axis, lengths[used.rank])))
 

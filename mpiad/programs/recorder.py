@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 
 from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
-from mpiad.differentiation.objective import SHARE
+from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
 from mpiad.programs.closure import is_writable, same_bits
@@ -547,7 +547,7 @@ class ShapeRecorder(Recorder):
             return like(params.spec)
         if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
             return like(Spec(x.shape, x.dtype))
-        if operation is SHARE and params.problem is None:
+        if operation is OBJECTIVE and params.problem is None:
             return np.float64(1.0)
         return super()._communicated(operation, x, params)
 

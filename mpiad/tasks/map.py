@@ -25,7 +25,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import Failure
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
-from mpiad.transport.core.polling import Backoff, Line, Message, packed, wait_for_message
+from mpiad.transport.core.polling import Backoff, Mailbox, Message, packed, wait_for_message
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import ranks_within, recover, recoverable
 
@@ -48,7 +48,7 @@ class Failed(NamedTuple):
         return WorkerError(text, self.rank, self.failure.trace, self.index, self.failure.exit_code)
 
 
-class Ended(NamedTuple):
+class EvaluatedBatch(NamedTuple):
     """An evaluated batch: results or failures with their indices, and the duration of the evaluation."""
 
     results: list[tuple[int, Any]]
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     results: list[Any] | None
 
 
-def evaluated(fun: Function, batch: Batch, keep_failures: bool, rank: Rank) -> Ended:
+def evaluated(fun: Function, batch: Batch, keep_failures: bool, rank: Rank) -> EvaluatedBatch:
     """Evaluate a batch, up to the first failure unless `keep_failures` is set."""
     results: list[tuple[int, Any]] = []
     start = time.perf_counter()
@@ -78,7 +78,7 @@ def evaluated(fun: Function, batch: Batch, keep_failures: bool, rank: Rank) -> E
         results.append((index, result))
         if isinstance(result, Failed) and not keep_failures:
             break
-    return Ended(results, time.perf_counter() - start)
+    return EvaluatedBatch(results, time.perf_counter() - start)
 
 
 def require_plain(value: object, source: str) -> None:
@@ -90,7 +90,7 @@ def require_plain(value: object, source: str) -> None:
         )
 
 
-def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
+def work(mailbox: Mailbox, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
     """Evaluate batches until the root stops this rank; return the outcome.
 
     `root`: its rank in the map's communicator. `rank`: this rank in the user's communicator.
@@ -100,28 +100,28 @@ def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank)
     has_failed = False
     while outcome is None:
         # All messages that have arrived are received before the next batch is evaluated.
-        message = line.take(root)
+        message = mailbox.take(root)
         if message is not None and message.kind == TASK:
             waiting.append(message.content)
         elif message is not None:
             outcome = message.content  # if another rank has failed, `waiting` may not be empty: these batches are dropped
         elif not waiting:
-            wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
+            wait_for_message(lambda: mailbox.comm.Iprobe(root), mailbox.comm, root)
         elif has_failed:
             waiting.clear()  # after a failure, batches are discarded until the root sends STOP
         else:
             ended = evaluated(fun, waiting.popleft(), keep_failures, rank)
             has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
-            line.post(root, RESULT, _packed(ended, rank))
+            mailbox.post(root, RESULT, _packed(ended, rank))
     # The root waits for this message, so that no message is active when the communicator is freed.
-    line.post(root, STOPPED, packed(None))
+    mailbox.post(root, STOPPED, packed(None))
     patience = Backoff()
-    while not line.is_quiet():
+    while not mailbox.is_quiet():
         patience.pause()
     return outcome
 
 
-def _packed(ended: Ended, rank: Rank) -> np.ndarray:
+def _packed(ended: EvaluatedBatch, rank: Rank) -> np.ndarray:
     """Pack the results; results that can't be packed are replaced by failures."""
     try:
         return packed(ended)
@@ -147,7 +147,7 @@ class WorkerGroup:
         self._survives = FAULT_TOLERANT and user_channel.size > 1  # whether the map continues after a process has died
         self.comm = self._assembled()
         self.user_ranks = ranks_within(user_channel, self.comm)
-        self.line = Line(self.comm, user_channel)
+        self.mailbox = Mailbox(self.comm, user_channel)
         self._reported: set[Rank] = set()
 
     def _assembled(self) -> Comm:
@@ -210,7 +210,7 @@ class Scheduler:
     def __init__(
         self, group: WorkerGroup, items: Iterator[Any], fun: Function, batch: int, keep_failures: bool, progress: Any
     ):
-        self._group, self._line, self._fun = group, group.line, fun
+        self._group, self._mailbox, self._fun = group, group.mailbox, fun
         self._items, self._batch, self._keep_failures, self._progress = items, batch, keep_failures, progress
         self._rank = group.user_ranks[group.comm.rank]
         workers = [rank for rank in range(group.comm.size) if rank != group.comm.rank]
@@ -246,7 +246,7 @@ class Scheduler:
         while self._batches:
             # Results of batches that were active when the map failed are received and ignored.
             self._await(STOPPED)
-        while not self._line.is_quiet():
+        while not self._mailbox.is_quiet():
             self._check_for_losses()
             patience.pause()
 
@@ -298,7 +298,7 @@ class Scheduler:
     def _await(self, kind: int) -> None:
         """Call `_receive` until a message has arrived or a rank has died; polled, since MPI's wait would occupy a core."""
         count = len(self._batches)
-        wait_for_message(lambda: self._receive(kind) or len(self._batches) < count, self._line.comm)
+        wait_for_message(lambda: self._receive(kind) or len(self._batches) < count, self._mailbox.comm)
 
     def _receive(self, kind: int) -> bool:
         """Receive a message of any kind, but ignore results unless `kind` is RESULT; return False if none has arrived."""
@@ -313,7 +313,7 @@ class Scheduler:
             self._store(message.content)
         return True
 
-    def _store(self, ended: Ended) -> None:
+    def _store(self, ended: EvaluatedBatch) -> None:
         self._seconds = ended.seconds if self._seconds is None else 0.5 * (self._seconds + ended.seconds)
         for index, result in ended.results:
             if isinstance(result, Failed) and not self._keep_failures:
@@ -331,7 +331,7 @@ class Scheduler:
 
     def _take(self) -> Message | None:
         try:
-            message = self._line.take()
+            message = self._mailbox.take()
         except Exception as error:  # noqa: BLE001 - raised again unless a process has died
             self._tolerate(error)
             return None
@@ -341,7 +341,7 @@ class Scheduler:
 
     def _post(self, rank: Rank, kind: int, parcel: np.ndarray) -> None:
         try:
-            self._line.post(rank, kind, parcel)
+            self._mailbox.post(rank, kind, parcel)
         except Exception as error:  # noqa: BLE001 - raised again unless a process has died
             self._tolerate(error)
 
@@ -354,7 +354,7 @@ class Scheduler:
         self._check_timer.renew()
         for rank in self._group.newly_lost():
             # Messages posted to the lost rank are dropped, results from it are ignored, and other ranks get its batches.
-            self._line.forget(rank)
+            self._mailbox.forget(rank)
             self._resend.extend(self._batches.pop(rank, ()))
 
 
@@ -492,7 +492,7 @@ def _run(
     root, everywhere, keep_failures, batch = settings
     root_in_group = group.rank_of_root(root)
     if user_channel.rank != root:
-        return work(group.line, root_in_group, fun, keep_failures, user_channel.rank)
+        return work(group.mailbox, root_in_group, fun, keep_failures, user_channel.rank)
     bar = progress_bar("items", _count(items)) if progress else None
     scheduler = Scheduler(group, items, fun, batch, keep_failures, bar)
     scheduler.run()

@@ -17,8 +17,8 @@ from autograd.tracer import getval
 
 from mpiad._typing import Comm, Scalar
 from mpiad.device import to_host
+from mpiad.differentiation.advice import explain
 from mpiad.differentiation.objective import check_objective, problem_with, weight_of
-from mpiad.differentiation.refusals import explain
 from mpiad.errors import ConvergenceError, NotFiniteError, WorkerError
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import Channel, channel

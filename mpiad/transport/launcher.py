@@ -32,7 +32,7 @@ _KNOWN = (
     ("Hydra, the mpiexec of MPICH and its derivatives", "mpich", "HYDI_CONTROL_FD", "PMI_SIZE", "PMI_RANK"),
     ("Hydra, the mpiexec of MPICH and its derivatives", "mpich", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
     ("Slurm's srun", "", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("PALS, the mpiexec of Cray's", "mpich", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID"),
+    ("PALS, Cray's mpiexec", "mpich", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID"),
     ("Flux", "", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
     ("jsrun", "openmpi", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     ("a launcher that speaks PMI", "", "PMI_SIZE", "PMI_SIZE", "PMI_RANK"),
@@ -54,7 +54,7 @@ def family_of(vendor: str) -> str:
     return next((family for name, family in _FAMILIES.items() if vendor.startswith(name)), "")
 
 
-def mpiexec_beside(library: str) -> str:
+def mpiexec_of_library(library: str) -> str:
     """Return the path of the mpiexec that was installed with a library, "" if there is none."""
     candidate = Path(library).parent.parent / "bin" / "mpiexec"
     return str(candidate) if library and candidate.exists() else ""
@@ -63,8 +63,8 @@ def mpiexec_beside(library: str) -> str:
 def warn_of_other_library() -> None:
     """Log, on the first process, that mpi4py will load a library of another MPI than the launcher's.
 
-    Only for Open MPI's launcher, under which another library may end the process at the import of mpi4py; otherwise
-    `warn_of_separate_worlds` warns after it.
+    Only for Open MPI's launcher, under which another library may end the process at the import of mpi4py; for other
+    launchers `warn_of_separate_worlds` warns after the import.
     """
     found = launcher()
     if found.family != "openmpi" or found.rank != 0 or "mpi4py.MPI" in sys.modules:

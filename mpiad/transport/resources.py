@@ -34,7 +34,7 @@ from mpiad.environment_variables import switch
 _log = logging.getLogger("mpiad")
 _NOTICE = "told-of-threads"
 # OpenBLAS wakes further threads for products of vectors that are longer than 10,000; not if it has only one thread.
-_on_one_thread, _LONG = 8192, 10**6
+_serial_length, _PARALLEL_LENGTH = 8192, 10**6
 _USERS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -50,22 +50,22 @@ _share = 1  # threads of this rank; one until the ranks on the node are known
 
 
 def loop_threads() -> int:
-    """Return the number of threads for a loop: the rank's share of the cores, or fewer by OMP_NUM_THREADS."""
+    """Return the number of threads for a loop: the rank's share of the cores, or OMP_NUM_THREADS if it is smaller."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
 
 
 def vdot(x: Array, y: Array) -> Scalar:
     """Return `np.vdot` of two plain arrays, on the calling thread if they have fewer than a million entries."""
-    if type(x) is not np.ndarray or not _on_one_thread < x.size < _LONG:
+    if type(x) is not np.ndarray or not _serial_length < x.size < _PARALLEL_LENGTH:
         return np.vdot(x, y)
     x, y = x.reshape(-1), y.reshape(-1)
-    return sum(np.vdot(x[k : k + _on_one_thread], y[k : k + _on_one_thread]) for k in range(0, x.size, _on_one_thread))
+    return sum(np.vdot(x[k : k + _serial_length], y[k : k + _serial_length]) for k in range(0, x.size, _serial_length))
 
 
 def _by_blas(rows: np.ndarray, length: int | None) -> bool:
     """Return whether BLAS computes a product with these rows: short ones, or rows long enough for several threads."""
-    return rows.size <= _on_one_thread or (length or rows.shape[1]) >= _LONG
+    return rows.size <= _serial_length or (length or rows.shape[1]) >= _PARALLEL_LENGTH
 
 
 def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndarray:
@@ -87,7 +87,7 @@ def combination(numbers: np.ndarray, rows: np.ndarray, length: int | None = None
 
 def gram(rows: np.ndarray) -> np.ndarray:
     """Return the inner products of real rows with each other, on the calling thread."""
-    width = max(1, _on_one_thread // len(rows))
+    width = max(1, _serial_length // len(rows))
     stretches = [rows[:, k : k + width] for k in range(0, rows.shape[1], width)]
     return sum((stretch @ stretch.T for stretch in stretches), np.zeros((len(rows), len(rows))))
 
@@ -97,11 +97,11 @@ def limit_threads(ranks_on_node: int) -> None:
 
     The lowest rank that limits its pools logs this, once for each user.
     """
-    global _share, _on_one_thread
+    global _share, _serial_length
     _share = max(1, len(cores()) // ranks_on_node)
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
     if os.environ.get("OMP_NUM_THREADS") == "1":
-        _on_one_thread = sys.maxsize
+        _serial_length = sys.maxsize
     first = comm.allreduce(comm.size if share is None else comm.rank, MPI.MIN)
     if first == comm.rank and first_time(_NOTICE):
         _log.warning(

@@ -1,10 +1,10 @@
 """Start and end of the library: at the first communicating call or in `mpi_init`, and in `mpi_finalize` or at exit.
 
-The import makes no call of MPI that waits for other ranks. Ranks that wait in their first call detect whether the others
-have made it, too, or have ended without it. Messages or collectives of MPI can't be used for this, since the program's own
-ones could match them. So each rank binds an abstract socket (a socket of Linux without a file), whose name contains the
-job, the rank and its state. The other ranks of the node check which names exist. The system removes the names with the
-process.
+The import makes no call of MPI that waits for other ranks. Ranks that wait in their first call detect whether the other
+ranks have also made their first call, or have ended without one. Messages or collectives of MPI can't be used for this,
+since the program's own ones could match them. So each rank binds an abstract socket (a socket of Linux without a file),
+whose name contains the job, the rank and its state. The other ranks of the node check which names exist. The system
+removes the names with the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpiad._typing import Rank
 from mpiad.errors import CommunicationMismatchError, CommunicatorError, DeadlockError
 from mpiad.transport.core import lookup
 from mpiad.transport.core.channels import live_channels
-from mpiad.transport.core.fault_tolerance import all_have_come, flush_streams, leave_process
+from mpiad.transport.core.fault_tolerance import all_ranks_alive, flush_streams, leave_process
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.staging import close_pools
@@ -51,12 +51,12 @@ from mpiad.transport.watch.timed_waits import set_reporter
 
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
-_LONG = 8.0
+_WARNING_AFTER = 8.0  # seconds
 _BETWEEN_CHECKS = 0.5  # seconds; a check takes 10 µs for each rank of the world
-_KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
+_UNTIL_KILLED, _GRACE = 3.0, 5.0  # seconds
 _ADVICE = (
     "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on "
-    "all ranks at the beginning of the program if some of them don't communicate, or do so later."
+    "all ranks at the beginning of the program if some ranks communicate later than others, or never."
 )
 _starting = threading.RLock()
 _log = logging.getLogger("mpiad")
@@ -79,8 +79,8 @@ def prepare_process() -> bool:
 def start(call: str) -> None:
     """Start the library on all ranks of the world, once; collective. The first communicating call does it, or `mpi_init`.
 
-    Raises a CommunicatorError after the end of MPI, if a rank has ended without a start, or on a rank of a task pool, in
-    which not all ranks call this.
+    Raises a CommunicatorError after the end of MPI, if a rank has ended without calling this, or in a task pool, in which
+    not all ranks call this.
     """
     if MPI.Is_finalized():
         raise CommunicatorError(f"{call}: called after mpi_finalize. MPI can't be started again in this process.")
@@ -92,7 +92,6 @@ def start(call: str) -> None:
 
 
 def _start(call: str) -> None:
-    # The place to choose a default communicator, if it is ever to be another one than COMM_WORLD.
     global _local
     if MPI.COMM_WORLD.size > 1 and in_pool():
         raise CommunicatorError(
@@ -102,7 +101,7 @@ def _start(call: str) -> None:
         )
     ends_job = prepare_process()
     # Before the first duplicate: MPI would wait in it silently for ranks that never start the library.
-    meet(call)
+    await_all_ranks(call)
     # These two raise on all ranks if a variable has an invalid value, and the next call starts again.
     switch.start()
     device_settings.start()
@@ -117,7 +116,7 @@ def _start(call: str) -> None:
         begin()
 
 
-def meet(call: str) -> None:
+def await_all_ranks(call: str) -> None:
     """Wait until all ranks have called this, since MPI alone would wait in silence; `call`: for messages.
 
     Raises a CommunicatorError if a rank of this node has ended without this call, and a DeadlockError after
@@ -136,7 +135,7 @@ def meet(call: str) -> None:
                 raise CommunicatorError(f"{_waits(call, checked)} {_listed(ended)} ended without such a call. {_ADVICE}")
             if limit is not None and checked > limit:
                 raise DeadlockError(f"{_waits(call, checked)}{_absent()} {_ADVICE}")
-            if not warned and checked > _LONG:
+            if not warned and checked > _WARNING_AFTER:
                 _log.warning(f"{_waits(call, checked)}{_absent()} {_ADVICE}")
                 warned = True
         patience.pause()
@@ -220,7 +219,7 @@ def at_end(end: Callable[[], None]) -> None:
 
 
 def any_rank(asks: bool) -> bool:
-    """Return whether `asks` is true on any rank; collective. Not every launcher passes environment variables on."""
+    """Return whether `asks` is true on any rank; collective. For variables that a launcher may not pass on to all ranks."""
     return bool(MPI.COMM_WORLD.allreduce(asks, MPI.LOR))
 
 
@@ -252,17 +251,17 @@ def finalize() -> None:
         note_finalize()
         _announce_end()
         _close()
-        if all_have_come():
+        if all_ranks_alive():
             MPI.Finalize()
 
 
 def level_of_repeats() -> int:
     """Return the level of a warning that nearly all ranks log: INFO on most of them."""
     world = MPI.COMM_WORLD
-    return logging.WARNING if not is_rank() or speaks(world.rank, world.size) else logging.INFO
+    return logging.WARNING if not is_rank() or logs_for_others(world.rank, world.size) else logging.INFO
 
 
-def speaks(rank: int, size: int) -> bool:
+def logs_for_others(rank: int, size: int) -> bool:
     """Return whether a rank logs for others: 0, 1, 2, 4, 8 and so on, and the last one, often at a grid's edge."""
     return rank & (rank - 1) == 0 or rank == size - 1
 
@@ -276,12 +275,12 @@ def _complete_at_exit() -> None:
             if not watch_settings.present().watches:
                 raise
             _end_job(error)  # no caller is left to catch it
-        if not all_have_come():
+        if not all_ranks_alive():
             leave_process(code_at_end())
 
 
 def _announce_end() -> None:
-    # MPI_Finalize waits for all ranks, so this process and its socket exist as long as others wait in `meet`.
+    # MPI_Finalize waits for all ranks, so this process and its socket exist as long as others wait in `await_all_ranks`.
     if not started():
         _announce(_ENDED)
 
@@ -296,7 +295,7 @@ def _close() -> None:
         await_others()
         _end_world()
         return
-    # Waits for this rank raise an error now.
+    # From now on, other ranks that wait for this rank raise an error.
     switch.announce(*end_of_program())
     # This rank may end long before the others, so its wait has a limit only after an error.
     faulted = any(channel.fault is not None for channel in live_channels())
@@ -324,7 +323,7 @@ def _end_job(error: Exception) -> None:
     if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatchError):
         end_by(error)
     else:
-        time.sleep(_KILLED_WITHIN)
+        time.sleep(_UNTIL_KILLED)
     flush_streams()
     os._exit(1)
 

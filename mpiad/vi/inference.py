@@ -46,7 +46,7 @@ class Training:
     """The state of a fit, on the root: variational parameters and their history.
 
     `patience`: the number of epochs without improvement after which the run ends. `average`: whether the reported
-    parameters are the average over the last epochs. `failure`: the exception that ended the run, or None. `verdict`: the
+    parameters are the average over the last epochs. `failure`: the exception that ended the run, or None. `end_reason`: the
     root's message to all ranks after an epoch: None to continue, the reason for the end, or an exception that supports
     pickling.
     """
@@ -63,7 +63,7 @@ class Training:
         self._lowest, self._best_epoch = math.inf, 0
         self._start = time.perf_counter()
         self.history: dict[str, list] = {name: [] for name in ("objective", "loss", "divergence", "dropped", "seconds")}
-        self.verdict: str | Exception | None = None
+        self.end_reason: str | Exception | None = None
         self.failure: Exception | None = None
 
     @property
@@ -96,7 +96,7 @@ class Training:
         try:
             self._learn(noise, theta, found)
         except StopIteration:
-            self.verdict = "ended by the callback"
+            self.end_reason = "ended by the callback"
         except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
             self._fail(error)
 
@@ -106,7 +106,7 @@ class Training:
             pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001  not all exceptions can be pickled
             error = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
-        self.verdict = error
+        self.end_reason = error
 
     def _learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
         epoch = len(self.history["objective"])
@@ -127,7 +127,7 @@ class Training:
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
-            self.verdict = f"no improvement in {self._patience} epochs"
+            self.end_reason = f"no improvement in {self._patience} epochs"
         self._state, self._params = self._optimizer.update(self._state, self._params, gradient)
         if not _all_finite(self._params):
             if math.isfinite(value) and not _all_finite(gradient):
@@ -143,10 +143,10 @@ class Training:
         if self._callback is not None:
             self._callback(epoch, value, self._params)
 
-    def ended(self, n_epochs: int) -> tuple[dict[str, Any], bool]:
+    def result_fields(self, n_epochs: int) -> tuple[dict[str, Any], bool]:
         """Return fields of `VIResult`, with arrays on the host, and whether the root's parameters are on a device."""
         params, best = map(to_host, self.reported_and_best)
-        epochs, message = len(self.history["objective"]), self.verdict or f"all {n_epochs} epochs were made"
+        epochs, message = len(self.history["objective"]), self.end_reason or f"all {n_epochs} epochs were completed"
         fields = {"history": self.history, "epochs": epochs, "best_epoch": self._best_epoch, "message": message}
         return {"params": params, "best_params": best, **fields}, parameter_on_device(self._params) is not None
 
@@ -369,7 +369,7 @@ class VI:
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)
-            fields, is_on_device = used.data.bcast(None if training is None else training.ended(n_epochs), root)
+            fields, is_on_device = used.data.bcast(None if training is None else training.result_fields(n_epochs), root)
         # This generator differs from those of all epochs, so the draws are independent of the fit.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(fields["params"], noise)[0])
@@ -396,11 +396,11 @@ class VI:
                 if bar is not None:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
                     bar.update()
-            verdict = used.data.bcast(None if training is None else training.verdict, root)
-            if isinstance(verdict, Exception):
+            end_reason = used.data.bcast(None if training is None else training.end_reason, root)
+            if isinstance(end_reason, Exception):
                 # The root raises the original exception, which can't always be sent.
-                self._fail(used, model, verdict if training is None or training.failure is None else training.failure)
-            if verdict is not None:
+                self._fail(used, model, end_reason if training is None or training.failure is None else training.failure)
+            if end_reason is not None:
                 break
         if bar is not None:
             bar.close()

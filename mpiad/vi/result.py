@@ -99,7 +99,8 @@ class VIResult:
         which = "averaged over the last epochs" if self.average else "after the last epoch"
         # A mean, since the objective of a single epoch is noisy.
         recent = self.history["objective"][-max(1, self.epochs // 5) :]
-        lines.append(f"posterior {which}; mean objective {np.mean(recent):.6g} in the last {len(recent)}")
+        count = f"{len(recent)} epoch{'s' * (len(recent) > 1)}"
+        lines.append(f"posterior {which}; mean objective {np.mean(recent):.6g} in the last {count}")
         lines.append(f"{self.epochs} epochs, {sum(self.history['dropped'])} draws dropped; {self.message}")
         return "\n".join(lines)
 

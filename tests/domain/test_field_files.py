@@ -88,14 +88,14 @@ import mpiad
 import mpiad.transport.core.array_files as files
 
 domain = mpiad.Domain((64, 64))
-whole = files._viewed
+whole = files._transfer
 
 def dies(*args):
     whole(*args)
     if mpiad.mpi_rank() == 0:
         os.kill(os.getpid(), {signal})
 
-files._viewed = dies
+files._transfer = dies
 domain.save(sys.argv[1], np.full(domain.local_shape, 2.0))
 """
 
@@ -200,7 +200,7 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(folder, rank
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("Unable to allocate")])
 def test_what_one_rank_runs_into_is_raised_on_all(error, folder, rank, size, monkeypatch):
     """In the middle of a file, where the others would wait in the next step."""
-    domain, path, transfer = mpiad.Domain((6, 8)), folder / "u.npy", array_files._viewed
+    domain, path, transfer = mpiad.Domain((6, 8)), folder / "u.npy", array_files._transfer
     domain.save(path, np.ones(domain.local_shape))
 
     def fails(*args):
@@ -208,7 +208,7 @@ def test_what_one_rank_runs_into_is_raised_on_all(error, folder, rank, size, mon
         if rank == size - 1:
             raise error
 
-    monkeypatch.setattr(array_files, "_viewed", fails)
+    monkeypatch.setattr(array_files, "_transfer", fails)
     with pytest.raises(type(error), match=str(error.args[-1])):
         domain.save(path, np.zeros(domain.local_shape))
     with pytest.raises(type(error), match=str(error.args[-1])):

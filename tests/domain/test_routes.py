@@ -7,7 +7,7 @@ from whole_grid import Exchange
 from mpiad.domain.boundary import sides_of
 from mpiad.domain.halo import Halo, fill_local, fold_local
 from mpiad.domain.partition import Partition
-from mpiad.domain.routes import FACES, IN_TURN, TOGETHER
+from mpiad.domain.routes import AT_ONCE, BY_AXIS, FACES_ONLY
 
 pytestmark = pytest.mark.serial
 
@@ -20,7 +20,7 @@ CASES = [
     ((6, 5, 8), (2, 1, 4), (1, 2, 2), (True, True, True)),
 ]
 each_case = pytest.mark.parametrize(("shape", "dims", "widths", "periodic"), CASES, ids=str)
-each_scheme = pytest.mark.parametrize("scheme", [IN_TURN, TOGETHER, FACES])
+each_scheme = pytest.mark.parametrize("scheme", [BY_AXIS, AT_ONCE, FACES_ONLY])
 
 
 def messages(halos, scheme, stage):
@@ -69,7 +69,7 @@ def folded(halos, cotangents, sides, scheme):
 def test_all_ranks_together(rng, shape, dims, widths, periodic, boundary, scheme):
     partition, sides = Partition(shape, dims, periodic), sides_of(boundary, len(shape), "test")
     halos = [Halo(partition, rank, widths, None) for rank in range(int(np.prod(dims)))]
-    reference = Exchange(shape, dims, widths, periodic, boundary, corners=scheme != FACES)
+    reference = Exchange(shape, dims, widths, periodic, boundary, corners=scheme != FACES_ONLY)
     u = rng.standard_normal(shape)
     blocks = [u[partition.block(rank)] for rank in range(len(halos))]
     for found, expected in zip(filled(halos, blocks, sides, scheme), reference(u)):
@@ -85,5 +85,5 @@ def test_messages_of_one_rank_do_not_depend_on_how_many_there_are():
     for side in (4, 40, 320):
         partition = Partition((16 * side,) * 2, (side, side), (False, False))
         halo = Halo(partition, side * (side // 2) + side // 2, (2, 2), None)
-        counts.add(tuple(tuple(len(stage.routes) for stage in halo.stages(s)) for s in (IN_TURN, TOGETHER, FACES)))
+        counts.add(tuple(tuple(len(stage.routes) for stage in halo.stages(s)) for s in (BY_AXIS, AT_ONCE, FACES_ONLY)))
     assert counts == {((2, 2), (8,), (4,))}

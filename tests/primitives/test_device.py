@@ -71,7 +71,7 @@ OTHERS = {
 SHAPE = (5, 3)
 
 
-TAKEN = DeviceSettings(cuda_aware=True, expected=False, exchanged=True)
+TAKEN = DeviceSettings(cuda_aware=True, any_staged=False, exchanged=True)
 
 
 @pytest.mark.parametrize(
@@ -352,10 +352,10 @@ def test_a_piece_travels_while_others_are_copied(rank, size, recorded):
         assert recorded == ["copy"] * 3
 
 
-@pytest.mark.parametrize("expected, times", [(False, 1), (True, 3)])
-def test_host_arrays_are_cut_only_where_device_arrays_may_come(rank, size, recorded, expected, times):
+@pytest.mark.parametrize("any_staged, times", [(False, 1), (True, 3)])
+def test_host_arrays_are_cut_only_where_device_arrays_may_come(rank, size, recorded, any_staged, times):
     x = np.arange(24.0) + rank
-    with travelling(DeviceSettings(chunk=64, expected=expected)):
+    with travelling(DeviceSettings(chunk=64, any_staged=any_staged)):
         total = mpiad.mpi_allreduce(x)
         assert recorded == ["Allreduce"] * times
         np.testing.assert_array_equal(total, sum(np.arange(24.0) + r for r in range(size)))

@@ -18,7 +18,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.domain import Domain
 from mpiad.transport import channel
-from mpiad.transport.world import speaks
+from mpiad.transport.world import logs_for_others
 
 X = np.arange(1.0, 6.0)
 LINE = __file__
@@ -172,8 +172,8 @@ def test_orders_that_depend_on_memory():
 
 
 def test_of_many_ranks_a_few_warn(caplog, monkeypatch):
-    assert [rank for rank in range(1000) if speaks(rank, 1000)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 999]
-    monkeypatch.setattr("mpiad.transport.world.speaks", lambda rank, size: False)
+    assert [rank for rank in range(1000) if logs_for_others(rank, 1000)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 999]
+    monkeypatch.setattr("mpiad.transport.world.logs_for_others", lambda rank, size: False)
     caplog.set_level(logging.INFO, "mpiad")
     mpiad.jit(lambda x: float(x[0]))(X)
     assert [record.levelname for record in caplog.records if "isn't compiled" in record.getMessage()] == ["INFO"]

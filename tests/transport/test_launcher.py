@@ -4,7 +4,7 @@ import pytest
 from mpi4py import MPI
 from other_launcher import OTHER, run_under
 
-from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_beside
+from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_of_library
 
 pytestmark = pytest.mark.serial
 
@@ -46,9 +46,9 @@ def test_this_process_was_started_by_nobody_or_by_the_launcher_of_its_library():
 
 def test_the_mpiexec_of_a_library(tmp_path):
     (tmp_path / "bin").mkdir()
-    assert mpiexec_beside(str(tmp_path / "lib" / "libmpi.so.12")) == ""
+    assert mpiexec_of_library(str(tmp_path / "lib" / "libmpi.so.12")) == ""
     (tmp_path / "bin" / "mpiexec").touch()
-    assert mpiexec_beside(str(tmp_path / "lib" / "libmpi.so.12")) == str(tmp_path / "bin" / "mpiexec")
+    assert mpiexec_of_library(str(tmp_path / "lib" / "libmpi.so.12")) == str(tmp_path / "bin" / "mpiexec")
 
 
 @pytest.mark.launches

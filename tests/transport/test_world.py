@@ -29,9 +29,9 @@ def test_a_long_wait_at_the_start_is_told(rank, size, monkeypatch, caplog):
         if rank == last:  # comes when all others have said that they wait; ends at the time limit if one doesn't
             texts = [MPI.COMM_WORLD.recv(source=source) for source in range(last)]
         else:
-            monkeypatch.setattr(world, "_LONG", 0.1)
+            monkeypatch.setattr(world, "_WARNING_AFTER", 0.1)
             logger.addHandler(messenger)
-        world.meet("import mpiad")
+        world.await_all_ranks("import mpiad")
         logger.removeHandler(messenger)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (rank < last)

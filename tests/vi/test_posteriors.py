@@ -17,7 +17,7 @@ from mpiad.vi import (
     SplineCoupling,
 )
 from mpiad.vi.flows.coupling import evaluated
-from mpiad.vi.flows.spline import numbers_per_spline, spline, spline_inverse
+from mpiad.vi.flows.spline import parameters_per_spline, spline, spline_inverse
 
 pytestmark = pytest.mark.serial
 
@@ -100,7 +100,7 @@ def test_what_is_below_the_diagonal_counts_in_units_of_its_row():
 
 def test_splines_start_as_the_identity_and_are_it_outside():
     x = np.linspace(-6, 6, 101)
-    numbers = np.zeros((101, numbers_per_spline(6)))
+    numbers = np.zeros((101, parameters_per_spline(6)))
     y, change = spline(x, numbers, 6, 4.0)
     np.testing.assert_allclose(y, x, atol=1e-12)
     np.testing.assert_allclose(change, 0, atol=1e-12)

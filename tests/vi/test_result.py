@@ -18,7 +18,7 @@ SAMPLES = np.array([[1.0, 10.0], [2.0, 20.0], [4.0, 0.0], [5.0, 50.0]])
 
 @pytest.fixture
 def result():
-    return VIResult(MeanFieldGaussian(2), FOUND, BEST, HISTORY, 3, 1, "all 3 epochs were made", SAMPLES)
+    return VIResult(MeanFieldGaussian(2), FOUND, BEST, HISTORY, 3, 1, "all 3 epochs were completed", SAMPLES)
 
 
 def test_draws_and_densities_are_of_the_posterior_reported_and_of_the_best_on_request(result):
@@ -39,11 +39,11 @@ def test_the_summary_tells_them_and_of_which_posterior_they_are(result):
     lines = result.summary(["a", "b"]).splitlines()
     assert lines[1].split() == ["a", "3", "1.826", "1.15", "3", "4.85"]
     assert lines[2].split()[:3] == ["b", "20", "21.6"]
-    assert lines[3] == "posterior averaged over the last epochs; mean objective 4 in the last 1"
-    assert lines[4] == "3 epochs, 3 draws dropped; all 3 epochs were made"
+    assert lines[3] == "posterior averaged over the last epochs; mean objective 4 in the last 1 epoch"
+    assert lines[4] == "3 epochs, 3 draws dropped; all 3 epochs were completed"
     longer = {**HISTORY, "objective": [9.0] * 11 + [1.0, 2.0]}
     last = dataclasses.replace(result, average=False, history=longer, epochs=13)
-    assert last.summary().splitlines()[3] == "posterior after the last epoch; mean objective 1.5 in the last 2"
+    assert last.summary().splitlines()[3] == "posterior after the last epoch; mean objective 1.5 in the last 2 epochs"
 
 
 @pytest.mark.parametrize("noise, kind", [(None, "posterior of the parameters"), (30.0, "parameters and noise")])

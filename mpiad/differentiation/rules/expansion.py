@@ -57,7 +57,7 @@ def expanded(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
 
 
 def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
-    """Return an array whose entries are the cotangent g, one number; see `expanded`."""
+    """Return an array that is filled with the cotangent g, a number; see `expanded`."""
     if type(g) is np.float64 and dtype == np.float64:
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
     return expanded(g, shape, (1,) * len(shape), dtype)

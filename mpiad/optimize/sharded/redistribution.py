@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm
-from mpiad.checkpoint_files import read, read_description, require_problem
+from mpiad.checkpoint_files import read, read_description, require_same_problem
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.sharded.host_vectors import untiled
 from mpiad.transport import Channel
@@ -121,7 +121,7 @@ def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> O
     with raising_together(used, (OSError, ValueError)):
         for file in files[used.rank :: used.size]:
             description = read_description(file)
-            require_problem(file, description, problem, "minimize")
+            require_same_problem(file, description, problem, "minimize")
             own.append((file, description["iteration"], description.get("boxes")))
     by_ranks: dict[tuple[int, int], dict[int, tuple[Path, Any]]] = {}
     for file, iteration, boxes in [entry for entries in used.data.allgather(own) for entry in entries]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.checkpoint_files import files_of_ranks, read, read_description, require_problem, write
+from mpiad.checkpoint_files import files_of_ranks, read, read_description, require_same_problem, write
 from mpiad.optimize.checkpoint import CheckpointFile, WriteFailures
 from mpiad.optimize.sharded.redistribution import Layout, newest_state
 from mpiad.transport import Channel
@@ -149,7 +149,7 @@ class StateFiles:
         for slot in range(len(_SLOTS)):
             if self._file(slot).exists():
                 description = read_description(self._file(slot))
-                require_problem(self._file(slot), description, self._identity.problem, "minimize")
+                require_same_problem(self._file(slot), description, self._identity.problem, "minimize")
                 found[description["iteration"]] = slot
         return found
 

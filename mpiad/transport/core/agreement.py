@@ -14,7 +14,7 @@ import numpy as np
 from mpiad._typing import Comm
 from mpiad.errors import ConvergenceError, NotFiniteError, RemoteError
 from mpiad.transport.core.channels import Channel, Used, note_use, on_any_rank
-from mpiad.transport.core.tracing import settled
+from mpiad.transport.core.tracing import checked_on_replay
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     Ranks with an error raise it. The others raise an exception with the text of the first of these errors, and with the
     first class in its MRO that is in `_KINDS`: so `except ValueError` catches one error on all ranks or on none.
     """
-    settled(_raised_together, channel, error)
+    checked_on_replay(_raised_together, channel, error)
 
 
 def _raised_together(channel: Channel, error: Exception | None) -> None:
@@ -172,7 +172,7 @@ def require_alike(channel: Channel, error: Exception | None, call: str, describe
 
     `described`: the arguments as text. `compared`: the texts and arrays to compare, by default `described`.
     """
-    settled(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
+    checked_on_replay(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
 
 def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm, Shape
-from mpiad.checkpoint_files import begin, data_of, remedy, require_regular, sync_folder
+from mpiad.checkpoint_files import create_part, data_path, remedy, require_regular, sync_folder
 from mpiad.transport.core.agreement import agreed, raise_together
 from mpiad.transport.core.channels import Channel
 
@@ -49,8 +49,8 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
     layout, begun = Layout(shape, block.dtype, len(head.getvalue())), list[tuple[Path, IO[bytes]]]()
 
     def make() -> None:
-        begun.append(begin(path))
-        data_of(begun[0][0]).open("xb").close()
+        begun.append(create_part(path))
+        data_path(begun[0][0]).open("xb").close()
 
     def publish() -> None:
         data.replace(path)
@@ -59,12 +59,12 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
     root = used.rank == 0
     try:
         _together(used, path, make if root else None, call)  # not by MPI: MPICH's errors may have no text
-        data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
+        data = Path(used.data.bcast(str(data_path(begun[0][0])) if root else None))
         with _opened(used, data, MPI.MODE_WRONLY, call) as file:
             # The ranks agree after each step, since in the next one they would wait for a rank that has failed.
             _together(used, path, lambda: file.Set_size(layout.end), call)
             _together(used, path, (lambda: file.Write_at(0, head.getvalue())) if root else None, call)
-            _together(used, path, lambda: _viewed(file, layout, starts, block, file.Write), call)
+            _together(used, path, lambda: _transfer(file, layout, starts, block, file.Write), call)
             _together(used, path, file.Sync, call)
         _together(used, path, publish if root else None, call)
     finally:
@@ -73,7 +73,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
 
 def _discard(begun: list[tuple[Path, IO[bytes]]]) -> None:
     for part, lock in begun:
-        data_of(part).unlink(missing_ok=True)
+        data_path(part).unlink(missing_ok=True)
         part.unlink(missing_ok=True)
         lock.close()
 
@@ -106,9 +106,9 @@ def read_block(used: Channel, path: Path, allocate: Callable[[Layout], tuple[Sha
         if attempt and used.rank == 0:
             # Other jobs don't replace a private hard link. Without hard links, the ranks try the original name again.
             with contextlib.suppress(OSError):
-                begun.append(begin(path))
-                os.link(path, data_of(begun[0][0]))
-                name = str(data_of(begun[0][0]))
+                begun.append(create_part(path))
+                os.link(path, data_path(begun[0][0]))
+                name = str(data_path(begun[0][0]))
         try:
             block = _read_once(used, Path(used.data.bcast(name) or path), allocate, call)
         finally:
@@ -143,12 +143,12 @@ def _read_once(
         every = used.data.allgather((same, mine.st_ino, mine.st_mtime_ns, layout.end))
         if every != [(True, *every[0][1:])] * used.size:
             return None
-        _together(used, path, lambda: _viewed(file, layout, starts, block, file.Read), call)
+        _together(used, path, lambda: _transfer(file, layout, starts, block, file.Read), call)
         return block
 
 
-def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
-    """Read or write a block at its position in the file by ``transfer([memory, number of rows, datatype of a row])``."""
+def _transfer(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, method: Callable[[list], None]) -> None:
+    """Read or write a block at its position in the file by ``method([memory, number of rows, datatype of a row])``."""
     # The data are bytes, so that any dtype works, in units of rows, since the number of bytes may exceed a C int.
     width = layout.dtype.itemsize
     sizes, inner = [(*whole[:-1], whole[-1] * width) for whole in (layout.shape, block.shape)]
@@ -156,7 +156,7 @@ def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, tr
     row = MPI.BYTE.Create_contiguous(inner[-1]).Commit()
     try:
         file.Set_view(layout.offset, MPI.BYTE, view)
-        transfer([block, math.prod(inner[:-1]), row])
+        method([block, math.prod(inner[:-1]), row])
     finally:
         view.Free()
         row.Free()
@@ -167,7 +167,7 @@ def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.Fil
     """Open a file on all ranks, and close it at the end; raise an OSError on all ranks if any rank can't open it."""
     opened: list[MPI.File] = []
     hints = MPI.Info.Create(_HINTS)
-    comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO requires an unguarded communicator
+    comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO requires mpi4py's communicator, not a wrapper
     _together(used, path, lambda: opened.append(MPI.File.Open(comm, path, mode, hints)), call)
     hints.Free()
     try:

@@ -1,4 +1,4 @@
-"""Records of communications with the user's calls that caused them, for debugging, error messages and tracing.
+"""Records of communications, and of the user's calls that caused them, for debugging, error messages and tracing.
 
 Each thread has a stack of `Call` records, linked by `outer`. Nothing is recorded until an owner requests it by
 `note(owner)`: then all operations push and pop a record, until `forget(owner)`. `observers` are notified when a call begins
@@ -47,7 +47,7 @@ class Site:
 
 _COMPOSITES = ("mpi_optimize", "mpi_map")  # communicate many times: messages name the single operation instead
 # Values of `Site.entry` that messages don't show: "" for other libraries; "extend" for operators, which have names.
-_UNSHOWN = ("", "extend")
+_HIDDEN_ENTRIES = ("", "extend")
 
 
 class Arguments(NamedTuple):
@@ -121,7 +121,7 @@ class Call:
     def called(self) -> str:
         """The library's function that the user called, as text: ``"exchange"``, or ``"adjoint of exchange"``."""
         entry = (self.forward_site or self.site).entry
-        if entry in _UNSHOWN:
+        if entry in _HIDDEN_ENTRIES:
             return self.described
         return entry if self.direction == "forward" else f"{self.direction} of {entry}"
 
@@ -217,7 +217,7 @@ def _folder(path: str) -> str:
 
 _OURS = _folder(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 # Frames of compiled programs aren't functions called by the user.
-_BETWEEN = _folder(os.path.join(_OURS, "programs"))
+_PROGRAMS = _folder(os.path.join(_OURS, "programs"))
 _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -233,7 +233,7 @@ def _kind(code: CodeType) -> int:
         return 2
     path = os.path.realpath(name) if os.path.exists(name) else name
     if path.startswith(_OURS):
-        return 2 if path.startswith(_BETWEEN) else 1
+        return 2 if path.startswith(_PROGRAMS) else 1
     # Other installed packages may be the user's own.
     installed = any(mark in path for mark in _INSTALLED)
     if installed:

@@ -236,7 +236,7 @@ class Channel:
     def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
         """Start an MPI operation, ``call(x, y, z)``; return a list with its request, to be passed to `release`.
 
-        `kind`: "send", "receive", "reduction", or "parcel" for a send of `polling.Line`; "blocking send" or "blocking
+        `kind`: "send", "receive", "reduction", or "parcel" for a send of `polling.Mailbox`; "blocking send" or "blocking
         receive" if the same public call waits for it; "background send" after `leave`. `buffers`: the objects that MPI
         uses, which are held until `release`. They are stored before the call of MPI, and no interrupt can come between this
         call and the storage of its request. So an interrupt never frees memory in use.

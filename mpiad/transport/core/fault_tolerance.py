@@ -68,7 +68,7 @@ def lost_ranks(comm: Comm) -> list[int]:
 exit_process = os._exit  # before `departure` replaces it
 
 
-def all_have_come() -> bool:
+def all_ranks_alive() -> bool:
     """Wait for the surviving ranks, and return, the same on all of them, whether all ranks are alive; collective."""
     if not FAULT_TOLERANT or MPI.COMM_WORLD.size == 1:
         return True

@@ -262,7 +262,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
         message.Recv(dropped)
     else:  # in debug mode the header is compared
         try:
-            message.refuse(dropped, buffer)
+            message.receive_and_compare(dropped, buffer)
         except MessageMismatchError:
             _drop_chunks(dropped, got, spec, envelope)
             raise

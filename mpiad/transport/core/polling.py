@@ -102,7 +102,7 @@ def _is_over(request: Request) -> bool:
         raise
 
 
-class Line:
+class Mailbox:
     """Sends and receives objects on a communicator without other messages; channel `used` holds the buffers."""
 
     def __init__(self, comm: Comm, used: Channel):

@@ -56,7 +56,7 @@ class ProgramRecorder(Protocol):
         """Handle communication that isn't made by a recorded operation."""
 
     def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        """Return whether the recorder takes over the marking: it marks later, unless the function runs again untraced."""
+        """Return whether the recorder, not the caller, marks the channel as unusable, unless the function runs again."""
         ...
 
 
@@ -114,7 +114,7 @@ def restore_state(kept: dict[str, Any], error: BaseException) -> None:
             opened.around, opened = None, opened.around
 
 
-def settled(fun: Callable[..., T], *args: Any) -> T:
+def checked_on_replay(fun: Callable[..., T], *args: Any) -> T:
     """Return ``fun(*args)``, on which the further course of a call depends, such as lengths that ranks exchange.
 
     A compiled program runs it again, and continues only if the result is the same as in the trace.

@@ -64,7 +64,7 @@ def _of_rocm() -> list[str]:
     return names
 
 
-def may_be_used() -> bool:
+def may_use_gpu() -> bool:
     """Return whether this process might use a GPU, without running a program."""
     # In WSL and some containers the driver shows no folder, but nvidia-smi is installed.
     return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi") or _of_rocm()))
@@ -163,11 +163,11 @@ class DeviceSettings(NamedTuple):
     cuda_aware: bool | None = None  # whether MPI accesses device memory directly; None: test it
     chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
     pinned: int = 256 << 20  # bytes of unused page-locked host memory that are kept
-    expected: bool = True  # whether any rank may bring arrays to be staged: then collectives divide large arrays
+    any_staged: bool = True  # whether any rank may have arrays that are staged: then collectives divide large arrays
     exchanged: bool = False  # whether sums of large arrays are computed by an exchange of blocks
 
 
-_present = DeviceSettings(expected=False)
+_present = DeviceSettings(any_staged=False)
 
 
 def present() -> DeviceSettings:
@@ -185,7 +185,7 @@ def put(settings: DeviceSettings) -> DeviceSettings:
 def chunk_of(nbytes: int) -> int | None:
     """Return the bytes of a piece if a collective on an array of this size is divided, else None; the same on all ranks."""
     chunk = _present.chunk
-    return chunk if nbytes > chunk and _present.expected and not _present.cuda_aware else None
+    return chunk if nbytes > chunk and _present.any_staged and not _present.cuda_aware else None
 
 
 def exchanges(nbytes: int) -> bool:
@@ -219,12 +219,12 @@ def start() -> None:
         asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
         sizes = [size if given else inf for size, given in zip((wanted.chunk, wanted.pinned), asked)]
         expects, direct = asked[0] or may_bring_arrays(), bool(supports_cuda())
-        # Truth values, of which 0 on any rank decides, and sizes: MPIAD_CUDA_AWARE isn't 0; it isn't 1; no device arrays;
-        # none that are copied to the host; none that MPI accesses directly.
+        # Each flag is 0 if a condition holds, so the minimum is 0 if it holds on any rank: MPIAD_CUDA_AWARE is 0; it is 1;
+        # there may be device arrays; they are copied to the host; MPI accesses them directly.
         asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
         return [*asks, not expects, not expects or direct, not expects or not direct, *sizes]
 
-    least = least_of_all(from_environment, numbers, "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED")
+    least = minima_over_ranks(from_environment, numbers, "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED")
     cuda_aware = None if least[0] and least[1] else bool(least[0])  # if ranks request both 0 and 1: 0, which always works
     chunk, pinned = (usual if size == inf else int(size) for size, usual in zip(least[5:], DeviceSettings()[1:]))
     brought, copied, taken = (not flag for flag in least[2:5])
@@ -233,7 +233,7 @@ def start() -> None:
     put(DeviceSettings(cuda_aware, chunk, pinned, copied, taken))
 
 
-def least_of_all(read: Callable[[], T], numbers: Callable[[T], list[float]], variables: str) -> list[float]:
+def minima_over_ranks(read: Callable[[], T], numbers: Callable[[T], list[float]], variables: str) -> list[float]:
     """Return the minima over all ranks of ``numbers(read())``; collective over the world.
 
     `variables`: the environment variables of `read`, as text. Raises a ValueError on all ranks if `read` raises one on any.
@@ -253,4 +253,4 @@ def least_of_all(read: Callable[[], T], numbers: Callable[[T], list[float]], var
 def may_bring_arrays() -> bool:
     """Return whether this process could have arrays on a GPU, without loading libraries."""
     found = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
-    return found and may_be_used()
+    return found and may_use_gpu()

@@ -30,7 +30,7 @@ from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, exit_process, f
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
-last_words: list[Callable[[], object]] = []  # called before a rank ends the job; they mustn't wait for other ranks
+before_abort: list[Callable[[], object]] = []  # called before a rank ends the job; they mustn't wait for other ranks
 
 _process = os.getpid()
 _ending = threading.Lock()
@@ -60,9 +60,9 @@ def end_job(text: str, code: int) -> None:
         exit_process(code)
     # One write per stream, so that the lines of ranks that fail together don't mix.
     flush_streams(text)
-    for last in last_words:
+    for function in before_abort:
         with contextlib.suppress(Exception):
-            last()
+            function()
     # Launchers end a job without reading the rest of its pipes: without a pause the text would sometimes be lost.
     time.sleep(_UNTIL_READ)
     # After the death of a rank, Open MPI's abort would end the job with code 0; the exit of this rank ends it with `code`.
@@ -83,7 +83,7 @@ _reporting = False
 _in_session = False
 
 
-class _Foreign:
+class _ForeignHook:
     """The property of a module by which other code reads and sets its hook."""
 
     def __init__(self, module: ModuleType, name: str):
@@ -108,9 +108,9 @@ class _Foreign:
         self.hook = self.default
 
 
-_main_hook = _Foreign(sys, "excepthook")
-_thread_hook = _Foreign(threading, "excepthook")
-_unraisable_hook = _Foreign(sys, "unraisablehook")
+_main_hook = _ForeignHook(sys, "excepthook")
+_thread_hook = _ForeignHook(threading, "excepthook")
+_unraisable_hook = _ForeignHook(sys, "unraisablehook")
 
 
 def install_hooks() -> bool:
@@ -171,7 +171,7 @@ def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
         _unraisable_hook.hook(args)
 
 
-def _report_and_end(foreign: _Foreign, args: tuple, error: BaseException, trace: TracebackType | None) -> None:
+def _report_and_end(foreign: _ForeignHook, args: tuple, error: BaseException, trace: TracebackType | None) -> None:
     """Report an exception, by the hook of other code if there is one, and end the job."""
     global _reporting
     code, text = code_of(error), traceback.format_exception(type(error), error, trace)

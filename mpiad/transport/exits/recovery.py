@@ -7,8 +7,8 @@ all channels whose ranks belong to this one. MPI then interrupts waiting ranks, 
 the ranks exchange their exceptions and renew the duplicates. Failed ranks raise their own exceptions, the others a
 `RemoteError`.
 
-Of nested composites only the outermost one recovers, and those with a verdict (see `recoverable`): renewed duplicates lose
-pending messages, also those of enclosing composites.
+In nested composites, only the outermost one and those with `make_error` (see `recoverable`) recover: renewed duplicates
+lose pending messages, also those of enclosing composites.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNTIL_REVOKED = 0.05  # seconds before a failed rank revokes, since the other r
 _UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank looks for revoked larger communicators
 _UNTIL_LOGGED = 1.0  # seconds after which a failed rank that waits logs its exception
 _log = logging.getLogger("mpiad")
-Verdict = Callable[[Failures], BaseException]
+MakeError = Callable[[Failures], BaseException]
 
 
 class _Current(threading.local):
@@ -47,11 +47,11 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
+def recoverable(call: str, comm: Comm = _BY_KEYWORD, make_error: MakeError | None = None) -> Callable[[F], F]:
     """Return a decorator for composites, which without ULFM changes nothing.
 
-    `comm`: by default the keyword argument `comm` of the call. `verdict`: ``verdict(failures)`` returns the exception that
-    all ranks raise. A composite with a verdict recovers even inside another composite.
+    `comm`: by default the keyword argument `comm` of the call. `make_error`: ``make_error(failures)`` returns the exception
+    that all ranks raise. A composite with `make_error` recovers even inside another composite.
     """
 
     def decorate(fun: F) -> F:
@@ -62,17 +62,17 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
         def run(*args: Any, **kwargs: Any) -> Any:
             outer = _current.outermost
             # All ranks that may wait for this one take part in the outermost composite, whose recovery suffices.
-            if outer is not None and verdict is None:
+            if outer is not None and make_error is None:
                 return fun(*args, **kwargs)
             _current.outermost = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
             try:
                 result = fun(*args, **kwargs)
             except (Exception, SystemExit) as error:
-                recover(used, error, call, verdict)
+                recover(used, error, call, make_error)
                 raise
             finally:
                 _current.outermost = outer
-            conclude(used, call, verdict)
+            finish_composite(used, call, make_error)
             return result
 
         return run  # type: ignore[return-value]
@@ -102,54 +102,54 @@ def interruptible(name: str, forward: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
-    """End a composite that has succeeded on this rank; raise a RemoteError or the `verdict` if another rank failed."""
-    meeting = None if used.size == 1 else _trouble(used)
-    if meeting is None:
+def finish_composite(used: Channel, call: str, make_error: MakeError | None = None) -> None:
+    """End a composite that has succeeded on this rank; if another rank failed, raise a RemoteError or the common error."""
+    group = None if used.size == 1 else _recovery_channel(used)
+    if group is None:
         return
-    if meeting is not used:
-        _await_all(meeting, None, call)
-    _raise_verdict(used, meeting, _renewed(meeting, None), None, call, verdict)
+    if group is not used:
+        _await_all(group, None, call)
+    _raise_common_error(used, group, _renew_duplicates(group, None), None, call, make_error)
 
 
-def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
+def recover(used: Channel | None, error: BaseException, call: str, make_error: MakeError | None = None) -> None:
     """Synchronize the ranks after an exception; return if this rank must raise its own exception.
 
     `used`: the channel of the composite, None outside composites. Raises a RemoteError if this rank was interrupted because
-    another one failed, or if a process has died; or the exception of `verdict` (see `recoverable`). All ranks of the
-    channel call this function or `conclude`.
+    another one failed, or if a process has died; or the exception of `make_error` (see `recoverable`). All ranks of the
+    channel call this function or `finish_composite`.
     """
     interrupted = is_interruption(error)
     # If all ranks of the channel raise the exception together, none of them waits.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
         return
-    meeting = _meeting_channel(used, interrupted)
-    if meeting is None:
+    group = _agreement_channel(used, interrupted)
+    if group is None:
         return
     mine = None if interrupted else error
-    _await_all(meeting, mine, call)
-    failures = _renewed(meeting, None if mine is None else Failure.of(mine))
-    _raise_verdict(used, meeting, failures, error, call, verdict)
+    _await_all(group, mine, call)
+    failures = _renew_duplicates(group, None if mine is None else Failure.of(mine))
+    _raise_common_error(used, group, failures, error, call, make_error)
 
 
-def _raise_verdict(
-    used: Channel | None, meeting: Channel, found: Failures, error: BaseException | None, call: str, verdict: Verdict | None
+def _raise_common_error(
+    used: Channel | None, group: Channel, found: Failures, error: BaseException | None, call: str, make: MakeError | None
 ) -> None:
-    if meeting.lost:
-        lost = ", ".join(map(str, meeting.lost))
-        raise RemoteError(f"{call}: the process of rank {lost} of {meeting.size} has died.", meeting.lost[0]) from error
+    if group.lost:
+        lost = ", ".join(map(str, group.lost))
+        raise RemoteError(f"{call}: the process of rank {lost} of {group.size} has died.", group.lost[0]) from error
     mine = error is not None and not is_interruption(error)
-    if verdict is not None and meeting is used and found:
-        raise verdict(found) from (error if mine else None)
+    if make is not None and group is used and found:
+        raise make(found) from (error if mine else None)
     if found and not mine:
         raise error_of(found, call, RemoteError) from error
 
 
-def _meeting_channel(used: Channel | None, interrupted: bool) -> Channel | None:
+def _agreement_channel(used: Channel | None, interrupted: bool) -> Channel | None:
     """Return the channel for the agreement: the largest revoked one that includes all ranks of `used`, else `used`."""
     patience = Backoff()
     while True:
-        revoked = [found for found in _channels_including(used) if _is_given_up(found)]
+        revoked = [found for found in _channels_including(used) if _has_revoked_duplicate(found)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
             # The ranks of the smaller channels choose the largest one, too.
             return max(revoked, key=lambda found: found.size, default=used)
@@ -163,43 +163,43 @@ def _channels_including(used: Channel | None) -> list[Channel]:
     return [found for found in live_channels() if mine <= set(found.members)]
 
 
-def _is_given_up(found: Channel) -> bool:
+def _has_revoked_duplicate(found: Channel) -> bool:
     return any(map(is_revoked, found.duplicates()))
 
 
-def _trouble(used: Channel) -> Channel | None:
+def _recovery_channel(used: Channel) -> Channel | None:
     """Agree with the ranks of the channel; return None if all succeeded, otherwise the channel on which to recover."""
     flag = np.ones(1, np.int32)
     request, patience = used.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
-        if patience.seconds > _UNTIL_REVOKED and _larger_is_given_up(used):
-            return _meeting_channel(used, True)
+        if patience.seconds > _UNTIL_REVOKED and _larger_is_revoked(used):
+            return _agreement_channel(used, True)
         patience.pause()
     return None if flag[0] else used
 
 
-def _await_all(meeting: Channel, mine: BaseException | None, call: str) -> None:
+def _await_all(group: Channel, mine: BaseException | None, call: str) -> None:
     """Agree with all ranks of the channel, interrupting them if necessary; `mine`: this rank's exception."""
     flag = np.zeros(1, np.int32)
-    request, patience = meeting.data.Iagree(flag), Backoff()
+    request, patience = group.data.Iagree(flag), Backoff()
     revoked = logged = False
     while not _is_complete(request, flag):
         # An interrupted rank revokes at once: others may wait on communicators that the failed rank isn't a member of.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
-            for comm in [comm for found in _channels_among(meeting) for comm in found.duplicates()]:
+            for comm in [comm for found in _channels_among(group) for comm in found.duplicates()]:
                 if not is_revoked(comm):
                     comm.Revoke()
             revoked = True
         if not logged and mine is not None and patience.seconds > _UNTIL_LOGGED:
             _log.warning("%s: this rank raised, and waits for the others:\n%s", call, Failure.of(mine).trace.rstrip())
             logged = True
-        if _larger_is_given_up(meeting):
+        if _larger_is_revoked(group):
             _end_job(mine, call)
         patience.pause()
 
 
-def _larger_is_given_up(meeting: Channel) -> bool:
-    return any(found.size > meeting.size and _is_given_up(found) for found in _channels_including(meeting))
+def _larger_is_revoked(group: Channel) -> bool:
+    return any(found.size > group.size and _has_revoked_duplicate(found) for found in _channels_including(group))
 
 
 def _is_complete(request: Request, flag: np.ndarray) -> bool:
@@ -210,19 +210,19 @@ def _is_complete(request: Request, flag: np.ndarray) -> bool:
         return True
 
 
-def _channels_among(meeting: Channel) -> list[Channel]:
-    """Return the channel, and all channels whose ranks belong to it in the order of their creation."""
-    members = set(meeting.members)
-    return [meeting, *(found for found in live_channels() if found is not meeting and members >= set(found.members))]
+def _channels_among(group: Channel) -> list[Channel]:
+    """Return the channel, and in the order of their creation all other channels whose ranks belong to it."""
+    members = set(group.members)
+    return [group, *(found for found in live_channels() if found is not group and members >= set(found.members))]
 
 
-def _renewed(meeting: Channel, mine: Failure | None) -> Failures:
+def _renew_duplicates(group: Channel, mine: Failure | None) -> Failures:
     """Renew the duplicates of the channel and of all channels whose ranks belong to it; return the failures by rank."""
-    fresh = meeting.data.Shrink()
-    ranks = ranks_within(meeting, fresh)
+    fresh = group.data.Shrink()
+    ranks = ranks_within(group, fresh)
     by_rank = fresh.allgather(mine)
-    for found in _channels_among(meeting):
-        data = fresh if found is meeting else found.data.Shrink()
+    for found in _channels_among(group):
+        data = fresh if found is group else found.data.Shrink()
         lost = sorted(set(range(found.size)) - set(ranks_within(found, data)))
         if lost:
             found.lose(lost)
@@ -231,9 +231,9 @@ def _renewed(meeting: Channel, mine: Failure | None) -> Failures:
     return {rank: failure for rank, failure in zip(ranks, by_rank) if failure is not None}
 
 
-def ranks_within(meeting: Channel, comm: Comm) -> list[int]:
+def ranks_within(group: Channel, comm: Comm) -> list[int]:
     """Return the members of a communicator, by their ranks in a channel."""
-    return [meeting.members.index(rank) for rank in world_ranks(comm)]
+    return [group.members.index(rank) for rank in world_ranks(comm)]
 
 
 def _end_job(mine: BaseException | None, call: str) -> None:

@@ -92,7 +92,7 @@ class FailureDetector:
             self._exchange.start()
 
     def _state(self) -> float:
-        """Return for how many seconds this rank has counted as waiting; negative if it doesn't, or `_ARRIVED`."""
+        """Return the seconds for which this rank has counted as waiting, negative if it isn't waiting; or `_ARRIVED`."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
             frame = frame.f_back
@@ -142,10 +142,10 @@ T = TypeVar("T")
 
 # Indices of the numbers that a rank contributes to an agreement: whether it failed, whether a solver didn't converge,
 # whether the rank was requested to end, and its term of the sum.
-_FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
+_FAILED, _NOT_CONVERGED, _END_REQUESTED, _TERM = range(4)
 
 
-class Unreached(Exception):  # noqa: N818 - not an error, like StopIteration
+class NotConverged(Exception):  # noqa: N818 - not an error, like StopIteration
     """Raised on all ranks if a solver hasn't converged on some rank in a stage; the call then continues."""
 
 
@@ -153,7 +153,7 @@ class WrongValueError(TypeError):
     """A user function returned an invalid value; all ranks raise a TypeError with its text."""
 
 
-def verdict(failures: Failures, call: str = "minimize") -> Exception:
+def common_error(failures: Failures, call: str = "minimize") -> Exception:
     """Return the exception that all ranks raise, which describes the failure of the first failed rank."""
     rank, others = first_of(failures)
     if failures[rank].kind == WrongValueError.__name__:
@@ -169,7 +169,7 @@ class StageFailures:
     - `error`: the exception that all ranks have raised, or None. After it there are no further agreements.
     - `broken`: whether a stage failed on this rank, and MPI interrupts the other ranks.
     - `end_requested`: whether any rank had received SIGTERM at the last agreement; the same on all ranks.
-    - `tolerates`: whether all ranks raise `Unreached` in place of a ConvergenceError, so that the call may continue.
+    - `tolerates`: whether all ranks raise `NotConverged` in place of a ConvergenceError, so that the call may continue.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class StageFailures:
         """Return the result of `stage` on this rank; raise on all ranks if it raises on any rank.
 
         Raises a WorkerError with the first failed rank and its traceback; a TypeError if that rank raised a
-        `WrongValueError`; `Unreached` if only solvers have failed and this is tolerated.
+        `WrongValueError`; `NotConverged` if only solvers have failed and this is tolerated.
         """
         return self.summed(stage, lambda result: 0.0)[0]
 
@@ -199,7 +199,7 @@ class StageFailures:
         try:
             result = stage()
             own = term(result)
-        except Unreached:  # raised on all ranks by a nested stage
+        except NotConverged:  # raised on all ranks by a nested stage
             raise
         except (Exception, SystemExit) as failure:
             self._complete(failure, failure.__traceback__)
@@ -209,14 +209,14 @@ class StageFailures:
                 forget_agreement(failure)  # since the ranks agree on another exception in the recovery
                 raise
             if self.error is None:  # otherwise a nested stage has already agreed
-                self._conclude(failure)
+                self._agree(failure)
             raise
-        return result, self._conclude(None, own)
+        return result, self._agree(None, own)
 
-    def _conclude(self, failure: BaseException | None, term: float = 0.0) -> float:
+    def _agree(self, failure: BaseException | None, term: float = 0.0) -> float:
         """Return the sum of all ranks' terms; raise on all ranks if one has failed."""
-        unreached = self._tolerated(failure)
-        self._mine[:] = failure is not None and not unreached, unreached, requested() is not None, term
+        not_converged = self._tolerated(failure)
+        self._mine[:] = failure is not None and not not_converged, not_converged, requested() is not None, term
         if self._comm.size == 1:
             self._sums[:] = self._mine
         else:
@@ -229,18 +229,18 @@ class StageFailures:
         if self._sums[_FAILED]:
             # The detector's messages are on the same communicator, so they must be received first.
             self._detector.close(failed=True)
-            self.error = verdict(failures_among(self._comm, failure), self._call)
+            self.error = common_error(failures_among(self._comm, failure), self._call)
             if not self._interrupts:
                 agreed(self, self.error)
-                self._lift()
+                self._remove_faults()
             raise self.error from failure
-        if self._sums[_UNREACHED]:
+        if self._sums[_NOT_CONVERGED]:
             self._detector.close(failed=True)
             self._detector = FailureDetector(self._comm, self._call, self._stage_module, listens=not self._interrupts)
-            raise Unreached(f"{self._call}: a solver hasn't converged") from failure
+            raise NotConverged(f"{self._call}: a solver hasn't converged") from failure
         return float(self._sums[_TERM])
 
-    def _lift(self) -> None:
+    def _remove_faults(self) -> None:
         """Remove the faults of channels without pending messages: after an agreement no collective is pending."""
         for found in live_channels():
             if found.fault and not found.has_messages and found not in self._refused:
@@ -255,7 +255,7 @@ class StageFailures:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """Drop pending messages after `Unreached`, on the communicators whose ranks are all in `members`; collective.
+        """Drop pending messages after `NotConverged`, on the communicators whose ranks are all in `members`; collective.
 
         The ranks may have left the stage at different points, and old messages mustn't be received later.
         """
@@ -275,21 +275,20 @@ class StageFailures:
 class DeferredFailures:
     """Exceptions on this rank that the other ranks don't know yet.
 
-    A user function may raise before it sends a message for which other ranks wait. Then it is called again with a valid
-    argument, so that it sends its messages; but only if it didn't communicate in the failed call, and either communicated
-    in earlier calls or had none. In any case the job ends if the ranks don't reach an agreement within some time.
+    A user function may raise before it sends a message for which other ranks wait. If the failed call didn't
+    communicate, and earlier calls, if any, did, the function is called again with a valid argument, so that it sends its
+    messages. In any case the job ends if the ranks don't reach an agreement within some time.
 
-    - `talkers`: set of names, to which those of functions that communicate are added; calls with the same functions share
-      it.
+    - `communicated`: the set of names of functions that have communicated; calls with the same functions share it.
     - `apart`: whether agreements use a separate communicator, on which no function communicates.
     - `error`: the first exception, or None.
     """
 
-    def __init__(self, comm: Comm, call: str, talkers: set[str] | None = None, apart: bool = False):
+    def __init__(self, comm: Comm, call: str, communicated: set[str] | None = None, apart: bool = False):
         self.error: Exception | None = None
         self._used, self._call = channel(comm, call), call
-        self._meeting = self._used.separate() if apart else self._used.data
-        self._talkers = set() if talkers is None else talkers
+        self._agreement_comm = self._used.separate() if apart else self._used.data
+        self._communicated = set() if communicated is None else communicated
         self._usual: dict[str, int] = {}  # the number of communications in a function's last call
         self._timer: threading.Timer | None = None
         self._fault: str | None = None
@@ -309,7 +308,7 @@ class DeferredFailures:
                 raise
             spent, usual = next(communications) - start - 1, self._usual.get(name)
             self.note(error, LATE if usual is not None and spent >= usual else SOON)
-            if again is not None and not spent and (usual is None or name in self._talkers):
+            if again is not None and not spent and (usual is None or name in self._communicated):
                 with contextlib.suppress(Exception):
                     fun(again())
             # The exception may have marked the channel as unusable, but the agreement needs it.
@@ -320,7 +319,7 @@ class DeferredFailures:
             return None
         self._usual[name] = spent = next(communications) - start - 1
         if spent:
-            self._talkers.add(name)
+            self._communicated.add(name)
         return out
 
     def note(self, error: Exception, seconds: float = LATE) -> None:
@@ -331,8 +330,8 @@ class DeferredFailures:
         if may_end_job() and not is_watched():  # under the watch, waits have deadlines
             text = (
                 f"mpiad: rank {MPI.COMM_WORLD.rank} ended the job. {self._call} can't raise this exception on all ranks: "
-                f"others have not come within {seconds:g} s. They wait for this rank in a communication of the user's "
-                f"function, or compute for so long (MPIAD_TIMEOUT sets another limit).\n{Failure.of(error).trace}"
+                f"others didn't reach the agreement within {seconds:g} s. They wait for this rank in a communication of a "
+                f"user function, or compute for so long (MPIAD_TIMEOUT sets another limit).\n{Failure.of(error).trace}"
             )
             self._timer = threading.Timer(seconds, end_job, (text, 1))
             self._timer.daemon = True
@@ -347,14 +346,14 @@ class DeferredFailures:
             raise raised from self.error
 
     def raise_together(self) -> None:
-        """Raise the exception of a failed rank there, and one with its type and text on the other ranks; collective.
+        """Raise a failed rank's exception on that rank, and one of its type and text on all others; collective.
 
         This takes one small reduction. After a sum without NaN it isn't necessary, since no rank has failed.
         """
         under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
         with self:
-            self._meeting.Allreduce(mine, every)
+            self._agreement_comm.Allreduce(mine, every)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

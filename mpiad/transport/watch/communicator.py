@@ -59,7 +59,7 @@ class CollectiveWait(_Wait):
         if description is not None:
             self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
 
-    def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
+    def needs_departed(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether a member left without reaching this collective, and this was noticed before a time, `before`."""
         return any(
             rank in gone and gone[rank].noticed < before and gone[rank].counts.get(self.key, 0) < self.number
@@ -81,7 +81,7 @@ class MessageWait(_Wait):
         super().__init__(comm)
         self.sends, self.peer, self.tag = sends, peer, tag
 
-    def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
+    def needs_departed(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether the other end left, for a receive without pending sends; `before`: as in `CollectiveWait`."""
         peers = self._peers()
         return bool(peers) and all(
@@ -143,7 +143,7 @@ class StartedReduction(GuardedRequest):
         self._mine, self._every = np.frombuffer(packed, np.uint8), np.empty((comm.size, _BYTES), np.uint8)
         self._unended = int(not lane)
         agreement.begun_later += self._unended
-        exchanging = comm.post if lane else agreement.later
+        exchanging = comm.metadata_comm if lane else agreement.later
         self._exchange = GuardedRequest(comm, make, exchanging.Iallgather, self._mine, self._every)
         self._agreement = agreement
         self._group = comm if lane else agreement  # determines the order of the descriptions
@@ -216,14 +216,14 @@ class Guarded:
     - `owner`: returns the channel, which is marked as unusable when a wait is abandoned; or None.
     - `number`: the channel's number among channels with the same members.
     - `reverse`: whether it is used for the messages of adjoints.
-    - `post`: the communicator for descriptions of calls.
+    - `metadata_comm`: the communicator for descriptions of calls, and for headers of messages.
     """
 
     def __init__(
         self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None,
         owner: Channel | None = None, number: int = 0, reverse: bool = False,
     ):  # fmt: skip
-        self.bare, self.post, self.label, self.members, self.agreement = bare, bare, label, members, agreement
+        self.bare, self.metadata_comm, self.label, self.members, self.agreement = bare, bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
         self.number, self.reverse = number, reverse
         self.owner: Callable[[], Channel | None] = weakref.ref(owner) if owner is not None else lambda: None

@@ -69,7 +69,7 @@ def unreceived(summaries: Sequence[Any]) -> list[str]:
     lines = []
     for rank, found in enumerate(summaries):
         for entry in found[0] if found else ():
-            # The receives of a rank without an answer are unknown.
+            # The receives of a rank that hasn't answered are unknown.
             if summaries[entry.peer] is None:
                 continue
             lost = entry.count - taken.get((entry.communicator, rank, entry.peer, entry.tag), 0)
@@ -91,19 +91,20 @@ def _form(array: np.ndarray) -> bytes:
 
 
 class HeadedMessages(Guarded):
-    """A guarded communicator whose messages have headers; `post`: the communicator for the headers."""
+    """A guarded communicator whose messages have headers; `metadata_comm`: the communicator for the headers."""
 
-    def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
+    def __init__(self, bare: Comm, metadata_comm: Comm, *args: Any, **keywords: Any):
         super().__init__(bare, *args, **keywords)
-        self.post = post
-        # By rank and tag: the numbers of messages; the lines of the latest sends; the numbers of receives, and of sends,
-        # without headers, since the other end was started before debug mode.
+        self.metadata_comm = metadata_comm
+        # By rank and tag: the numbers of messages; the lines of the latest sends; the number of messages still to be
+        # received that were sent before debug mode, without headers; and the number of messages still to be sent whose
+        # receives were started before it.
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._places = defaultdict[tuple[int, int], deque[str]](lambda: deque(maxlen=_SITES))
         self.skipped, self.unannounced = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self.parts = tuple(  # the communicators that `channels.drain` empties
             Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner())
-            for comm, name in ((bare, "drained"), (post, "headers"))
+            for comm, name in ((bare, "drained"), (metadata_comm, "headers"))
         )
 
     def count_send(self, peer: int, tag: int, place: str) -> None:
@@ -113,7 +114,7 @@ class HeadedMessages(Guarded):
 
     def entries(self) -> Summary:
         """Return the messages sent, the messages received, and the requests started and not waited for."""
-        # `copy` is one step. During a loop over the items the program may add others.
+        # `copy` is atomic; during a loop over the items another thread may add some.
         label, rank = self.label, self.members
         sent = [Entry(label, rank[p], tag, n, tuple(self._places[p, tag])) for (p, tag), n in self._sent.copy().items()]
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
@@ -134,7 +135,7 @@ class HeadedMessages(Guarded):
 
         here = [(of_peer(sent, peer), of_peer(received, peer)) for peer in range(self.size)]
         for peer, (their_sent, their_received) in enumerate(self.bare.alltoall(here)):
-            # Counters subtract to the positive differences.
+            # The difference of two Counters contains positive counts only.
             self.skipped.update({(peer, tag): count for tag, count in (their_sent - here[peer][1]).items()})
             self.unannounced.update({(peer, tag): count for tag, count in (their_received - here[peer][0]).items()})
 
@@ -158,7 +159,7 @@ class HeadedMessages(Guarded):
             return None
         header = bytearray(_BYTES)
         make = partial(MessageWait, self, False, source, tag)
-        return GuardedRequest(self, make, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
+        return GuardedRequest(self, make, self.metadata_comm.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
 
     def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
         """Raise an error if a received message differs from the array that it was received into."""
@@ -194,7 +195,7 @@ class HeadedSend(GuardedRequest):
         make, self._ahead = partial(MessageWait, comm, True, dest, tag), None
         # The header is sent first, so after a message has arrived, a wait for its header ends.
         if not _counted_down(comm.unannounced, dest, tag):
-            self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
+            self._ahead = GuardedRequest(comm, make, comm.metadata_comm.Isend, [header, MPI.BYTE], dest, tag)
         comm.count_send(dest, tag, place)
         super().__init__(comm, make, comm.bare.Isend, array, dest, tag)
 
@@ -252,9 +253,9 @@ class _Matched:
         self._caller = name_and_place()
 
     def Recv(self, buffer: np.ndarray) -> None:
-        self.refuse(buffer, buffer)
+        self.receive_and_compare(buffer, buffer)
 
-    def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
-        """Receive the message into `dropped`, another buffer if `wanted` is too small; compare its header with `wanted`."""
-        self._message.Recv(dropped)
+    def receive_and_compare(self, buffer: np.ndarray, wanted: np.ndarray) -> None:
+        """Receive the message, and compare its header with `wanted`; another `buffer` is given if `wanted` is too small."""
+        self._message.Recv(buffer)
         self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)

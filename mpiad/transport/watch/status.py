@@ -145,7 +145,7 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], gra
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
 
 
-_VERDICT, _LEFT = 3, 4  # kinds of messages in addition to those of `StateExchange`
+_ERROR, _LEFT = 3, 4  # kinds of messages in addition to those of `StateExchange`
 _TICK = 0.02  # seconds between two polls of the thread
 _PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
 _APART = 1e-3  # seconds between the questions of consecutive ranks
@@ -170,9 +170,9 @@ class Responder(StateExchange):
         if kind == _LEFT:
             counts, sends, how, place = value
             departed[source] = Departure(counts, sends, how, place, perf_counter())
-        elif kind == _VERDICT:
+        elif kind == _ERROR:
             waits, found = value
-            timed_waits.set_verdict(waits[self._comm.rank], DeadlockError(*found))
+            timed_waits.set_error(waits[self._comm.rank], DeadlockError(*found))
         else:
             super()._handle(source, kind, value)
 
@@ -192,33 +192,33 @@ class Responder(StateExchange):
 
     def expire(self, waiting: Waiting) -> Exception:
         """Return the exception for a wait that has taken too long, and send it to the ranks that wait with it."""
-        # Ranks ask in turn, since the verdict of the first one may make other questions unnecessary.
-        self._await_verdict(waiting, _APART * self._comm.rank)
-        if waiting.verdict is not None:
-            return waiting.verdict
+        # Ranks ask in turn, since the error that the first one finds may make other questions unnecessary.
+        self._await_error(waiting, _APART * self._comm.rank)
+        if waiting.error is not None:
+            return waiting.error
         self._asking = True
         try:
             answers = self.ask_all(self._patience) | {self._comm.rank: self._present_state()}
             states = [answers[rank] if rank in answers else _departure(rank) for rank in range(self._comm.size)]
             self.answer()
-            if waiting.verdict is not None:  # another rank was faster
-                return waiting.verdict
+            if waiting.error is not None:  # another rank was faster
+                return waiting.error
             found = finding_of(states, self._comm.rank)
             # If several ranks ask at the same time, one of them makes the table.
             first = min([self._comm.rank, *[r for r in found.ranks if (states[r] or {}).get("asking")]])
             if first != self._comm.rank:
-                self._await_verdict(waiting, self._patience)
-                if waiting.verdict is not None:
-                    return waiting.verdict
+                self._await_error(waiting, self._patience)
+                if waiting.error is not None:
+                    return waiting.error
             waits = {rank: states[rank]["wait"] for rank in found.ranks if rank != self._comm.rank}  # type: ignore[index]
-            self.post(list(waits), _VERDICT, (waits, found))
+            self.post(list(waits), _ERROR, (waits, found))
             return DeadlockError(*found)
         finally:
             self._asking = False
 
-    def _await_verdict(self, waiting: Waiting, seconds: float) -> None:
+    def _await_error(self, waiting: Waiting, seconds: float) -> None:
         until = perf_counter() + seconds
-        while waiting.verdict is None and perf_counter() < until:
+        while waiting.error is None and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 4)
 

@@ -11,7 +11,7 @@ from mpiad import environment_variables
 from mpiad._typing import Comm
 from mpiad.transport.core import calls, channels
 from mpiad.transport.core.channels import Channel, Watch, drain, make_communicator
-from mpiad.transport.devices.device_settings import least_of_all
+from mpiad.transport.devices.device_settings import minima_over_ranks
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement
 from mpiad.transport.watch.communicator import Guarded
@@ -35,7 +35,7 @@ def start() -> None:
 
     # A request on one rank applies to all, since a rank without the watch wouldn't answer the others. So the minimum of
     # `not debug` is 0 if any rank requests debug mode, and the minimum of the limits applies.
-    not_debug, call_sites, limit = least_of_all(
+    not_debug, call_sites, limit = minima_over_ranks(
         read,
         lambda wanted: [not wanted.debug, wanted.call_sites, inf if wanted.timeout is None else wanted.timeout],
         "an environment variable of mpiad",

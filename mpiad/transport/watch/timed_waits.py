@@ -1,7 +1,7 @@
 """Waits with a deadline, by polling: first at full speed, then with pauses.
 
 A wait of more than a millisecond or so is described by a `Waiting`. `status` sends this description to ranks that ask, and
-stores an exception (`verdict`) in it if another rank has found that the wait will never end.
+stores an exception (`error`) in it if another rank has found that the wait will never end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Departure(NamedTuple):
 
     counts: dict[str, int]  # the numbers of collectives that it had begun
     sends: bool  # whether messages from it were still in flight
-    how: str
-    place: str
+    how: str  # the call that ended the program, or the exception
+    place: str  # the line of this call
     noticed: float  # when this rank received the notice of it
 
 
@@ -46,7 +46,7 @@ class Awaited(Protocol):
     def give_up(self, reason: str) -> None:
         """Mark the channel as unusable, since the operation is abandoned."""
 
-    def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
+    def needs_departed(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether the wait needs ranks that left the program before that time."""
         ...
 
@@ -56,13 +56,13 @@ class Awaited(Protocol):
 
 
 class Waiting:
-    """A thread's wait. If `endless`, reports show it, but it has no deadline and no verdict."""
+    """A thread's wait. If `endless`, reports show it, but it has no deadline, and `error` isn't set."""
 
-    __slots__ = ("began", "endless", "verdict", "what")
+    __slots__ = ("began", "endless", "error", "what")
 
     def __init__(self, what: Awaited, endless: bool = False):
         self.what, self.began, self.endless = what, perf_counter(), endless
-        self.verdict: Exception | None = None
+        self.error: Exception | None = None
 
 
 waits_by_thread: dict[int, Waiting] = {}  # the current wait of each thread
@@ -106,19 +106,19 @@ def poll_for(find: Callable[[], T | None], make: Callable[[], Awaited]) -> T:
 
 def _wait(test: Callable[[], bool], waiting: Waiting) -> None:
     thread = threading.get_ident()
-    # Waits may be nested: if no thread answers other ranks, a wait answers them, and may wait for this in turn.
+    # Waits may be nested: if no thread answers other ranks, a waiting rank does, and may wait until the answer is sent.
     before = waits_by_thread.get(thread)
     try:
         try:
             waits_by_thread[thread] = waiting
             _nap_until(test, waiting)
         finally:
-            _wait_again(thread, before)
+            _restore_wait(thread, before)
     finally:  # repeated, since an interrupt may prevent the first call
-        _wait_again(thread, before)
+        _restore_wait(thread, before)
 
 
-def _wait_again(thread: int, before: Waiting | None) -> None:
+def _restore_wait(thread: int, before: Waiting | None) -> None:
     if before is None:
         waits_by_thread.pop(thread, None)
     else:
@@ -130,13 +130,13 @@ def _nap_until(test: Callable[[], bool], waiting: Waiting) -> None:
     while not test():
         # Most messages arrive soon, so nothing else is tested before the first pause.
         if patience.nap:
-            if waiting.verdict is not None:
-                waiting.what.give_up(str(waiting.verdict))
-                raise waiting.verdict
+            if waiting.error is not None:
+                waiting.what.give_up(str(waiting.error))
+                raise waiting.error
             if _answer is not None:
                 _answer()
             if not waiting.endless and _expire is not None and _is_over(waiting):
-                waiting.verdict = _expire(waiting)
+                waiting.error = _expire(waiting)
                 continue
         patience.pause()
 
@@ -146,14 +146,14 @@ def _is_over(waiting: Waiting) -> bool:
     if limit is not None and elapsed > limit:
         return True
     # Earlier messages of a rank that has left may still be in flight.
-    return bool(departed) and elapsed > _IN_FLIGHT and waiting.what.in_vain(departed, perf_counter() - _IN_FLIGHT)
+    return bool(departed) and elapsed > _IN_FLIGHT and waiting.what.needs_departed(departed, perf_counter() - _IN_FLIGHT)
 
 
-def set_verdict(began: float, verdict: Exception) -> None:
+def set_error(began: float, error: Exception) -> None:
     """Raise an exception in the wait that began at this time, if it still runs."""
     for waiting in waits_by_thread.copy().values():
         if waiting.began == began and not waiting.endless:
-            waiting.verdict = verdict
+            waiting.error = error
 
 
 class GuardedRequest:

@@ -95,7 +95,7 @@ def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | N
 
 @functools.lru_cache(maxsize=64)
 def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
-    """Return masks with which the `per_output` outputs of input i depend only on inputs before i (Germain et al., 2015)."""
+    """Return masks with which `per_output` outputs for each input depend only on earlier inputs (Germain et al., 2015)."""
     degrees = numpy.arange(hidden) % max(dim, 1)  # hidden unit k depends on the first `degrees[k]` inputs
     first = numpy.arange(dim)[:, None] < degrees[None, :]
     middle = degrees[:, None] <= degrees[None, :]

@@ -53,7 +53,7 @@ class SplineCoupling:
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
         """Return the initial parameters of the network."""
         kept, changed = halves(dim, self.swap)
-        return initial_network(length_of(kept), self.hidden, length_of(changed) * numbers_per_spline(self.bins), rng)
+        return initial_network(length_of(kept), self.hidden, length_of(changed) * parameters_per_spline(self.bins), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
@@ -95,7 +95,7 @@ class SplineAutoregressive:
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
         """Return the initial parameters of the network."""
-        return initial_network(dim, self.hidden, dim * numbers_per_spline(self.bins), rng)
+        return initial_network(dim, self.hidden, dim * parameters_per_spline(self.bins), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
@@ -114,7 +114,7 @@ class SplineAutoregressive:
 
     def _numbers(self, params: Tree, z: Array) -> Array:
         dim = z.shape[1]
-        masks = masked_network(dim, self.hidden, numbers_per_spline(self.bins))
+        masks = masked_network(dim, self.hidden, parameters_per_spline(self.bins))
         return np.reshape(evaluated(params, z, masks), (len(z), dim, -1))
 
 
@@ -128,7 +128,7 @@ class _Bin(NamedTuple):
     inside: Array  # whether the point lies in any bin
 
 
-def numbers_per_spline(bins: int) -> int:
+def parameters_per_spline(bins: int) -> int:
     """Return the number of unconstrained parameters of a spline."""
     return 3 * bins - 1
 
@@ -136,7 +136,7 @@ def numbers_per_spline(bins: int) -> int:
 def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
     """Return the values of splines at x, and the logarithms of their slopes.
 
-    `numbers`: the unconstrained parameters of the splines, `numbers_per_spline` of them along the last axis.
+    `numbers`: the unconstrained parameters of the splines, `parameters_per_spline` of them along the last axis.
     """
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
@@ -171,8 +171,8 @@ def _log_slope(slope: Array, fraction: Array, b: _Bin, denominator: Array) -> Ar
 
 
 def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) -> _Bin:
-    widths = _parts(numbers[..., :bins], bound)
-    heights = _parts(numbers[..., bins : 2 * bins], bound)
+    widths = _bin_lengths(numbers[..., :bins], bound)
+    heights = _bin_lengths(numbers[..., bins : 2 * bins], bound)
     inner = _MIN_SLOPE + np.logaddexp(0.0, numbers[..., 2 * bins :] + _SLOPE_OFFSET)
     ends = np.ones_like(inner[..., :1])
     slopes = concatenate([ends, inner, ends], axis=-1)
@@ -188,7 +188,7 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     return _Bin._make([*[np.sum(values * chosen, axis=-1) for values in found], (points > -bound) & (points < bound)])
 
 
-def _parts(numbers: Array, bound: float) -> Array:
+def _bin_lengths(numbers: Array, bound: float) -> Array:
     """Return positive lengths whose sum is 2·bound."""
     exponentials = np.exp(numbers - np.max(numbers, axis=-1, keepdims=True))
     shares = exponentials / np.sum(exponentials, axis=-1, keepdims=True)

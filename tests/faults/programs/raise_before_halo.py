@@ -1,6 +1,6 @@
 # The matrix product of a distributed solve raises on one rank, where the others wait for its side of a block.
 # raises: ValueError
-# says: linalg.solve can't raise this exception on all ranks: others have not come within 1 s.*{here}.*ValueError: no row 3
+# says: linalg.solve can't raise this exception on all ranks: others .* within 1 s.*{here}.*ValueError: no row 3
 # thorough: yes
 
 import numpy as np

@@ -19,7 +19,7 @@ import mpiad
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport import Envelope, Spec, channel
 from mpiad.transport.core import channels, messages
-from mpiad.transport.core.polling import Line, StateExchange, packed
+from mpiad.transport.core.polling import Mailbox, StateExchange, packed
 
 WORLD = MPI.COMM_WORLD
 
@@ -351,7 +351,7 @@ def receives(comm):
 
 
 def posts_an_object(comm):
-    Line(comm.data, comm).post(comm.rank, 1, packed(np.ones(20_000)))
+    Mailbox(comm.data, comm).post(comm.rank, 1, packed(np.ones(20_000)))
 
 
 @pytest.mark.parametrize("program", [sends, sends_blocking, receives, posts_an_object])

@@ -102,7 +102,7 @@ def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
 def test_arrays_may_come_where_cupy_and_a_gpu_are(monkeypatch, installed, gpu, expected):
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(device_settings, "may_be_used", lambda: gpu)
+    monkeypatch.setattr(device_settings, "may_use_gpu", lambda: gpu)
     assert may_bring_arrays() is expected
 
 

@@ -38,11 +38,11 @@ def test_as_the_driver_of_nvidia_tells(tmp_path):
 
 
 def test_a_gpu_may_be_used_where_something_tells_of_one_and_the_environment_hides_none(tmp_path, monkeypatch):
-    assert not device_settings.may_be_used()
+    assert not device_settings.may_use_gpu()
     program(tmp_path / "nvidia-smi", "#!/bin/sh\nexec /bin/sleep 20\n")  # isn't run
-    assert device_settings.may_be_used()
+    assert device_settings.may_use_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not device_settings.may_be_used()
+    assert not device_settings.may_use_gpu()
 
 
 def test_as_nvidia_smi_tells(tmp_path):

@@ -194,8 +194,8 @@ def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size
     comm = channel(None, "test")
     receive = communicator.MessageWait(comm.data, False, left, 0)
     gone = {rank: Departure({}, True, "", "", 0.0) for rank in range(size)}
-    assert not receive.in_vain(gone, 1.0)
-    assert receive.in_vain({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)
+    assert not receive.needs_departed(gone, 1.0)
+    assert receive.needs_departed({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)
     assert not comm.sends()
     mpiad.mpi_barrier()
     mpiad.mpi_send(np.ones(4_000_000), right)  # longer than MPI sends at once

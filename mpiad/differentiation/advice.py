@@ -1,7 +1,7 @@
 """Advice for errors of code that doesn't support traced values.
 
-NumPy, SciPy, Python and mpi4py report an unsupported operation, but no alternative. If such an exception leaves a trace,
-advice is appended to the exception's text.
+NumPy, SciPy, Python and mpi4py report an unsupported operation, but no alternative. If such an exception is raised
+in a traced function, advice is appended to the exception's text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_MPI4PY = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOP}"
 )
-# Pairs of a pattern and advice. The pattern is searched in the text of an exception and its cause; the first match counts.
+# Pairs of a pattern and advice. The text of an exception and its cause is searched for the pattern; the first match counts.
 # Some patterns name object arrays, which plain NumPy makes from traced values.
 _ADVICE = (
     (
@@ -45,13 +45,13 @@ _WRAPPERS = "autograd.numpy.numpy_wrapper"
 
 
 def explain(error: BaseException, trace: TracebackType | None) -> None:
-    """Append advice to the text of an exception that leaves a trace, if there is advice for this exception."""
+    """Append advice, if there is any, to the text of an exception that was raised in a traced function."""
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return
     # Python would show the text of a KeyError in quotes.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     if text.startswith(_CONVERSION):
-        _name_conversion(error, trace)
+        _explain_conversion(error, trace)
         return
     advice = _advice_for(f"{text} {error.__cause__ or ''}")
     # An inner trace may already have appended the advice.
@@ -87,8 +87,8 @@ def itself(node: object, memo: object) -> Any:
     return node
 
 
-def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
-    """Replace the text of an error of NumPy's conversion of a device array by one that names a function for such arrays."""
+def _explain_conversion(error: BaseException, trace: TracebackType | None) -> None:
+    """If NumPy couldn't convert a device array, replace the error's text by one that names a function for device arrays."""
     from mpiad.device import numpy as ours
 
     while trace is not None:
