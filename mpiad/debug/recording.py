@@ -260,7 +260,7 @@ def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[floa
     for number, name in enumerate(recorder.threads):
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
-        # An outer event must precede its inner events, which create_part later or end earlier. If both times are equal, the
+        # An outer event must precede its inner events, which begin later or end earlier. If both times are equal, the
         # event that was recorded later is the outer event.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
