@@ -21,7 +21,7 @@ import numpy as np
 from mpiad._typing import Array, LocalArray
 from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
-from mpiad.linalg.vectors import column, combined, inner, is_nearly_real, products
+from mpiad.linalg.vectors import are_within, column, combined, inner, is_nearly_real, products
 from mpiad.programs import jit
 
 _PRODUCT = "a product with matvec or preconditioner"
@@ -303,11 +303,12 @@ def _along_r(
 
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems; this is a `Method`."""
-    start, p, s = x, np.zeros_like(r), np.zeros_like(r)
-    infinite = np.full(len(x), np.inf)
+    start, p, s = x, system.full(0.0), system.full(0.0)
     # Initially r·z is infinite, so that β is zero in the first iteration.
-    numbers, norm_known = np.array([infinite, np.zeros(len(x)), norms, infinite, targets]), True
-    while not (norm_known and (norms <= targets).all()):
+    numbers, norm_known = np.array([norms, norms, norms, norms, targets]), True
+    numbers[0] = numbers[3] = np.inf
+    numbers[1] = 0.0
+    while not (norm_known and are_within(norms, targets)):
         before = r, numbers
         x, r, p, s, numbers, sums, counts = system.run(_cg_iteration, x, r, p, s, numbers)
         invalid, large, far = counts.tolist()

@@ -20,7 +20,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.compiled_iteration import Iteration, Operator
-from mpiad.linalg.vectors import column, inner, lengths, on_host
+from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
 from mpiad.transport import MAX, channel
@@ -58,18 +58,20 @@ class Settings(NamedTuple):
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
     """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings."""
     group = channel(settings.comm, settings.call)
-    # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
-    checksum = zlib.crc32(repr(settings[:4] + settings[6:]).encode())
-    # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
-    functions = settings.callback is not None, preconditioner is not None
-    local, largest = np.array([error is not None, checksum, -checksum, *functions], np.int64), np.empty(5, np.int64)
-    group.data.Allreduce(local, largest, MAX)
-    failed, above, below, reported, preconditioned = largest.tolist()
+    reported, preconditioned = settings.callback is not None, preconditioner is not None
+    failed = error is not None
+    if group.size > 1:
+        # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
+        checksum = zlib.crc32(repr(settings[:4] + settings[6:]).encode())
+        # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
+        local, largest = np.array([failed, checksum, -checksum, reported, preconditioned], np.int64), np.empty(5, np.int64)
+        group.data.Allreduce(local, largest, MAX)
+        failed, above, below, reported, preconditioned = largest.tolist()
+        if not failed and above != -below:
+            compared = settings._replace(comm=None, callback=None)
+            require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
     if failed:
         raise_first(group, error)
-    if above != -below:
-        compared = settings._replace(comm=None, callback=None)
-        require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
     if not reported and not preconditioned:
         return settings
     return settings._replace(reported=bool(reported), preconditioned=bool(preconditioned))
@@ -131,7 +133,9 @@ class System:
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
-        self.units = np.ones(self.count)  # the powers of two by which the rows of b were divided
+        # The powers of two by which the rows of b were divided: one number per row, and as an array for rows.
+        self.units: np.ndarray | float = 1.0
+        self.units_of_rows: Array = 1.0
         self._name = name
         self._may_have_raised = False  # whether a user function was called since the last sum; the same on all ranks
 
@@ -255,7 +259,7 @@ class System:
 
     def require_no_failure(self, sums: np.ndarray) -> None:
         """Raise on all ranks if sums aren't finite since a user function has failed on any rank."""
-        if not np.isfinite(sums).all():
+        if not are_finite(sums):
             self.failures.raise_together()
 
     def settle(self) -> None:
@@ -269,21 +273,21 @@ class System:
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
-        local, k = lengths(b).tolist(), self.count
+        local, k, s = lengths(b), self.count, self.settings
         sums = self.sums(np.array([*[x * x for x in local], *local, self.length]))
-        squares, size = sums[:k], sums[k:-1]
+        norms, size, self.unknowns = np.sqrt(sums[:k]), sums[k:-1], int(sums[-1])
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
-        s, self.unknowns = self.settings, int(sums[-1])
-        self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
+        self.limit = min(10 * self.unknowns * k, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
         # which causes no rounding errors. `iterate` multiplies the solutions by these powers.
         bound = float(np.finfo(self.dtype).tiny) ** 0.25
         if not all(bound <= x <= 1.0 / bound or x == 0.0 for x in size.tolist()):
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
-            b /= column(b, self.units.astype(b.real.dtype))
-            squares = np.real(self.dots((b, b))[0])
-        norms = np.sqrt(squares)
-        return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
+            self.units_of_rows = column(b, self.units.astype(b.real.dtype))
+            b /= self.units_of_rows
+            norms = self.norms(b)
+        targets = np.maximum(s.rtol * norms, s.atol / self.units)
+        return targets if all(norms.tolist()) else np.where(norms > 0.0, targets, 0.0), norms
 
     def note(self, norms: np.ndarray) -> None:
         """Append the joint norm of all systems' residuals to the history; after the first, call the user's callback."""
@@ -296,7 +300,7 @@ class System:
 
     def require_finite(self, sums: np.ndarray, array: LocalArray, name: str) -> None:
         """Raise on all ranks if sums over an array aren't finite; the error names a rank with NaN or infinities."""
-        if np.isfinite(sums).all():
+        if are_finite(sums):
             return
         # The sums are the same on all ranks, so all ranks raise.
         group = channel(self.settings.comm, self.settings.call)
