@@ -8,6 +8,7 @@ to the next sum, so that the sum is NaN on all ranks. Then the ranks exchange th
 
 from __future__ import annotations
 
+import cmath
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable
@@ -206,9 +207,9 @@ class System:
     def run(self, iteration: Iteration, *state: LocalArray) -> Any:
         """Return ``iteration(self, *state)``, by a program if the iteration can be compiled.
 
-        The last results are the iteration's sums, which the iteration's only reduction yields, and after which it doesn't
-        communicate, and an array whose first number is the number of systems with invalid sums. If sums aren't finite since
-        a user function has failed on any rank, all ranks raise. The shape of the first array determines the others.
+        If an iteration reduces, its last results are the sums, after which it doesn't communicate, and an array whose first
+        number is the number of systems with invalid sums. If sums aren't finite since a user function has failed on any
+        rank, all ranks raise. The shape of the first array determines the others.
         """
         key = iteration, state[0].shape
         program = self._programs.get(key)
@@ -218,10 +219,11 @@ class System:
                 self._programs[key] = program
         if program is None:
             return iteration(self, *state)
-        self._may_have_raised = False
         made = program(*state)
-        if made[-1][0]:
-            self.require_no_failure(made[-2])
+        if len(made) > 1:
+            self._may_have_raised = False
+            if made[-1][0]:
+                self.require_no_failure(made[-2])
         return made
 
     def call(self, fun: Function, *args: Array) -> Array:
@@ -259,7 +261,7 @@ class System:
 
     def require_no_failure(self, sums: np.ndarray) -> None:
         """Raise on all ranks if sums aren't finite since a user function has failed on any rank."""
-        if not are_finite(sums):
+        if sums.size and not cmath.isfinite(sums.item(0)):  # after a failure, all sums are NaN
             self.failures.raise_together()
 
     def settle(self) -> None:

@@ -68,7 +68,10 @@ def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
 def products(basis: LocalArray, v: LocalArray) -> np.ndarray:
     """Return this rank's part of inner products x* v, for j vectors x per system (j, k, n) and v (k, n); shape (k, j)."""
     if type(basis) is np.ndarray:
-        return np.array([vdots(basis[:, c], v[c]) for c in range(len(v))])
+        out = np.empty((len(v), len(basis)), basis.dtype)
+        for c in range(len(v)):
+            out[c] = vdots(basis[:, c], v[c])
+        return out
     basis = basis.swapaxes(0, 1)
     return on_host(((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0])
 
