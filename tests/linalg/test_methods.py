@@ -319,4 +319,4 @@ def test_right_hand_sides_whose_squares_leave_the_range(method, dtype, size, ran
 def test_a_failure_shows_no_warning():
     """p·Ap is zero for a skew-symmetric operator."""
     with np.errstate(all="raise"), pytest.raises(ConvergenceError, match="but p·Ap = 0"):
-        solve(lambda u: anp.stack([u[1], -u[0]]), np.ones(2))
+        solve(lambda u: anp.stack([u[1], -u[0]]), np.ones(2, complex))  # interpreted
