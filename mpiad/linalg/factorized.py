@@ -45,7 +45,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Unfollowed, Watch, same_bits, watch_of
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
-from mpiad.transport.core.agreement import agreed, raise_together, raising_together
+from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
 from mpiad.transport.core.calls import is_noting
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -534,8 +534,8 @@ def factorized(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, the matrix is singular, `matvec` isn't linear, or `pattern` misses an entry
-        (the message names its row and column).
+        On all ranks, if an argument is invalid, `method` or the kind of `pattern` differs between ranks, the matrix is
+        singular, `matvec` isn't linear, or `pattern` misses an entry (the message names its row and column).
     Exception
         On all ranks, if `matvec` raises it on any rank.
 
@@ -558,8 +558,8 @@ def factorized(
     comm = matrix.comm if matrix is not None else pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     like = None if like is None else stop_gradient(like)
     group = channel(comm, _CALL)
-    with raising_together(group):
-        _check(matvec, like, params, pattern, method, group)
+    described = [f"method={method!r}, pattern={kind_of(pattern)}"]
+    alike_on_all(group, lambda: _check(matvec, like, params, pattern, method, group), lambda _: described, _CALL)
     product: Any = matvec
     if matrix is not None:
         params, like = (matrix.values,), np.empty(matrix.local_shape[1])
@@ -595,6 +595,11 @@ def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, gro
     error = pattern_error(_CALL, "like", shape, pattern, group)
     if error is not None:
         raise error
+
+
+def kind_of(pattern: Any) -> str:
+    """Return a description of a pattern that must be the same on all ranks."""
+    return "None" if pattern is None else "a Domain" if isinstance(pattern, Domain) else "a sparse matrix"
 
 
 def pattern_error(call: str, name: str, shape: tuple[int, ...], pattern: Any, group: Channel) -> Exception | None:

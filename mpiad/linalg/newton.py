@@ -18,7 +18,7 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.linalg.factorized import KeptFactors, host_error, pattern_error
+from mpiad.linalg.factorized import KeptFactors, host_error, kind_of, pattern_error
 from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
 from mpiad.linalg.solve import (
     METHODS,
@@ -242,7 +242,7 @@ def newton(
     """
     comm = pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    settings = settings._replace(jacobian=jacobian, reuse=reuse)
+    settings = settings._replace(jacobian=jacobian, reuse=reuse, pattern=kind_of(pattern))
     # These settings are for the solves of derivatives; each Newton step has its own tolerance.
     linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
     error = _arg_error(residual, stop_gradient(u0), preconditioner, linear, settings)

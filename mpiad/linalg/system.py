@@ -51,6 +51,7 @@ class Settings(NamedTuple):
     with_x0: bool = False  # whether there is an initial guess
     jacobian: str = "products"  # of Newton's method: "products" or "sparse"
     reuse: int = 0  # number of further steps of Newton's method that use the factors of a sparse Jacobian
+    pattern: str = "None"  # description of the pattern of a sparse Jacobian
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
     preconditioned: bool = False
