@@ -13,139 +13,52 @@ Applied Mathematics 25 (1989), algorithm 2.2 with s = 1.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, LocalArray
+from mpiad.linalg.arnoldi import arnoldi_of
 from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
-from mpiad.linalg.vectors import are_within, column, combined, inner, is_nearly_real, products
+from mpiad.linalg.vectors import are_finite, are_within, is_nearly_real
 from mpiad.programs import jit
 
 _PRODUCT = "a product with matvec or preconditioner"
 
-# Restarted GMRES with one reduction per iteration.
-#
-# Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner
-# products s of the basis with the new vector w, and the inner products of the basis with its last vector, which complete
-# the Gram matrix G of the basis. So the correction of the second pass, s - G s, needs no further reduction. The norm of
-# the remainder follows from the same inner products; if too many digits cancel, the norm is computed directly, with another
-# pass. The basis needn't be exactly orthonormal, since A V = V H holds for any basis V computed in this way.
-#
-# A vector y with yᵀ H = 0 and y₀ = 1 follows from H by forward substitution, one entry per step. The minimal residual is
-# proportional to the conjugate of V y, and its norm is |r| / |y|. A least-squares problem is solved only for the solution.
+# Restarted GMRES with one reduction per iteration, see `arnoldi`.
 #
 # References
 # ----------
 # Y. Saad and M. H. Schultz, GMRES, SIAM Journal on Scientific and Statistical Computing 7 (1986), algorithm 4.
-# E. H. Ayachour, A fast implementation for GMRES method, Journal of Computational and Applied Mathematics 159 (2003).
-# K. Swirydowicz, J. Langou, S. Ananthan, U. Yang and S. Thomas, Low synchronization Gram-Schmidt and generalized minimal
-# residual algorithms, Numerical Linear Algebra with Applications 28 (2021), section 3.
-
-
-class _Projection:
-    """The projection of one system onto its Krylov space, and the norm of the minimal residual."""
-
-    def __init__(self, norm: float, length: int, kind: np.dtype):
-        self.norm = self._first_norm = norm
-        self.steps, self.is_complete, self._square = 0, False, 1.0
-        self._hessenberg, self._gram = np.zeros((length + 1, length), kind), np.zeros((length, length), kind)
-        self._null = np.zeros(length + 1, kind)  # the vector y with yᵀ H = 0, whose squared norm is `_square`
-        self._null[0] = 1.0
-
-    def grows_at(self, step: int, target: float) -> bool:
-        """Return whether the system hasn't converged before a step, and its space can grow."""
-        return self.norm > target and self.steps == step and not self.is_complete
-
-    def orthogonalized(self, of_last: np.ndarray, s: np.ndarray, square: float) -> tuple[np.ndarray, float]:
-        """Return the coefficients h of w, and |w - V h|², given the sums of a step; `square` is |w|²."""
-        count = len(s)
-        gram = self._gram[:count, :count]
-        gram[:, -1] = of_last
-        gram[-1] = of_last.conj()
-        # The sum of both passes of Gram-Schmidt is s + (s - G s). |w - V h|² follows with an error of order |G - 1|² |s|².
-        h = s + s - gram @ s
-        return h, square - np.vdot(s, h).real
-
-    def extend(self, h: np.ndarray, remainder: float) -> float:
-        """Add a column to H; return the inverse of the norm of w - V h, or 0 if the space can't grow."""
-        self.steps, norm = len(h), math.sqrt(max(remainder, 0.0))
-        self._hessenberg[: self.steps, self.steps - 1], self._hessenberg[self.steps, self.steps - 1] = h, norm
-        if norm == 0.0:
-            # The true residual shows whether the space contains the solution.
-            self.is_complete, self.norm = True, self.least_squares()[1]
-            return 0.0
-        last = -(self._null[: self.steps] @ h).item() / norm
-        self._null[self.steps] = last
-        self._square += (last * last.conjugate()).real
-        self.norm = self._first_norm / math.sqrt(self._square)
-        return 1.0 / norm
-
-    def least_squares(self) -> tuple[np.ndarray, float]:
-        """Return the coefficients of the vector with the minimal residual, and the norm of this residual."""
-        h, right = self._hessenberg[: self.steps + 1, : self.steps], np.zeros(self.steps + 1, self._hessenberg.dtype)
-        right[0] = self._first_norm
-        # `lstsq` uses singular values, since for a singular operator the columns of H may be dependent.
-        y = np.linalg.lstsq(h, right, rcond=None)[0]
-        return y, float(np.linalg.norm(right - h @ y))
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Improve the solutions of nonsingular systems by one cycle of GMRES; this is a `Method`."""
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
-    targets, (k, n) = targets * scale, first.shape
-    longest, kind = max(1, min(system.settings.restart, system.unknowns)), np.result_type(first.dtype, float)
-    vectors = np.empty_like(first, order="C", shape=(longest + 1, k, n))
-    vectors[0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
-    spaces = [_Projection(norm, longest, kind) for norm in norms.tolist()]
-    bounds, certain = targets.tolist(), math.sqrt(np.finfo(first.dtype).eps)
+    targets, longest = targets * scale, max(1, min(system.settings.restart, system.unknowns))
+    spaces = arnoldi_of(first, norms, targets, longest)
     for j in range(min(longest, max(1, system.limit - system.iterations))):
-        active = [c for c, space in enumerate(spaces) if space.grows_at(j, bounds[c])]
-        if not active:
+        if not spaces.grows:
             break
-        count, v = j + 1, vectors[j]
-        basis, w = vectors[:count], system.run(_product, v)[0]
-        vectors[count] = w  # for its product with itself
-        sums = system.sums(np.concatenate([products(basis, v), products(vectors[: count + 1], w)], axis=1))
-        h, squares, inverses, remainders = np.zeros((k, count), kind), np.real(sums[:, -1]).tolist(), [0.0] * k, [0.0] * k
-        if not all(map(math.isfinite, squares)):
+        w = spaces.vectors[j + 1]
+        w[...] = system.run(_product, spaces.vectors[j])[0]
+        sums = system.sums(spaces.local_products(j))
+        if not are_finite(sums[:, -1]):
             system.require_finite(sums, w, _PRODUCT)
-        for c in active:
-            h[c], remainders[c] = spaces[c].orthogonalized(sums[c, :count], sums[c, count:-1], squares[c])
-        w = w - combined(basis, h)
-        # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
-        if any(remainders[c] <= certain * squares[c] for c in active):
-            w, h, remainders = _refined(system, basis, w, h, squares)
-        for c in active:
-            inverses[c] = spaces[c].extend(h[c], remainders[c])
-        np.multiply(w, column(w, np.array(inverses, w.real.dtype)), out=vectors[count])
-        norms = np.array([space.norm for space in spaces])
-        system.note(norms / scale)
-    if any(space.steps for space in spaces):
-        numbers = np.zeros((k, max(space.steps for space in spaces)), kind)
-        for c, space in enumerate(spaces):
-            numbers[c, : space.steps] = space.least_squares()[0]
-        step = combined(vectors[: numbers.shape[1]], numbers)
+        spaces.extend(system, j, sums)
+        system.note(spaces.norms / scale)
+    if any(spaces.steps.tolist()):
         # With side="right" the preconditioner is applied to the combination of basis vectors.
+        step = spaces.combination()
         x += step if system.side == "left" else system.precondition(step)
-    return are_within(norms, targets)
+    return are_within(spaces.norms, targets)
 
 
 def _product(system: Any, v: LocalArray) -> tuple[LocalArray]:
     return (preconditioned_product(system, v)[1],)
-
-
-def _refined(system: System, basis: LocalArray, w: LocalArray, h: np.ndarray, squares: list[float]) -> tuple:
-    """Return w, h and the square of the norm of w after another pass of Gram-Schmidt; `squares`: of the norms before."""
-    total = system.sums(np.concatenate([products(basis, w), inner((w, w)).T], axis=1))
-    s, remainders = total[:, :-1], np.real(total[:, -1]) - np.sum(np.abs(total[:, :-1]) ** 2, axis=1)
-    # A remainder below this bound consists of rounding errors.
-    floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * np.array(squares)
-    return w - combined(basis, s), h + s, np.where(remainders > floor, remainders, 0.0).tolist()
 
 
 # BiCGStab: two products and two reductions per iteration, without a stored basis.
