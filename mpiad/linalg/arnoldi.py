@@ -64,10 +64,8 @@ class Arnoldi:
 
     def _growing(self, j: int) -> list[int]:
         """Return the systems that haven't converged after j steps, and whose spaces can grow."""
-        state = zip(*self._state[[1, 2, 4, 5]].tolist())
-        return [
-            c for c, (norm, target, steps, complete) in enumerate(state) if norm > target and steps == j and not complete
-        ]
+        _, norms, targets, _, steps, complete = self._state
+        return np.flatnonzero((norms > targets) & (steps == j) & (complete == 0.0)).tolist()
 
     def local_products(self, j: int) -> np.ndarray:
         """Return this rank's part of the sums of a step (k, 2 j + 3), for which w is the vector after the last one."""
@@ -117,8 +115,8 @@ class Arnoldi:
         right[0] = self._first_norms[c]
         # For a singular operator, the columns of H may be dependent: the rank is determined by pivoting.
         condition = steps * np.finfo(h.dtype).eps
-        y = scipy.linalg.lstsq(h, right, condition, check_finite=False, lapack_driver="gelsy")[0]
-        return y, float(np.linalg.norm(right - h @ y))
+        solution: Any = scipy.linalg.lstsq(h, right, condition, check_finite=False, lapack_driver="gelsy")
+        return solution[0], float(np.linalg.norm(right - h @ solution[0]))
 
     def combination(self) -> LocalArray:
         """Return the vectors in the Krylov spaces with minimal residuals, shape (k, n)."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
-from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.differentiation import linearize, make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
@@ -251,7 +251,10 @@ def newton(
     leaves, build = flatten(params)
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
-        return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
+        fun = lambda w: residual(w, *params)  # noqa: E731
+        if len(np.shape(v)) > len(np.shape(u)):
+            return linearize(fun)(u).jvp(v, batch=True)
+        return make_jvp(fun)(u)(v)[1]
 
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])
