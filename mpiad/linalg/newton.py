@@ -193,9 +193,9 @@ def newton(
     linear_maxiter : int, optional
         Maximum number of iterations per linear system.
     jacobian : {"products", "sparse"}
-        With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`.
-        SuperLU factors it, on several ranks in overlapping blocks (see `AdditiveSchwarz`). `method` must be "gmres" or
-        "bicgstab", and no preconditioner may be given.
+        With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`; a step
+        linearizes the residual once for all colors. SuperLU factors it, on several ranks in overlapping blocks (see
+        `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab", and no preconditioner may be given.
     pattern : Domain, or SciPy sparse matrix or array, optional
         The nonzero entries of a sparse Jacobian, as in `factorized`.
     reuse : int
@@ -212,8 +212,9 @@ def newton(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, if `residual` doesn't return finite floats of the shape of `u0` at `u0`, or
-        if a sparse Jacobian is singular or has entries that aren't in `pattern` (the message names row and column).
+        On all ranks, if an argument is invalid or differs between ranks, if `residual` doesn't return finite floats of the
+        shape of `u0` at `u0`, if a sparse Jacobian is singular, or if at `u0` it has entries that aren't in `pattern` (the
+        message names row and column).
     Exception
         On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
         text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
