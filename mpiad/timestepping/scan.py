@@ -286,21 +286,21 @@ class Loop:
     def tangents(self, leaves: Sequence[Any], vectors: Array) -> Array:
         """Return the tangents of the results along several directions, given plain arguments, in one run of the loop.
 
-        Forward mode has no batches, so each span of steps is linearized, and its Jacobian multiplied with all directions.
+        Forward mode has no batches, so each step is linearized, and its Jacobian multiplied with all directions.
         """
         args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
         state, rows = args.state, []
         zeros = [spec_like(leaf)._replace(shape=(lanes, *np.shape(leaf))).zeros() for leaf in state]
         tangents = [zero if g is None else g for zero, g in zip(zeros, along.state)]
-        for span in spans(self.stepping, 0, self.steps):
-            at, entries = args.at(span, state), span.first if span.stop == span.first + 1 else slice(*span)
-            given = [*tangents, *[g if g is None else g[:, entries] for g in along.inputs], *along.params]
+        # One step after another: several steps that run together on some ranks only would send messages in another order.
+        for number in range(self.steps):
+            span = Span(number, number + 1)
+            given = [*tangents, *[g if g is None else g[:, number] for g in along.inputs], *along.params]
             active = [k for k, g in enumerate(given) if g is not None]
-            linear = self._linearized(span, at, active)
+            linear = self._linearized(span, args.at(span, state), active)
             changes: Any = linear.jvp([given[k] for k in active], batch=True)
-            state, tangents, observed = linear.value[: len(state)], changes[: len(state)], changes[len(state) :]
-            count = len(observed) // (span.stop - span.first)
-            rows += [observed[k : k + count] for k in range(0, len(observed), count or 1)]
+            state, tangents = linear.value[: len(state)], changes[: len(state)]
+            rows.append(changes[len(state) :])
         columns = [*tangents, *[stack(column, 1) for column in zip(*rows)]]
         return stack([self._results.vector([column[k] for column in columns]) for k in range(lanes)])
 
