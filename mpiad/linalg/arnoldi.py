@@ -149,7 +149,8 @@ class CompiledArnoldi(Arnoldi):
         """Orthogonalize and normalize w."""
         self._sums[: sums.size] = sums.ravel()
         self._kernels[1](self._address)
-        *_, is_uncertain, self.grows = self._numbers.tolist()
+        *_, is_uncertain, growing = self._numbers.tolist()
+        self.grows = growing > 0
         if is_uncertain:
             super().extend(system, j, sums)
 

@@ -289,8 +289,10 @@ class System:
             self.units_of_rows = column(b, self.units.astype(b.real.dtype))
             b /= self.units_of_rows
             norms = self.norms(b)
-        targets = np.maximum(s.rtol * norms, s.atol / self.units)
-        return targets if all(norms.tolist()) else np.where(norms > 0.0, targets, 0.0), norms
+        targets = s.rtol * norms
+        if s.atol > 0.0:
+            targets = np.where(norms > 0.0, np.maximum(targets, s.atol / self.units), 0.0)
+        return targets, norms
 
     def note(self, norms: np.ndarray) -> None:
         """Append the joint norm of all systems' residuals to the history; after the first, call the user's callback."""
