@@ -339,3 +339,15 @@ def test_a_derivative_that_vanishes_is_not_taken_for_a_neumann_problem(start):
     with pytest.raises(ConvergenceError, match="the operator maps all fields to zero. .*start from another u") as raised:
         newton(lambda u: u**2 + 1.0, np.full(4, start))
     assert "Neumann" not in str(raised.value)
+
+
+def test_ranks_pass_the_same_kind_of_pattern(rank, size):
+    domain = Domain(SHAPE)
+    u = np.ones(domain.local_shape)
+    rows = scipy.sparse.csr_array(np.ones((u.size, np.prod(SHAPE))))
+    pattern = rows if rank == size - 1 else domain
+    if size == 1:
+        np.testing.assert_allclose(newton(lambda u: u**2 - 4.0, u, jacobian="sparse", pattern=rows), 2.0 * u)
+        return
+    with pytest.raises(ValueError, match="all ranks must give the same .*pattern='a sparse matrix'"):
+        newton(lambda u: u**2 - 4.0, u, jacobian="sparse", pattern=pattern, comm=domain.comm)
