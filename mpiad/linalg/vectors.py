@@ -1,8 +1,7 @@
 """Operations on the vectors of several systems, and checks that all are on the host, or all on one device.
 
 *Rows* are arrays of shape (k, n), on the host or on a device, with one row per system. *Numbers*, one per row, are always
-on the host; numbers that are computed on a device are copied once per reduction. `add_scaled` and `scale_and_add` work in
-place.
+on the host; numbers that are computed on a device are copied once per reduction.
 """
 
 from __future__ import annotations
@@ -38,17 +37,6 @@ def on_host(x: Array) -> np.ndarray:
     """Return an untraced array on the host; an array on a device is copied."""
     xp = arrays_of(x)
     return x if xp is None else xp.to_host(x)
-
-
-def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Compute y += a x in place, for rows y and x (k, n) and one number in `a` (k,) per row."""
-    y += column(y, a.astype(y.dtype)) * x
-
-
-def scale_and_add(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Compute y = a y + x in place, for rows y and x (k, n) and one number in `a` (k,) per row."""
-    y *= column(y, a)
-    y += x
 
 
 def is_nearly_real(sums: np.ndarray) -> Array:
