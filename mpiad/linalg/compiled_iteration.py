@@ -88,6 +88,7 @@ _FIRST_RUNS = 200  # iterations with an operator that are interpreted, since com
 _MOST_KNOWN = 16
 _MOST_ALIKE = 4  # operators with the same code and shapes, but other objects, that are compiled; more are interpreted
 _known: list[_Known] = []  # the latest first
+_NO_PARAMS = arguments_of((), {})
 
 
 class Operator:
@@ -122,7 +123,7 @@ class Operator:
 
     @cached_property
     def _given(self) -> Arguments:
-        return arguments_of(self._params, {})
+        return arguments_of(self._params, {}) if self._params else _NO_PARAMS
 
     @cached_property
     def _known(self) -> _Known | None:

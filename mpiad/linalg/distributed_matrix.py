@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
@@ -58,14 +58,16 @@ class _Probe(NamedTuple):
     columns: np.ndarray  # numbers of all ranks' points
 
 
-def operator_rows(matvec: Function, domain: Domain, params: tuple, call: str = _CALL) -> tuple[Any, int]:
+def operator_rows(
+    matvec: Function, domain: Domain, params: tuple, call: str = _CALL, takes_batches: bool = False
+) -> tuple[Any, int]:
     """Return this rank's rows of an operator's matrix, and this rank's number of columns; points are numbered by blocks."""
     group, failures, values = channel(domain.comm, call), DeferredFailures(domain.comm, call), []
     if domain not in _probes:
         _probes[domain] = _probes_of(domain)
     total, probes = _probes[domain]
-    for probe in probes:
-        image = checked_product(matvec, probe.field.copy(), params, failures, call)  # matvec may overwrite it
+    fields = [probe.field for probe in probes]
+    for probe, image in zip(probes, checked_products(matvec, fields, params, failures, call, takes_batches)):
         values.append(image.ravel()[probe.rows])
         missing = np.count_nonzero(image) != np.count_nonzero(values[-1])
         raise_together(group, _halo_error(image, probe, domain, call) if missing else None)
@@ -115,6 +117,16 @@ def _color_count(n: int, halo: int, periodic: bool) -> int:
     if not periodic:
         return min(n, minimum)
     return next((k for k in range(minimum, n + 1) if n % k == 0), n)
+
+
+def checked_products(
+    matvec: Function, fields: list[np.ndarray], params: tuple, failures: DeferredFailures, call: str, takes_batches: bool
+) -> Iterator[np.ndarray]:
+    """Yield the operator's products with fields, computed one by one or all together; errors as in `checked_product`."""
+    blocks = [np.stack(fields)] if takes_batches and fields else fields
+    for block in blocks:
+        images = checked_product(matvec, block.copy(), params, failures, call)  # matvec may overwrite its argument
+        yield from images if takes_batches else [images]
 
 
 def checked_product(

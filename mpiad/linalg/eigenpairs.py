@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -171,28 +171,9 @@ def ritz_pairs(
     ncv: int | None, seed: int | Callable[[int], LocalArray], batch: bool, comm: Comm, floor: float = 0.0,
 ) -> tuple[EigenPairs, float, list[float]]:  # fmt: skip
     """Return pairs, converged or not, the smallest Ritz value, the history; residuals are relative to max(|λ|, floor)."""
-    group = channel(comm, _CALL)
-    like = np.asarray(stop_gradient(like))
-    with raising_together(group):
-        if like.dtype.kind != "f":
-            raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
-        if not (isinstance(k, (int, np.integer)) and isinstance(ncv, (int, np.integer, type(None)))):
-            raise TypeError(f"{_CALL}: k and ncv must be integers, but got {k!r} and {ncv!r}.")
-        limit = 10 * k + 100 if ncv is None else ncv
-        if not 1 <= k <= limit:
-            raise ValueError(f"{_CALL}: k must be at least 1 and at most ncv={limit}, but got {k}.")
-        if not (isinstance(tol, (int, float, np.number)) and 0.0 < tol < 1.0):
-            raise ValueError(f"{_CALL}: tol must be a number between 0 and 1, but got {tol!r}.")
-        if not (callable(seed) or isinstance(seed, (int, np.integer))):
-            raise TypeError(f"{_CALL}: seed must be an integer or a function, but got {type(seed).__name__}.")
-        if (mass is None) != (mass_solve is None):
-            raise ValueError(f"{_CALL}: mass and mass_solve must be passed together, but got only one of them.")
-    given = f"seed={'a function' if callable(seed) else seed}, mass={'given' if mass else None}, batch={batch}"
-    require_same(group, f"k={k}, tol={tol}, ncv={ncv}, {given}", _CALL)
-    size = int(_total(group, np.array([float(like.size)]))[0])
-    if k > size:
-        raise agreed(group, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
-    limit, block_size, history, steps, settled = min(limit, size), _BATCH if batch else _BLOCK, [], 0, np.full(k, np.nan)
+    group, like = channel(comm, _CALL), np.asarray(stop_gradient(like))
+    size, limit = _checked_sizes(group, like, k, ncv, tol, seed, mass, mass_solve, batch)
+    block_size, history, steps, settled = _BATCH if batch else _BLOCK, [], 0, np.full(k, np.nan)
     key, numbers = np.array([0 if callable(seed) else int(seed), group.rank], np.uint64), itertools.count()
     normal = np.random.Generator(np.random.Philox(key=key)).standard_normal
     draw = (lambda _: seed(next(numbers))) if callable(seed) else (lambda v: normal(v.shape))
@@ -224,6 +205,33 @@ def ritz_pairs(
                 block = [others[j] for j in order[:count]]
     found = (vectors[:, kept].T @ space.basis[space.expanded]).reshape(np.sum(kept), *like.shape)
     return EigenPairs(values[kept], found, residuals[kept], len(space.expanded)), float(spectrum[-1]), history
+
+
+def _checked_sizes(
+    group: Channel, like: np.ndarray, k: int, ncv: int | None, tol: float, seed: Any, mass: Product | None,
+    mass_solve: Product | None, batch: bool,
+) -> tuple[int, int]:  # fmt: skip
+    """Return the length of a vector, and the largest number of products; raise an error on all ranks."""
+    with raising_together(group):
+        if like.dtype.kind != "f":
+            raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
+        if not (isinstance(k, (int, np.integer)) and isinstance(ncv, (int, np.integer, type(None)))):
+            raise TypeError(f"{_CALL}: k and ncv must be integers, but got {k!r} and {ncv!r}.")
+        limit = 10 * k + 100 if ncv is None else ncv
+        if not 1 <= k <= limit:
+            raise ValueError(f"{_CALL}: k must be at least 1 and at most ncv={limit}, but got {k}.")
+        if not (isinstance(tol, (int, float, np.number)) and 0.0 < tol < 1.0):
+            raise ValueError(f"{_CALL}: tol must be a number between 0 and 1, but got {tol!r}.")
+        if not (callable(seed) or isinstance(seed, (int, np.integer))):
+            raise TypeError(f"{_CALL}: seed must be an integer or a function, but got {type(seed).__name__}.")
+        if (mass is None) != (mass_solve is None):
+            raise ValueError(f"{_CALL}: mass and mass_solve must be passed together, but got only one of them.")
+    given = f"seed={'a function' if callable(seed) else seed}, mass={'given' if mass else None}, batch={batch}"
+    require_same(group, f"k={k}, tol={tol}, ncv={ncv}, {given}", _CALL)
+    size = int(_total(group, np.array([float(like.size)]))[0])
+    if k > size:
+        raise agreed(group, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
+    return size, min(limit, size)
 
 
 class _KrylovSpace:

@@ -31,6 +31,7 @@ from mpiad.linalg.distributed_matrix import (
     DistributedMatrix,
     GatheredFactors,
     checked_product,
+    checked_products,
     operator_rows,
 )
 from mpiad.linalg.iteration import iterate
@@ -45,7 +46,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Unfollowed, Watch, same_bits, watch_of
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
-from mpiad.transport.core.agreement import agreed, raise_together, raising_together
+from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
 from mpiad.transport.core.calls import is_noting
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -163,10 +164,12 @@ defjvp(_with_factors, lambda g, ans, b, solve, number: _with_factors(g, solve, n
 class _Factors:
     """The factors of an operator with fixed params; `given`: the leaves of the params, which the user may change later."""
 
-    def __init__(self, operator: _Operator, given: list[Any], options: _Options, number: int = 0):
+    def __init__(
+        self, operator: _Operator, given: list[Any], options: _Options, number: int = 0, requires_all: bool = True
+    ):
         self.operator, self.given, self.options, self.number = operator, given, options, number
         with restoring_state(), suspended():
-            self.matrix = matrix = options.assembled(operator)
+            self.matrix = matrix = options.assembled(operator, requires_all)
             if options.group.size == 1:
                 self._inverse: Any = _factors_of(matrix.local_rows(), options.call)
             elif options.method == "gathered" or options.method == "auto" and matrix.shape[0] <= _MOST_GATHERED:
@@ -184,7 +187,8 @@ class _Factors:
 
     def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
-        same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
+        same = operator.shape == self.operator.shape
+        same = same and all(x is y for x, y in zip(options[:-1], self.options[:-1]))  # apart from the colors
         return same and self._has_leaves(operator.leaves) and self.is_current()
 
     def _has_leaves(self, leaves: list[Any]) -> bool:
@@ -236,8 +240,8 @@ class KeptFactors:
     def __init__(
         self, matvec: Function, build: Function, shape: tuple[int, ...], pattern: Any, comm: Comm, call: str, reuse: int
     ) -> None:
-        self._operator = _Operator(matvec, build, [], shape, False)
-        self._options = _Options(channel(comm, call), comm, pattern, "auto", None, call)
+        self._operator = _Operator(matvec, build, [], shape, True)
+        self._options = _Options(channel(comm, call), comm, pattern, "auto", None, call, [])
         self._reuse, self._uses_left, self._transposed = reuse, 0, False
         self.factors: Any = None
 
@@ -246,7 +250,9 @@ class KeptFactors:
         if self._uses_left:
             self._uses_left -= 1
             return
-        self.factors = _Factors(self._operator._replace(leaves=leaves), leaves, self._options)
+        # An entry that the pattern misses in later steps only makes the preconditioner less accurate.
+        operator, is_first = self._operator._replace(leaves=leaves), self.factors is None
+        self.factors = _Factors(operator, leaves, self._options, requires_all=is_first)
         self._uses_left = self._reuse
 
     def __call__(self, r: LocalArray) -> LocalArray:
@@ -382,18 +388,20 @@ class _Options(NamedTuple):
     method: str
     matrix: DistributedMatrix | None
     call: str = _CALL  # for messages
+    colors: list[np.ndarray] = []  # the colors of the columns, once they are known
 
-    def assembled(self, operator: _Operator) -> DistributedMatrix:
-        """Return the matrix of the operator; raise an error on all ranks if the pattern misses an entry."""
+    def assembled(self, operator: _Operator, requires_all: bool) -> DistributedMatrix:
+        """Return the matrix; raise on all ranks, if `requires_all`, if the pattern misses an entry."""
         if self.matrix is not None:
             return self.matrix.with_values(operator.leaves[0])
         params, count = tuple(operator.build(operator.leaves)), math.prod(operator.shape)
         if isinstance(self.pattern, Domain):
-            rows, columns = operator_rows(operator.matvec, self.pattern, params, self.call)
+            rows, columns = operator_rows(operator.matvec, self.pattern, params, self.call, operator.takes_batches)
         else:
             rows, columns = _rows_of(operator, params, self), count
         matrix = DistributedMatrix(rows, columns=columns, comm=self.comm)
-        _require_complete(operator, params, matrix, self)
+        if requires_all:
+            _require_complete(operator, params, matrix, self)
         return matrix
 
 
@@ -425,15 +433,18 @@ def _rows_of(operator: _Operator, params: tuple, options: _Options) -> Any:
     if pattern is None:
         pattern = scipy.sparse.csr_array(np.ones((count, count), bool))  # one rank only
     rows = scipy.sparse.csr_matrix(pattern)
-    colors = _colors(rows, options.group)
+    if not options.colors:
+        options.colors.append(_colors(rows, options.group))
+    colors = options.colors[0]
     of_entry, row_of_entry = colors[rows.indices], np.repeat(np.arange(count), np.diff(rows.indptr))
     values, failures = np.zeros(len(rows.indices)), DeferredFailures(options.comm, options.call)
-    for color in range(int(colors.max(initial=-1)) + 1):
-        field = (colors[start : start + count] == color).astype(float).reshape(operator.shape)
-        image = checked_product(operator.matvec, field, params, failures, options.call).ravel()
+    own, numbers = colors[start : start + count], range(int(colors.max(initial=-1)) + 1)
+    fields = [(own == color).astype(float).reshape(operator.shape) for color in numbers]
+    images = checked_products(operator.matvec, fields, params, failures, options.call, operator.takes_batches)
+    for color, image in enumerate(images):
         chosen = of_entry == color
         values = values.astype(np.result_type(values, image), copy=False)
-        values[chosen] = image[row_of_entry[chosen]]
+        values[chosen] = image.ravel()[row_of_entry[chosen]]
     return scipy.sparse.csr_matrix((values, rows.indices, rows.indptr), (count, int(sum(counts))))
 
 
@@ -534,8 +545,8 @@ def factorized(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, the matrix is singular, `matvec` isn't linear, or `pattern` misses an entry
-        (the message names its row and column).
+        On all ranks, if an argument is invalid, `method` or the kind of `pattern` differs between ranks, the matrix is
+        singular, `matvec` isn't linear, or `pattern` misses an entry (the message names its row and column).
     Exception
         On all ranks, if `matvec` raises it on any rank.
 
@@ -558,8 +569,8 @@ def factorized(
     comm = matrix.comm if matrix is not None else pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     like = None if like is None else stop_gradient(like)
     group = channel(comm, _CALL)
-    with raising_together(group):
-        _check(matvec, like, params, pattern, method, group)
+    described = [f"method={method!r}, pattern={kind_of(pattern)}"]
+    alike_on_all(group, lambda: _check(matvec, like, params, pattern, method, group), lambda _: described, _CALL)
     product: Any = matvec
     if matrix is not None:
         params, like = (matrix.values,), np.empty(matrix.local_shape[1])
@@ -567,7 +578,7 @@ def factorized(
     leaves, build = flatten(params)
     indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
     plain = [stop_gradient(leaf) for leaf in leaves]
-    options = _Options(group, comm, pattern, method, matrix)
+    options = _Options(group, comm, pattern, method, matrix, _CALL, [])
     copies = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in plain]
     operator = _Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
     known = [pair for pair in _kept if pair[0] is matvec]
@@ -595,6 +606,11 @@ def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, gro
     error = pattern_error(_CALL, "like", shape, pattern, group)
     if error is not None:
         raise error
+
+
+def kind_of(pattern: Any) -> str:
+    """Return a description of a pattern that must be the same on all ranks."""
+    return "None" if pattern is None else "a Domain" if isinstance(pattern, Domain) else "a sparse matrix"
 
 
 def pattern_error(call: str, name: str, shape: tuple[int, ...], pattern: Any, group: Channel) -> Exception | None:

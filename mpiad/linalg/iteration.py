@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.system import System
-from mpiad.linalg.vectors import column, on_device_of, on_host
+from mpiad.linalg.vectors import are_within, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
 """``method(system, x, r, norms, targets)`` improves x (k, n) with residual r in place; returns whether r is small enough.
@@ -35,17 +35,15 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; errors as in `solve`."""
     b = system.rows(b)
     targets, norms = system.start(b)
-    if not targets.any():
+    if not any(targets.tolist()):
         return system.block(np.zeros_like(b))
-    units = column(b, system.units.astype(b.real.dtype))
     # If a residual is larger than this, rounding isn't the only reason: the operator is singular to working precision.
     largest_rounding = np.finfo(b.dtype).eps ** 0.25 * norms
-    if x0 is None:
-        x, r = np.zeros_like(b), b.copy()
-    else:
+    x, r = system.full(0.0), b
+    if x0 is not None:
         # For a zero right-hand side the solution is zero.
         nonzero = on_device_of(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
-        x = np.where(nonzero, system.rows(x0) / units, 0.0).astype(b.dtype)
+        x = np.where(nonzero, system.rows(x0) / system.units_of_rows, 0.0).astype(b.dtype)
         r, norms, _ = _true_residual(system, b, x)
     system.note(norms)
     # With left preconditioning, the method uses the preconditioned residual, so the true residual gets no slack.
@@ -56,16 +54,16 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
             break
         before = norms
         r, norms, squares = _true_residual(system, b, x, converged and system.settings.probe)
-        if converged and (norms <= slack * targets).all() or (norms <= targets).all():
+        if are_within(norms, slack * targets if converged else targets):
             break
-        if converged and (norms <= np.minimum(rounding_floor(system, x, targets), largest_rounding)).all():
+        if converged and are_within(norms, np.minimum(rounding_floor(system, x, targets), largest_rounding)):
             break
         restarts_without_progress = restarts_without_progress + 1 if (norms > 0.999 * before)[norms > targets].any() else 0
         if restarts_without_progress == (1 if converged else _PATIENCE):
             _fail_stalled(system, norms, targets, converged)
     if system.settings.verify and system.settings.probe:
         _require_unique(system, x, targets, squares if converged else _true_residual(system, b, x, True)[2])
-    x *= units
+    x *= system.units_of_rows
     return system.block(x)
 
 
@@ -96,7 +94,7 @@ def _with_sums(system: Any, r: LocalArray, *pairs: tuple[LocalArray, LocalArray]
 
 def _fail_stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: bool) -> None:
     largest = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
-    norm, target = float(norms[largest] * system.units[largest]), float(targets[largest] * system.units[largest])
+    norm, target = (float((numbers * system.units)[largest]) for numbers in (norms, targets))
     name = f" of system {largest}" if len(norms) > 1 else ""
     if converged:
         problem = f"the recurrence met the tolerance, but the true residual{name} has norm {norm:.3e}, above {target:.3e}"
@@ -139,12 +137,11 @@ def _require_unique(system: System, x: LocalArray, targets: np.ndarray, squares:
     """Raise on all ranks if the solution isn't unique, since the operator maps constants to zero; see `_true_residual`."""
     # The image shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose, it
     # may do so even if the operator is nonsingular; another product shows if the image of a constant is a rounding error.
-    squares, image_squares = squares
-    change = np.sqrt(squares * image_squares / max(system.unknowns, 1))
-    doubtful = (squares > 0.0) & (change <= targets)
-    if doubtful.any():
+    count, numbers = max(system.unknowns, 1), zip(*squares.tolist(), targets.tolist())
+    doubtful = [square > 0.0 and math.sqrt(square * image / count) <= target for square, image, target in numbers]
+    if any(doubtful):
         image = system.apply(_signs(x, 0).astype(x.dtype))
-        rounding = image_squares <= _rounding_squared(x.dtype) * system.dots((image, image))[0].real
+        rounding = squares[1] <= _rounding_squared(x.dtype) * system.dots((image, image))[0].real
         if rounding[doubtful].any():
             system.fail(diagnosis(system) or _SINGULAR)
 

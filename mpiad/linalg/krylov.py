@@ -19,184 +19,46 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, LocalArray
+from mpiad.linalg.arnoldi import arnoldi_of
 from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
-from mpiad.linalg.vectors import column, combined, inner, is_nearly_real, products
+from mpiad.linalg.vectors import are_finite, are_within, is_nearly_real
 from mpiad.programs import jit
 
 _PRODUCT = "a product with matvec or preconditioner"
 
-# Restarted GMRES with one reduction per iteration.
-#
-# Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner
-# products s of the basis with the new vector w, and the inner products of the basis with its last vector, which complete
-# the Gram matrix G of the basis. So the correction of the second pass, s - G s, needs no further reduction. The norm of
-# the remainder follows from the same inner products; if too many digits cancel, the norm is computed directly, with another
-# pass. The basis needn't be exactly orthonormal, since A V = V H holds for any basis V computed in this way.
-#
-# A product of Givens rotations, Q, transforms H to triangular form. The residual of the least-squares problem decreases in
-# each step by the sine of the new rotation.
+# Restarted GMRES with one reduction per iteration, see `arnoldi`.
 #
 # References
 # ----------
 # Y. Saad and M. H. Schultz, GMRES, SIAM Journal on Scientific and Statistical Computing 7 (1986), algorithm 4.
-# K. Swirydowicz, J. Langou, S. Ananthan, U. Yang and S. Thomas, Low synchronization Gram-Schmidt and generalized minimal
-# residual algorithms, Numerical Linear Algebra with Applications 28 (2021), section 3.
-
-_FEW = 32  # basis vectors for which G and Q have space at first; more space takes another program
-
-
-class _Basis:
-    """The Krylov spaces of k systems: bases V (m, k, n) and Hessenberg matrices H (k, m, m - 1)."""
-
-    def __init__(self, first: LocalArray, norms: np.ndarray, length: int):
-        k, n = first.shape
-        self.vectors = np.empty_like(first, order="C", shape=(length + 1, k, n))
-        self.hessenberg = np.zeros((k, length + 1, length), np.result_type(first.dtype, float))
-        self.norms = norms
-        self.vectors[0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
-
-    def refined(self, system: System, j: int, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
-        """Return w, h and the square of the norm of w after another pass of Gram-Schmidt."""
-        basis = self.vectors[: j + 1]
-        total = system.sums(np.concatenate([products(basis, w), inner((w, w)).T], axis=1))
-        s, squares = total[:, :-1], np.real(total[:, -1])
-        remainder = squares - np.sum(np.abs(s) ** 2, axis=1)
-        # A remainder below this bound consists of rounding errors.
-        floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
-        h = np.concatenate([h[:, : j + 1] + s, np.zeros_like(h[:, j + 1 :])], axis=1)
-        return w - combined(basis, s), h, np.where(remainder > floor, remainder, 0.0)
-
-    def least_squares(self, c: int, steps: int) -> tuple[np.ndarray, float]:
-        """Return the coefficients of one system's vector with the minimal residual, and the norm of this residual."""
-        h, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
-        right[:1] = self.norms[c]
-        # `lstsq` uses singular values, since the columns may be dependent.
-        y = np.linalg.lstsq(h, right, rcond=None)[0]
-        return y, float(np.linalg.norm(right - h @ y))
-
-    def combination(self, steps: list[int], complete: list[float], rotations: np.ndarray) -> LocalArray:
-        """Return the vectors in the Krylov spaces with minimal residuals, shape (k, n)."""
-        numbers = np.zeros((len(steps), max(steps)), self.hessenberg.dtype)
-        for c, count in enumerate(steps):
-            if complete[c]:
-                numbers[c, :count] = self.least_squares(c, count)[0]
-                continue
-            h, q = self.hessenberg[c, : count + 1, :count], rotations[c, :count, : count + 1]
-            right = self.norms[c] * (q[:, 0] + (np.arange(count) == 0))
-            numbers[c, :count] = np.linalg.solve(h[:count] + q @ h, right)
-        return combined(self.vectors[: max(steps)], numbers)
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Improve the solutions of nonsingular systems by one cycle of GMRES; this is a `Method`."""
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
-    targets = targets * scale
-    longest = max(1, min(system.settings.restart, system.unknowns))
-    basis, size = _Basis(first, norms, longest), min(longest + 1, _FEW)
-    gram = rotations = np.zeros((len(x), size, size), basis.hessenberg.dtype)
-    numbers, remaining = np.stack([norms, targets, *np.zeros((3, len(x)))]), (norms > targets).any()
+    targets, longest = targets * scale, max(1, min(system.settings.restart, system.unknowns))
+    spaces = arnoldi_of(first, norms, targets, longest)
     for j in range(min(longest, max(1, system.limit - system.iterations))):
-        if not remaining:
+        if not spaces.grows:
             break
-        if j + 2 > size:
-            size = min(longest + 1, 2 * size)
-            more = (0, 0), *[(0, size - gram.shape[1])] * 2
-            gram, rotations = np.pad(gram, more), np.pad(rotations, more)
-        before, v = (rotations, numbers), basis.vectors[j]
-        given = basis.vectors[:size], v, gram, rotations, numbers, float(j)
-        w, gram, rotations, numbers, h, sums, counts = system.run(_gmres_iteration, *given)
-        invalid, is_uncertain, is_complete, remaining = counts.tolist()
-        if invalid:
-            system.require_finite(sums, preconditioned_product(system, v)[1], _PRODUCT)
-        if is_uncertain:
-            w, h, remainder = basis.refined(system, j, w, h, np.real(sums[:, size + j + 1]))
-            h, rotations, numbers, is_complete, remaining = _rotated(h, remainder, *before, float(j))
-        basis.hessenberg[:, : j + 2, j] = h[:, : j + 2]
-        # If the remainder is zero, the space can't grow; the true residual shows whether it contains the solution.
-        for c in np.flatnonzero((numbers[3] > 0.0) & (numbers[2] == j + 1)).tolist() if is_complete else ():
-            # For a singular operator, the columns of H may be dependent, so that Q can't be used.
-            numbers[0, c] = basis.least_squares(c, j + 1)[1]
-        np.multiply(w, column(w, numbers[4].astype(w.real.dtype)), out=basis.vectors[j + 1])
-        system.note(numbers[0] / scale)
-    if numbers[2].any():
-        step = basis.combination(numbers[2].astype(int).tolist(), numbers[3].tolist(), rotations)
+        w = spaces.vectors[j + 1]
+        w[...] = system.run(_product, spaces.vectors[j])[0]
+        sums = system.sums(spaces.local_products(j))
+        if not are_finite(sums[:, -1]):
+            system.require_finite(sums, w, _PRODUCT)
+        spaces.extend(system, j, sums)
+        system.note(spaces.norms / scale)
+    if any(spaces.steps.tolist()):
         # With side="right" the preconditioner is applied to the combination of basis vectors.
+        step = spaces.combination()
         x += step if system.side == "left" else system.precondition(step)
-    return bool((numbers[0] <= targets).all())
+    return are_within(spaces.norms, targets)
 
 
-def _gmres_iteration(
-    system: Any, basis: LocalArray, v: LocalArray, gram: LocalArray, rotations: LocalArray, numbers: LocalArray, j: float
-) -> tuple[LocalArray, ...]:
-    """Return the next basis vector before its normalization, G, Q - 1, the numbers, a column of H, the sums, and counts.
-
-    The rows of `numbers` are, for each system: the norm of the residual, the target, the number of vectors that form its
-    space, whether this can't grow, and the inverse of the new vector's norm. The counts are those of systems with invalid
-    sums, with a remainder of few accurate digits, with a space that can't grow, and of systems that need more vectors.
-    """
-    size, (norms, targets, steps, complete, _) = basis.shape[0], numbers
-    _, w = preconditioned_product(system, v)
-    sums = system.sums(system.call(_local_products, basis, v, w, j))
-    of_last, s, places = sums[:, :size], sums[:, size:], anp.arange(float(size))
-    square = anp.sum(anp.where(places == j + 1.0, s, 0.0), axis=1).real
-    s = anp.where(places <= j, s, 0.0)
-    at_j = 1.0 * (places == j)
-    row, diagonal = anp.conj(of_last)[:, None], anp.sum(of_last * at_j, axis=1)[:, None, None]
-    gram = gram + of_last[:, :, None] * at_j + (row - diagonal * at_j) * at_j[:, None]
-    # The sum of both passes of Gram-Schmidt is s + (s - G s).
-    h = 2.0 * s - anp.sum(gram * s[:, None], axis=2)
-    w = w - system.call(_combination, basis, h, j)
-    # |w - V h|² is computed from these inner products.
-    products = anp.sum(anp.conj(h) * (anp.sum(gram * h[:, None], axis=2) - 2.0 * s), axis=1)
-    remainder = square + products.real
-    active = (norms > targets) & (steps == j) & (complete == 0.0)
-    # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
-    uncertain = active & (remainder <= np.sqrt(np.finfo(w.dtype).eps) * square)
-    is_finite = anp.isfinite(anp.sum(anp.abs(sums), axis=1))
-    h, rotations, numbers, *counts = _rotated(h, remainder, rotations, numbers, j)
-    counts = [anp.sum(1.0 * ~is_finite), anp.sum(1.0 * uncertain), *counts]
-    return w, gram, rotations, numbers, h, sums, anp.stack(counts)
-
-
-def _rotated(h: Array, remainder: Array, rotations: Array, numbers: Array, j: float) -> tuple[Array, ...]:
-    """Return the new column of H, and rotations, numbers and the last two counts of `_gmres_iteration`."""
-    norms, targets, steps, complete, _ = numbers
-    active = (norms > targets) & (steps == j) & (complete == 0.0)
-    norm = anp.sqrt(anp.maximum(anp.where(active, remainder, 0.0), 0.0))
-    places = anp.arange(float(h.shape[1]))
-    at_j, at_next = 1.0 * (places == j), 1.0 * (places == j + 1.0)
-    h = anp.where(active[:, None], h + norm[:, None] * at_next, 0.0)
-    # The rotation of rows j and j + 1 of Q maps (a, norm) to (length, 0).
-    row = at_j + anp.sum(rotations * at_j[:, None], axis=1)
-    a = anp.sum(row * h, axis=1)
-    length = anp.sqrt(anp.abs(a) ** 2 + norm**2)
-    length = anp.where(length > 0.0, length, 1.0)
-    cosine, sine = (a / length)[:, None], (norm / length)[:, None]
-    upper = anp.conj(cosine) * row + sine * at_next
-    lower = cosine * at_next - sine * row
-    rotations = rotations * (1.0 - at_j - at_next)[:, None]
-    rotations = rotations + (upper - at_j)[:, None] * at_j[:, None] + (lower - at_next)[:, None] * at_next[:, None]
-    is_complete, norms = active & (norm == 0.0), anp.where(active, norms * sine[:, 0], norms)
-    numbers = [norms, targets, steps + 1.0 * active, complete + 1.0 * is_complete,
-               anp.where(norm > 0.0, 1.0 / anp.where(norm > 0.0, norm, 1.0), 0.0)]  # fmt: skip
-    remaining = active & ~is_complete & (norms > targets)
-    return h, rotations, anp.stack(numbers), anp.sum(1.0 * is_complete), anp.sum(1.0 * remaining)
-
-
-def _local_products(basis: LocalArray, v: LocalArray, w: LocalArray, j: float) -> np.ndarray:
-    """Return this rank's part of inner products of j + 1 basis vectors with v and w, and of w with itself, by rows."""
-    size, count = len(basis), int(j) + 1
-    out = np.zeros((len(w), 2 * size), np.result_type(w.dtype, float))
-    basis[count] = w  # in the place of the next vector, for its product with itself
-    out[:, :count], out[:, size : size + count + 1] = products(basis[:count], v), products(basis[: count + 1], w)
-    return out
-
-
-def _combination(basis: LocalArray, numbers: np.ndarray, j: float) -> LocalArray:
-    count = int(j) + 1
-    return combined(basis[:count], numbers[:, :count])
+def _product(system: Any, v: LocalArray) -> tuple[LocalArray]:
+    return (preconditioned_product(system, v)[1],)
 
 
 # BiCGStab: two products and two reductions per iteration, without a stored basis.
@@ -303,11 +165,12 @@ def _along_r(
 
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems; this is a `Method`."""
-    start, p, s = x, np.zeros_like(r), np.zeros_like(r)
-    infinite = np.full(len(x), np.inf)
+    start, p, s = x, system.full(0.0), system.full(0.0)
     # Initially r·z is infinite, so that β is zero in the first iteration.
-    numbers, norm_known = np.array([infinite, np.zeros(len(x)), norms, infinite, targets]), True
-    while not (norm_known and (norms <= targets).all()):
+    numbers, norm_known = np.array([norms, norms, norms, norms, targets]), True
+    numbers[0] = numbers[3] = np.inf
+    numbers[1] = 0.0
+    while not (norm_known and are_within(norms, targets)):
         before = r, numbers
         x, r, p, s, numbers, sums, counts = system.run(_cg_iteration, x, r, p, s, numbers)
         invalid, large, far = counts.tolist()
@@ -347,7 +210,7 @@ def _cg_iteration(
     beta = anp.where(active, rz / rz_before, 0.0)
     # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
     curvature = wz - beta * beta * curvature_before
-    alpha = anp.where(active, rz, 0.0) / anp.where(active, curvature, 1.0)
+    alpha = _quotient(rz, curvature, active)
     # The operator maps the direction of a very long step to zero, up to rounding.
     is_valid = (rz > 0.0) & (curvature > 0.0) & (alpha * np.finfo(r.dtype).eps <= shortest) & is_nearly_real(sums)
     x, r, p, s = system.updated(_cg_update, (x, r, p, s, z, w), (alpha, beta))

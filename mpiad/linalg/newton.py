@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
-from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.differentiation import linearize, make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.linalg.factorized import KeptFactors, host_error, pattern_error
+from mpiad.linalg.factorized import KeptFactors, host_error, kind_of, pattern_error
 from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
 from mpiad.linalg.solve import (
     METHODS,
@@ -193,9 +193,9 @@ def newton(
     linear_maxiter : int, optional
         Maximum number of iterations per linear system.
     jacobian : {"products", "sparse"}
-        With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`.
-        SuperLU factors it, on several ranks in overlapping blocks (see `AdditiveSchwarz`). `method` must be "gmres" or
-        "bicgstab", and no preconditioner may be given.
+        With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`; a step
+        linearizes the residual once for all colors. SuperLU factors it, on several ranks in overlapping blocks (see
+        `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab", and no preconditioner may be given.
     pattern : Domain, or SciPy sparse matrix or array, optional
         The nonzero entries of a sparse Jacobian, as in `factorized`.
     reuse : int
@@ -212,8 +212,9 @@ def newton(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, if `residual` doesn't return finite floats of the shape of `u0` at `u0`, or
-        if a sparse Jacobian is singular or has entries that aren't in `pattern` (the message names row and column).
+        On all ranks, if an argument is invalid or differs between ranks, if `residual` doesn't return finite floats of the
+        shape of `u0` at `u0`, if a sparse Jacobian is singular, or if at `u0` it has entries that aren't in `pattern` (the
+        message names row and column).
     Exception
         On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
         text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
@@ -242,7 +243,7 @@ def newton(
     """
     comm = pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    settings = settings._replace(jacobian=jacobian, reuse=reuse)
+    settings = settings._replace(jacobian=jacobian, reuse=reuse, pattern=kind_of(pattern))
     # These settings are for the solves of derivatives; each Newton step has its own tolerance.
     linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
     error = _arg_error(residual, stop_gradient(u0), preconditioner, linear, settings)
@@ -251,7 +252,10 @@ def newton(
     leaves, build = flatten(params)
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
-        return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
+        fun = lambda w: residual(w, *params)  # noqa: E731
+        if len(np.shape(v)) > len(np.shape(u)):
+            return linearize(fun)(u).jvp(v, batch=True)
+        return make_jvp(fun)(u)(v)[1]
 
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])

@@ -1,9 +1,9 @@
 """SuperLU's factors of a sparse matrix on one rank, and solves with them for one or several right-hand sides.
 
-SuperLU solves for right-hand sides one by one, or for a few at a time. For several right-hand sides, a compiled loop is
-used instead, which reads each entry of the factors once for all of them. It is written in the kernel language (see
-`mpiad.compiling.translation`), and compiled from the source code of this file. The right-hand sides are the innermost axis
-of its array x.
+SuperLU solves for right-hand sides one by one, or for a few at a time. For several right-hand sides, after a few solves, a
+compiled loop is used instead, which reads each entry of the factors once for all of them. It is written in the kernel
+language (see `mpiad.compiling.translation`), and compiled from the source code of this file. The right-hand sides are the
+innermost axis of its array x.
 
 With permutation matrices P and Q, the factors of A are P A Q = L U. The columns of L and the rows of U are stored. A solve
 with A runs forward along the columns of L, and backward along the rows of U. Since Qᵀ Aᵀ Pᵀ = Uᵀ Lᵀ, a solve with Aᵀ runs
@@ -19,6 +19,7 @@ SIAM Journal on Matrix Analysis and Applications 20 (1999).
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from mpiad.compiling.cache import functions_of
 
 _MOST = 32  # right-hand sides of one call of the compiled loop
 _MOST_AT_ONCE = 2000  # unknowns up to which SuperLU takes all right-hand sides at once
+_FIRST_SOLVES = 4  # for several right-hand sides, by SuperLU: preparing the compiled loop takes as long
 
 
 class SparseFactors:
@@ -40,7 +42,7 @@ class SparseFactors:
             self._factors: Any = splu(matrix)
         except RuntimeError as error:
             raise ValueError(f"{name} can't be factorized: {error}.") from error
-        self._dtype = np.result_type(matrix.dtype, np.float32)
+        self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), itertools.count()
 
     def solve(self, rows: LocalArray, kind: str = "N") -> LocalArray:
         """Return the solutions for right-hand sides (k, n), or the transposed matrix's if `kind` is "T"."""
@@ -50,7 +52,7 @@ class SparseFactors:
             return rows.copy()
         if len(rows) == 1:
             return self._factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
-        if rows.dtype == self._dtype == np.float64:
+        if rows.dtype == self._dtype == np.float64 and next(self._solves) >= _FIRST_SOLVES:
             return self._block_solver(rows, kind)
         # More columns at once than fit into the caches would take longer than one by one.
         step = len(rows) if rows.shape[1] <= _MOST_AT_ONCE else 3

@@ -8,6 +8,7 @@ to the next sum, so that the sum is NaN on all ranks. Then the ranks exchange th
 
 from __future__ import annotations
 
+import cmath
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable
@@ -20,7 +21,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.compiled_iteration import Iteration, Operator
-from mpiad.linalg.vectors import column, inner, lengths, on_host
+from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
 from mpiad.transport import MAX, channel
@@ -50,6 +51,7 @@ class Settings(NamedTuple):
     with_x0: bool = False  # whether there is an initial guess
     jacobian: str = "products"  # of Newton's method: "products" or "sparse"
     reuse: int = 0  # number of further steps of Newton's method that use the factors of a sparse Jacobian
+    pattern: str = "None"  # description of the pattern of a sparse Jacobian
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
     preconditioned: bool = False
@@ -58,18 +60,20 @@ class Settings(NamedTuple):
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
     """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings."""
     group = channel(settings.comm, settings.call)
-    # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
-    checksum = zlib.crc32(repr(settings[:4] + settings[6:]).encode())
-    # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
-    functions = settings.callback is not None, preconditioner is not None
-    local, largest = np.array([error is not None, checksum, -checksum, *functions], np.int64), np.empty(5, np.int64)
-    group.data.Allreduce(local, largest, MAX)
-    failed, above, below, reported, preconditioned = largest.tolist()
+    reported, preconditioned = settings.callback is not None, preconditioner is not None
+    failed = error is not None
+    if group.size > 1:
+        # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
+        checksum = zlib.crc32(repr(settings[:4] + settings[6:]).encode())
+        # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
+        local, largest = np.array([failed, checksum, -checksum, reported, preconditioned], np.int64), np.empty(5, np.int64)
+        group.data.Allreduce(local, largest, MAX)
+        failed, above, below, reported, preconditioned = largest.tolist()
+        if not failed and above != -below:
+            compared = settings._replace(comm=None, callback=None)
+            require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
     if failed:
         raise_first(group, error)
-    if above != -below:
-        compared = settings._replace(comm=None, callback=None)
-        require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
     if not reported and not preconditioned:
         return settings
     return settings._replace(reported=bool(reported), preconditioned=bool(preconditioned))
@@ -131,7 +135,9 @@ class System:
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
-        self.units = np.ones(self.count)  # the powers of two by which the rows of b were divided
+        # The powers of two by which the rows of b were divided: one number per row, and as an array for rows.
+        self.units: np.ndarray | float = 1.0
+        self.units_of_rows: Array = 1.0
         self._name = name
         self._may_have_raised = False  # whether a user function was called since the last sum; the same on all ranks
 
@@ -202,9 +208,9 @@ class System:
     def run(self, iteration: Iteration, *state: LocalArray) -> Any:
         """Return ``iteration(self, *state)``, by a program if the iteration can be compiled.
 
-        The last results are the iteration's sums, which the iteration's only reduction yields, and after which it doesn't
-        communicate, and an array whose first number is the number of systems with invalid sums. If sums aren't finite since
-        a user function has failed on any rank, all ranks raise. The shape of the first array determines the others.
+        If an iteration reduces, its last results are the sums, after which it doesn't communicate, and an array whose first
+        number is the number of systems with invalid sums. If sums aren't finite since a user function has failed on any
+        rank, all ranks raise. The shape of the first array determines the others.
         """
         key = iteration, state[0].shape
         program = self._programs.get(key)
@@ -214,10 +220,11 @@ class System:
                 self._programs[key] = program
         if program is None:
             return iteration(self, *state)
-        self._may_have_raised = False
         made = program(*state)
-        if made[-1][0]:
-            self.require_no_failure(made[-2])
+        if len(made) > 1:
+            self._may_have_raised = False
+            if made[-1][0]:
+                self.require_no_failure(made[-2])
         return made
 
     def call(self, fun: Function, *args: Array) -> Array:
@@ -255,7 +262,7 @@ class System:
 
     def require_no_failure(self, sums: np.ndarray) -> None:
         """Raise on all ranks if sums aren't finite since a user function has failed on any rank."""
-        if not np.isfinite(sums).all():
+        if sums.size and not cmath.isfinite(sums.item(0)):  # after a failure, all sums are NaN
             self.failures.raise_together()
 
     def settle(self) -> None:
@@ -269,21 +276,23 @@ class System:
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
-        local, k = lengths(b).tolist(), self.count
+        local, k, s = lengths(b), self.count, self.settings
         sums = self.sums(np.array([*[x * x for x in local], *local, self.length]))
-        squares, size = sums[:k], sums[k:-1]
+        norms, size, self.unknowns = np.sqrt(sums[:k]), sums[k:-1], int(sums[-1])
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
-        s, self.unknowns = self.settings, int(sums[-1])
-        self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
+        self.limit = min(10 * self.unknowns * k, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
         # which causes no rounding errors. `iterate` multiplies the solutions by these powers.
         bound = float(np.finfo(self.dtype).tiny) ** 0.25
         if not all(bound <= x <= 1.0 / bound or x == 0.0 for x in size.tolist()):
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
-            b /= column(b, self.units.astype(b.real.dtype))
-            squares = np.real(self.dots((b, b))[0])
-        norms = np.sqrt(squares)
-        return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
+            self.units_of_rows = column(b, self.units.astype(b.real.dtype))
+            b /= self.units_of_rows
+            norms = self.norms(b)
+        targets = s.rtol * norms
+        if s.atol > 0.0:
+            targets = np.where(norms > 0.0, np.maximum(targets, s.atol / self.units), 0.0)
+        return targets, norms
 
     def note(self, norms: np.ndarray) -> None:
         """Append the joint norm of all systems' residuals to the history; after the first, call the user's callback."""
@@ -296,7 +305,7 @@ class System:
 
     def require_finite(self, sums: np.ndarray, array: LocalArray, name: str) -> None:
         """Raise on all ranks if sums over an array aren't finite; the error names a rank with NaN or infinities."""
-        if np.isfinite(sums).all():
+        if are_finite(sums):
             return
         # The sums are the same on all ranks, so all ranks raise.
         group = channel(self.settings.comm, self.settings.call)

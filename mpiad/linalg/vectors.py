@@ -1,12 +1,14 @@
 """Operations on the vectors of several systems, and checks that all are on the host, or all on one device.
 
 *Rows* are arrays of shape (k, n), on the host or on a device, with one row per system. *Numbers*, one per row, are always
-on the host; numbers that are computed on a device are copied once per reduction. `add_scaled` and `scale_and_add` work in
-place.
+on the host; numbers that are computed on a device are copied once per reduction.
 """
 
 from __future__ import annotations
 
+import cmath
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -37,17 +39,6 @@ def on_host(x: Array) -> np.ndarray:
     return x if xp is None else xp.to_host(x)
 
 
-def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Compute y += a x in place, for rows y and x (k, n) and one number in `a` (k,) per row."""
-    y += column(y, a.astype(y.dtype)) * x
-
-
-def scale_and_add(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Compute y = a y + x in place, for rows y and x (k, n) and one number in `a` (k,) per row."""
-    y *= column(y, a)
-    y += x
-
-
 def is_nearly_real(sums: np.ndarray) -> Array:
     """Return, for each column of sums, whether the imaginary parts are at most effects of rounding."""
     if sums.dtype.kind != "c":
@@ -65,7 +56,10 @@ def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
 def products(basis: LocalArray, v: LocalArray) -> np.ndarray:
     """Return this rank's part of inner products x* v, for j vectors x per system (j, k, n) and v (k, n); shape (k, j)."""
     if type(basis) is np.ndarray:
-        return np.array([vdots(basis[:, c], v[c]) for c in range(len(v))])
+        out = np.empty((len(v), len(basis)), basis.dtype)
+        for c in range(len(v)):
+            out[c] = vdots(basis[:, c], v[c])
+        return out
     basis = basis.swapaxes(0, 1)
     return on_host(((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0])
 
@@ -84,21 +78,34 @@ def combined(basis: LocalArray, numbers: np.ndarray) -> LocalArray:
 _SMALL = 1e-250  # sums of squares that are larger are hardly affected by underflow
 
 
-def lengths(x: LocalArray) -> np.ndarray:
+def lengths(x: LocalArray) -> list[float]:
     """Return the norm of this rank's part of each row, even if squares overflow or underflow."""
     if not x.shape[1]:
-        return np.zeros(len(x))
+        return [0.0] * len(x)
     if type(x) is np.ndarray:
-        wide = x.astype(np.result_type(x.dtype, float), copy=False)
-        squares = inner((wide, wide))[0].real
+        wide = x if x.dtype.char in "dD" else x.astype(np.result_type(x.dtype, float))
+        squares = [float(vdot(row, row).real) for row in wide]
         # Squares of single-precision numbers neither overflow nor underflow in double precision.
-        if x.dtype.char in "fF" or all(_SMALL < square < 1.0 / _SMALL for square in squares.tolist()):
-            return np.sqrt(squares)
+        if x.dtype.char in "fF" or all(_SMALL < square < 1.0 / _SMALL for square in squares):
+            return [math.sqrt(square) for square in squares]
     size = np.abs(x).astype(float)
     largest = np.max(size, axis=1)
     usable = (largest > 0.0) & np.isfinite(largest)
     scaled = size / np.where(usable, largest, 1.0)[:, None]
-    return on_host(np.where(usable, largest, 1.0) * np.sqrt(np.sum(scaled * scaled, axis=1)))
+    return on_host(np.where(usable, largest, 1.0) * np.sqrt(np.sum(scaled * scaled, axis=1))).tolist()
+
+
+# Loops over Python numbers: for the few numbers of an iteration, NumPy's reductions take several times as long.
+
+
+def are_finite(numbers: np.ndarray) -> bool:
+    """Return whether all of a few numbers on the host are finite."""
+    return all(map(cmath.isfinite, numbers.ravel().tolist()))
+
+
+def are_within(numbers: np.ndarray, bounds: np.ndarray) -> bool:
+    """Return whether each of a few numbers on the host is at most its bound."""
+    return all(map(operator.le, numbers.tolist(), bounds.tolist()))
 
 
 # All arrays of a call must be on the host, or all on one device, since arguments are never copied implicitly. For SciPy's

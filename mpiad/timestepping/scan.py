@@ -14,6 +14,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device.assembly import stack
+from mpiad.differentiation import Linearization, linearize
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
@@ -260,11 +261,7 @@ class Loop:
         args = args.at(span, state)
         leaves = args.all()
         indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-
-        def called(new_leaves: list[Array]) -> list[Array]:
-            after, rows = self.stepping.run(span, args.like(new_leaves))
-            return [*after, *[leaf for row in rows for leaf in row]]
-
+        called = lambda new_leaves: self._outputs(span, args.like(new_leaves))  # noqa: E731
         traced = trace_backwards(called, Variables(leaves, indices, list), passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
@@ -285,6 +282,41 @@ class Loop:
         stepping = TangentStepping(self.stepping, counts, inputs, params)
         state, observed = Loop(stepping, self.steps, self.schedule, extended)(extended)
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
+
+    def tangents(self, leaves: Sequence[Any], vectors: Array) -> Array:
+        """Return the tangents of the results along several directions, given plain arguments, in one run of the loop.
+
+        Forward mode has no batches, so each step is linearized, and its Jacobian multiplied with all directions.
+        """
+        args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
+        state, rows = args.state, []
+        zeros = [spec_like(leaf)._replace(shape=(lanes, *np.shape(leaf))).zeros() for leaf in state]
+        tangents = [zero if g is None else g for zero, g in zip(zeros, along.state)]
+        # One step after another: several steps that run together on some ranks only would send messages in another order.
+        for number in range(self.steps):
+            span = Span(number, number + 1)
+            given = [*tangents, *[g if g is None else g[:, number] for g in along.inputs], *along.params]
+            active = [k for k, g in enumerate(given) if g is not None]
+            linear = self._linearized(span, args.at(span, state), active)
+            changes: Any = linear.jvp([given[k] for k in active], batch=True)
+            state, tangents = linear.value[: len(state)], changes[: len(state)]
+            rows.append(changes[len(state) :])
+        columns = [*tangents, *[stack(column, 1) for column in zip(*rows)]]
+        return stack([self._results.vector([column[k] for column in columns]) for k in range(lanes)])
+
+    def _linearized(self, span: Span, args: Arguments, active: list[int]) -> Linearization:
+        plain = args.all()
+
+        def called(new: list[Array]) -> list[Array]:
+            leaves = dict(zip(active, new))
+            return self._outputs(span, args.like([leaves.get(k, leaf) for k, leaf in enumerate(plain)]))
+
+        return linearize(called)([plain[k] for k in active])
+
+    def _outputs(self, span: Span, args: Arguments) -> list[Array]:
+        """Return the state after a span of steps, followed by the values that were observed after each step."""
+        after, rows = self.stepping.run(span, args)
+        return [*after, *chain.from_iterable(rows)]
 
     def directions(self, vector: Array) -> list[Array]:
         """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active.
@@ -337,7 +369,13 @@ def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bo
         return tangent, loop.directions(gradient)
 
     def vjp(w: Array) -> list:
-        if len(spec_like(g).shape) == 1:
+        is_row = len(spec_like(g).shape) == 1
+        if len(spec_like(w).shape) > len(spec_like(ans).shape):
+            # The kind of tape is the same on all ranks.
+            if linear and is_row and tracing.tape is None and not isbox(w):
+                return [loop.tangents(leaves, w)]
+            return [None if parts[0] is None else stack(parts) for parts in zip(*map(vjp, w))]
+        if is_row:
             tangent, directions = pulled(g, w)
             return [tangent, *directions]
         tangents, directions = zip(*map(pulled, g, w))
@@ -353,7 +391,7 @@ def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: Loop, 
     return linear_part + stack([loop.curvature(row, leaves, gs[1:])[1] for row in g])
 
 
-_run.batched_adjoint = True
+_run.batched_adjoint = _reversed.batched_adjoint = True
 defvjp_together(_run, _run_adjoint)
 defjvp_together(_run, lambda gs, ans, *leaves, loop: loop.tangent(leaves, gs))
 defvjp_together(_reversed, _reversed_adjoint)

@@ -389,6 +389,11 @@ def test_refusals(rank, size):
     if size > 1:
         with pytest.raises(ValueError, match="without a pattern, the operator must be on one rank"):
             factorized(lambda u: u, like)
+        rows = scipy.sparse.csr_array(np.ones((like.size, np.prod(SHAPE))))
+        with pytest.raises(ValueError, match="factorized: all ranks must give the same .*pattern=a sparse matrix"):
+            factorized(lambda u: u, like, pattern=rows if rank else domain)
+        with pytest.raises(ValueError, match="factorized: all ranks must give the same .*method='auto'.*method='gathered'"):
+            factorized(lambda u: u, like, pattern=domain, method="gathered" if rank else "auto")
 
 
 def test_factors_of_old_operators_are_freed():

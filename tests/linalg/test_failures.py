@@ -298,8 +298,9 @@ def messages():
     return comm, count
 
 
-def test_no_message_more(messages, b, rank):
+def test_no_message_more(messages, b, rank, size):
     comm, count = messages
+    alone = size == 1  # one rank has nothing with which to compare its settings
     quiet, loud = (lambda norm: None), {"callback": (lambda norm: None) if rank == 0 else None}
 
     def of_solve(**settings):
@@ -312,14 +313,14 @@ def test_no_message_more(messages, b, rank):
         return lambda p: anp.sum(solve(lambda u, p: 2.0 * p * u, b, p, method=method, comm=comm))
 
     gmres = {"method": "gmres", "preconditioner": lambda r: r / 2}
-    assert COUNTS == {
+    assert {name: number - alone for name, number in COUNTS.items()} == {
         "cg": of_solve(), "gmres": of_solve(method="gmres"), "bicgstab": of_solve(method="bicgstab"),
         "preconditioner": of_solve(**gmres), "callback": of_solve(callback=quiet),
         "unverified": of_solve(method="gmres", verify=False), "newton": of_newton(),
         "reverse of cg": count(lambda: mpiad.make_vjp(loss("cg"))(1.3)[0](1.0)),
         "forward of gmres": count(lambda: mpiad.jvp(loss("gmres"), 1.3, 1.0)),
     }  # fmt: skip
-    assert FALLING_BACK == {
+    assert {name: number - alone for name, number in FALLING_BACK.items()} == {
         "reverse of gmres": count(lambda: mpiad.make_vjp(loss("gmres"))(1.3)[0](1.0)),
         "preconditioner, unverified": of_solve(**gmres, verify=False),
         "callback of one rank, unverified": of_solve(verify=False, **loud),

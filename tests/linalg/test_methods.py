@@ -3,6 +3,7 @@
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from mpi4py import MPI
 from transport_matrix import gradient, matrix
 
 import mpiad
@@ -11,6 +12,8 @@ import mpiad.linalg.system
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.linalg import solve
+from mpiad.linalg.arnoldi import Arnoldi, CompiledArnoldi
+from mpiad.linalg.system import Settings, System
 from mpiad.testing import check_grads
 
 SHAPE = (4, 5)
@@ -228,17 +231,11 @@ def test_basis_stays_orthogonal(rank_rng, monkeypatch):
     def matvec(u):
         return a[mine] @ mpiad.mpi_allgather(u, axis=0)
 
-    norms, bases = [], []
-
-    class Kept(mpiad.linalg.krylov._Basis):
-        def __init__(self, *args):
-            super().__init__(*args)
-            bases.append(self)
-
-    monkeypatch.setattr(mpiad.linalg.krylov, "_Basis", Kept)
+    norms, spaces, original = [], [], mpiad.linalg.krylov.arnoldi_of
+    monkeypatch.setattr(mpiad.linalg.krylov, "arnoldi_of", lambda *args: spaces.append(original(*args)) or spaces[-1])
     u = solve(matvec, b[mine], method="gmres", rtol=1e-9, restart=40, callback=norms.append)
     assert len(norms) <= 31
-    found = bases[0].vectors[: len(norms), 0]
+    found = spaces[0].vectors[: len(norms), 0]
     gram = mpiad.mpi_allreduce(found @ found.T)
     # One pass leaves 1e-8.
     assert np.abs(gram - np.eye(len(norms))).max() < 1e-11
@@ -315,3 +312,34 @@ def test_right_hand_sides_whose_squares_leave_the_range(method, dtype, size, ran
     assert 0 < norms[-1] <= 1e-5 * size * np.sqrt(domain.sum(np.abs(b[0]) ** 2)) * 1.001
     # Far below atol nothing is to be done.
     assert not solve(matvec, b * size, atol=1e30, **settings).any()
+
+
+def test_a_failure_shows_no_warning():
+    """p·Ap is zero for a skew-symmetric operator."""
+    with np.errstate(all="raise"), pytest.raises(ConvergenceError, match="but p·Ap = 0"):
+        solve(lambda u: anp.stack([u[1], -u[0]]), np.ones(2, complex))  # interpreted
+
+
+def test_kernels_do_what_arrays_do():
+    """Three systems: one converges early, and the space of another is complete after three steps."""
+    n, rng = 40, np.random.default_rng(3)
+    a = rng.standard_normal((3, n, n)) + 8 * np.eye(n)
+    a[1] = np.diag(np.repeat([1.0, 2.0, 5.0], [20, 10, 10]))
+    first = rng.standard_normal((3, n))
+    norms = np.linalg.norm(first, axis=1)
+    system = System(None, None, first, Settings("gmres", 1e-8, 0.0, None, MPI.COMM_SELF, None, batch=1))
+    found = []
+    for kind in (Arnoldi, CompiledArnoldi):
+        spaces, history = kind(first, norms, norms * [1e-3, 1e-10, 1e-12], 20), []
+        for j in range(20):
+            if spaces.grows:
+                spaces.vectors[j + 1] = np.einsum("kij,kj->ki", a, spaces.vectors[j])
+                spaces.extend(system, j, spaces.local_products(j))
+            history.append(spaces.norms.copy())
+        x = spaces.combination()
+        np.testing.assert_allclose(np.linalg.norm(first - np.einsum("kij,kj->ki", a, x), axis=1), spaces.norms, 1e-6, 1e-12)
+        found.append((x, np.array(history), spaces.steps))
+    assert found[0][2][1] == 3 and 3 < found[0][2][0] < found[0][2][2] == 20
+    np.testing.assert_array_equal(found[0][2], found[1][2])
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-9)
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6, atol=1e-11)

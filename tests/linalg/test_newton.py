@@ -1,5 +1,7 @@
 """`newton` on blocks against Newton's method with the dense Jacobian of the whole grid in one process."""
 
+import importlib
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mpiad.errors import ConvergenceError
 from mpiad.linalg import newton
 from mpiad.testing import check_grads
 
+factorized_module = importlib.import_module("mpiad.linalg.factorized")
 SHAPE = (4, 5)
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 
@@ -144,18 +147,22 @@ def test_the_derivative_where_the_start_is_the_root(case):
     case.check(mpiad.grad(loss)(case.point), expected)
 
 
-def test_factors_save_products(case):
-    """Five-point stencils have nine colors; on one rank a derivative takes a few products."""
+def test_factors_save_products(case, monkeypatch):
+    """One evaluation yields the products of a Jacobian with the fields of all nine colors."""
+    factored, computed = [], factorized_module.operator_rows
+    monkeypatch.setattr(factorized_module, "operator_rows", lambda *args: factored.append(1) or computed(*args))
 
     def evaluations(**settings):
         before, case.settings = case.evaluations, {"jacobian": "sparse", "pattern": case.domain, **settings}
+        factored.clear()
         case.solved(case.point)
         return case.evaluations - before
 
     steps = []
     case.solved(case.point, callback=steps.append)
-    each_step, once = evaluations(), evaluations(reuse=50)
-    assert each_step > 9 * len(steps) / 2 and once < 0.8 * each_step
+    assert evaluations() < 9 * len(steps) and len(steps) / 2 < len(factored) <= len(steps) + 1
+    evaluations(reuse=50)
+    assert len(factored) == 1
     value, pull = mpiad.make_vjp(case.solved)(case.point)[::-1]
     before = case.evaluations
     pull(np.ones_like(value))
@@ -332,3 +339,15 @@ def test_a_derivative_that_vanishes_is_not_taken_for_a_neumann_problem(start):
     with pytest.raises(ConvergenceError, match="the operator maps all fields to zero. .*start from another u") as raised:
         newton(lambda u: u**2 + 1.0, np.full(4, start))
     assert "Neumann" not in str(raised.value)
+
+
+def test_ranks_pass_the_same_kind_of_pattern(rank, size):
+    domain = Domain(SHAPE)
+    u = np.ones(domain.local_shape)
+    rows = scipy.sparse.csr_array(np.ones((u.size, np.prod(SHAPE))))
+    pattern = rows if rank == size - 1 else domain
+    if size == 1:
+        np.testing.assert_allclose(newton(lambda u: u**2 - 4.0, u, jacobian="sparse", pattern=rows), 2.0 * u)
+        return
+    with pytest.raises(ValueError, match="all ranks must give the same .*pattern='a sparse matrix'"):
+        newton(lambda u: u**2 - 4.0, u, jacobian="sparse", pattern=pattern, comm=domain.comm)

@@ -4,10 +4,16 @@ import numpy as np
 import pytest
 import scipy.sparse
 
+from mpiad.linalg import sparse_factors
 from mpiad.linalg.sparse_factors import SparseFactors
 
 pytestmark = pytest.mark.serial
 GRID = (13, 11)
+
+
+@pytest.fixture(autouse=True, params=[0, 1000], ids=["compiled", "SuperLU"])
+def first_solves(request, monkeypatch):
+    monkeypatch.setattr(sparse_factors, "_FIRST_SOLVES", request.param)
 
 
 def matrix_of(kind, rng):

@@ -183,7 +183,10 @@ def test_batches_of_products(is_compiled):
     batch, _ = len(calls), calls.clear()
     linear.vjp(ws[0, MINE])
     assert batch == len(calls)
+    linear.jvp((vs[0, MINE], vs_c[0, MINE]))
+    calls.clear()
     along = linear.jvp((vs[:, MINE], vs_c[:, MINE]), batch=True)
+    assert len(calls) in (0, STEPS)  # each step once for all directions
     for row, *direction in zip(along, vs, vs_c):
         np.testing.assert_allclose(row, push(tuple(direction))[1][MINE], **CLOSE)
     slopes = mpiad.grad(lambda w: anp.sum(linear.vjp(w, batch=True)[0] ** 2), objective="sum")(ws[:, MINE])

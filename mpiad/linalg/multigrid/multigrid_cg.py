@@ -17,7 +17,7 @@ from mpiad._typing import LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.multigrid.hierarchy import Level
 from mpiad.linalg.system import Settings
-from mpiad.linalg.vectors import add_scaled, inner, on_host, scale_and_add
+from mpiad.linalg.vectors import column, inner, on_host
 from mpiad.transport import SUM, Channel
 from mpiad.transport.core.agreement import agreed, raise_together
 from mpiad.transport.core.collectives import allreduce
@@ -62,11 +62,12 @@ def preconditioned_cg(
             failures.raise_together()
             text = f"r·z = {rz[invalid][0]:.3e} and p·Ap = {curvature[invalid][0]:.3e} should be positive"
             _fail(group, f"{text}: rounding errors dominate. Increase rtol; {slowness_reason()}", history)
-        scale_and_add(p, beta, z)
-        scale_and_add(s, beta, w)
-        alpha = np.where(active, rz, 0.0) / np.where(active, curvature, 1.0)
-        add_scaled(x, alpha, p)
-        add_scaled(r, -alpha, s)
+        for direction, change in ((p, z), (s, w)):
+            direction *= column(direction, beta)
+            direction += change
+        alpha = column(x, np.where(active, rz, 0.0) / np.where(active, curvature, 1.0))
+        x += alpha * p
+        r -= alpha * s
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
         norms = _norms(group, r, "the residual")
         history.append(math.hypot(*norms))
