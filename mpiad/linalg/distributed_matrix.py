@@ -201,13 +201,14 @@ def _positions(
             raise ValueError(
                 f"{call}: {name} must broadcast to the shape of values, {values.shape}, but has shape {indices.shape}."
             ) from None
-    (row, column), first = positions, sum(counts[:rank])
+    (row, column), first, stop = positions, sum(counts[:rank]), sum(counts[: rank + 1])
     outside = (row < 0) | (row >= shape[0]) | (column < 0) | (column >= shape[1])
-    foreign = (row < first) | (row >= first + counts[rank])
+    foreign = (row < first) | (row >= stop)
+    owned = f"rows {first} to {stop - 1}" if stop > first else "no rows"
     problems = (
         (outside, f"is outside of the shape {shape}. Rows and columns are numbered from 0"),
-        (foreign, f"belongs to another rank: this rank owns rows {first} to {first + counts[rank]}. Pass each entry on the "
-         "rank that owns its row, or set the numbers of rows with counts="),
+        (foreign, f"belongs to another rank: this rank owns {owned}. Pass each entry on the rank that owns its row, or set "
+         "the numbers of rows with counts="),
     )  # fmt: skip
     for wrong, problem in problems:
         if wrong.any():
@@ -446,7 +447,7 @@ class DistributedMatrix:
         rows, nnz = self.owned_rows, len(self._pattern.columns)
         return (
             f"DistributedMatrix({self.shape[0]} x {self.shape[1]}, {getval(self.values).dtype}; rank {self._channel.rank} "
-            f"of {self._channel.size}: rows {rows.start} to {rows.stop}, {nnz} entries, {self._pattern.plan.count} ghosts)"
+            f"of {self._channel.size}: rows {rows.start}:{rows.stop}, {nnz} entries, {self._pattern.plan.count} ghosts)"
         )
 
     def with_values(self, values: LocalArray) -> DistributedMatrix:

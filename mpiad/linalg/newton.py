@@ -87,9 +87,9 @@ def find_root(
                 break
             if accepted is None:
                 system.fail(
-                    f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: its norm "
-                    "has a minimum but no root, or a kink. Start nearer to the solution, for example from the solution "
-                    "of an easier problem, or check that the residual is differentiable"
+                    f"no step along Newton's direction reduces the residual of {norm:.3e} enough (target: {target:.3e}): "
+                    "its norm has a minimum but no root, or a kink. Start nearer to the solution, for example from the "
+                    "solution of an easier problem, or check that the residual is differentiable"
                 )
             system.fail(
                 f"it stalled at step {system.iterations - _PATIENCE}, residual {reference:.3e}: {_PATIENCE} more steps led "
