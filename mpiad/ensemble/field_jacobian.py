@@ -3,7 +3,7 @@
 The program (`jacobian_program`) computes only the entries that aren't structurally zero, so a sparse Jacobian costs little
 more than f. Tangents need one direction per component of the state.
 
-Tangents and adjoints of Rosenbrock methods need second derivatives of f; their programs are also derived in this file.
+The adjoint of a Rosenbrock method in a kernel needs second derivatives of f; its program is also derived in this file.
 """
 
 from __future__ import annotations
@@ -49,16 +49,6 @@ def jacobian_program(program: Program) -> JacobianProgram:
     places, slopes = ([place for place in nonzero if (place[1] == d) is timed] for timed in (False, True))
     derived_program = builder.program(program.groups, [nonzero[place] for place in places + slopes])
     return JacobianProgram(derived_program, tuple(places), tuple(i for i, _ in slopes))
-
-
-def second_tangent_program(program: Program) -> Program:
-    """Return a program for the tangent of the derivative of f along a direction.
-
-    Its additional groups of inputs are "direction" (components of the state, then time) and "tangent" (components of the
-    state, then parameters). It has one output per component of f.
-    """
-    derivative = simplify(jvp(program, {"state": None, "time": None}, seeds="direction"))
-    return simplify(jvp(derivative, {"state": None, "parameter": None}, seeds="tangent"))
 
 
 def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Program:

@@ -13,12 +13,13 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.device.assembly import array, concatenate, stack
+from mpiad.device.assembly import array, concatenate
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.step_operators import rows_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport import Spec
 
@@ -162,8 +163,7 @@ class Field:
         rows = self.bound(leaves)(u, t)
         if is_whole(rows, u.shape):
             return rows[0]
-        # A component may be one number for all columns.
-        return stack([row if anp.shape(row) else row * anp.ones_like(getval(u)[0]) for row in rows])
+        return rows_of(getval(u), *rows)
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivatives of flattened states, by one call of f per trajectory."""
