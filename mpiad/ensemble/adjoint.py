@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.tape import trace_list
+from mpiad.ensemble.linearization import pulled, with_leaves
 from mpiad.ensemble.replay import Inputs, Replay
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
-from mpiad.primitives.cotangents import conform, spec_like
 
 
 @dataclasses.dataclass
@@ -31,20 +29,6 @@ class Cotangents:
     end: Array  # shape (N,); of the end of tspan
     leaves: dict[int, Array]  # cotangents of the leaves of the parameters, by the indices of the leaves
     due: Array  # shape (times, N); of the given times of events, or of the first of them
-
-
-def pulled(fun: Callable[[list[Any]], Iterable[tuple[Any, Any]]], variables: Sequence[Array]) -> list[Any]:
-    """Return the cotangents of variables, None for zeros, if ``fun(variables)`` returns results with their cotangents."""
-    cotangents: list[Array] = []
-
-    def results(traced: list[Any]) -> list[Any]:
-        pairs = [(value, g) for value, g in fun(traced) if g is not None]
-        cotangents.extend(g for _, g in pairs)
-        return [value for value, _ in pairs]
-
-    values, places, recording = trace_list(results, variables)
-    seeds = [(k, conform(g, *spec_like(value))) for k, value, g in zip(places, values, cotangents) if k >= 0]
-    return run_backward(recording, seeds, len(variables))
 
 
 def pull_columns(
@@ -66,10 +50,7 @@ def pull_columns(
         variables += [np.zeros_like(x) for x in (bars.start[columns], bars.end[columns], bars.due[:, columns])]
 
     def results(traced: list[Any]) -> Iterable[tuple[Any, Any]]:
-        filled = list(leaves)
-        for place, leaf in zip(places, traced[1:]):
-            filled[place] = leaf
-        return fun(traced[0], Inputs(filled, *traced[1 + len(places) :]))
+        return fun(traced[0], Inputs(with_leaves(leaves, places, traced[1:]), *traced[1 + len(places) :]))
 
     by_u, *parts = pulled(results, variables)
     bars.u0[:, columns] = 0 if by_u is None else by_u

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, at_ends, pull_run, pulled, to_start
+from mpiad.ensemble.adjoint import Cotangents, at_ends, pull_run, to_start
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, Tape, U
@@ -19,6 +19,7 @@ from mpiad.ensemble.compiled.reverse_kernel import fields_of
 from mpiad.ensemble.compiled.trace import ParameterPacking
 from mpiad.ensemble.compiled.work_shares import Paced, each
 from mpiad.ensemble.jumps import FOUND, Jumps
+from mpiad.ensemble.linearization import pulled, with_leaves
 from mpiad.ensemble.outcome import INITIAL, NOWHERE
 from mpiad.ensemble.replay import event_at
 from mpiad.ensemble.run import Run, Seeds
@@ -109,12 +110,9 @@ def _pull_event(
     leaves = p.taken(ids)
 
     def results(variables: list[Any]) -> Iterator[tuple[Array, Array]]:
-        u, t, *parts = variables
-        filled = list(leaves)
-        for place, leaf in zip(places, parts):
-            filled[place] = leaf
+        (u, t), given = variables[:2], p.build(with_leaves(leaves, places, variables[2:]))
         condition = run.settings.events[event].condition
-        state, when = event_at(condition, lambda now: u + (now - x) * h * rate, p.build(filled), t, h, x, exact=False)
+        state, when = event_at(condition, lambda now: u + (now - x) * h * rate, given, t, h, x, exact=False)
         yield when[:count], time
         if end is not None:
             yield state[:, :count], end
