@@ -49,7 +49,8 @@ def with_leaves(leaves: Sequence[Any], places: Iterable[int], values: Iterable[A
 def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> None:
     """Trace f once with respect to the states; raise a TypeError if f uses functions that can't be traced."""
     try:
-        trace_list(lambda variables: [field.array(shortened(variables[0]), leaves, t)], [u])
+        values, _, _ = trace_list(lambda variables: [field.array(shortened(variables[0]), leaves, t)], [u])
+        np.copyto(np.empty_like(u), values[0], casting="same_kind")  # raises for NumPy's arrays of traced values
     except (TypeError, ValueError) as error:
         advice = "Write it with the functions of autograd.numpy instead of numpy."
         raise TypeError(f"solve: f can't be differentiated ({error}). {advice}") from error
