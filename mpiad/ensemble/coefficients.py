@@ -23,13 +23,12 @@ StageArrays: TypeAlias = Sequence[Array] | Array
 class Coefficients:
     """The table of a method in the precision of the states `like`.
 
-    - `last`: the index of the last stage. `real`: the dtype of times and step sizes as passed to f.
+    - `real`: the dtype of times and step sizes as passed to f.
     - `dense`: shape (stages, degree); the interpolant's table in double precision, on the device of the states.
     """
 
     def __init__(self, tableau: Tableau, like: Array):
-        self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        self.dense = tableau.dense
+        self.tableau, self.real, self.dense = tableau, np.zeros(0, like.dtype).real.dtype, tableau.dense
 
     def powers(self, k: StageArrays) -> list[Array] | Array:
         """Return the interpolant's coefficients of x, x², …, divided by h; x is the fraction of the step."""
@@ -48,18 +47,20 @@ class Coefficients:
 
 
 class DeviceCoefficients(Coefficients):
-    """`Coefficients` for states on a device; row i of `rows` contains the weights in the argument of stage i + 1."""
+    """`Coefficients` for states on a device.
+
+    - `rows`: row i contains the weights in the argument of stage i + 1. `last`: the index of the last stage.
+    """
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        last = self.last
         parts = [*tableau.a, tableau.error or (), tableau.dense.reshape(-1)]
         offsets = np.cumsum([0, *[len(part) for part in parts]]).tolist()
         # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
         exact = xp.to_device(np.concatenate(parts))
         weights = [exact.astype(like.dtype)[a:b] for a, b in zip(offsets, offsets[1:])]
-        self.rows = weights[:last]
+        self.rows = weights[: self.last]
         self.error: Any = None if tableau.error is None else weights[-2]
         self.dense = exact[offsets[-2] :].reshape(tableau.dense.shape)
         self._powers = weights[-1].reshape(tableau.dense.shape).T

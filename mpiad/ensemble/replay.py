@@ -156,7 +156,7 @@ class RosenbrockReplay(StepReplay):
             products = [sum(entries[i, j] * before[j] for j in np.flatnonzero(row).tolist()) for i, row in enumerate(mass)]
             right = right + rows_of(zeros, *products)
         if self._slope is not None and table.slopes[i - 1]:
-            right = advanced(right, self._size, [self._size.dtype.type(table.slopes[i - 1])], self._slope)
+            right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
         return solved(self._lu, self._places, self._entries, self._size, right)
 
 

@@ -405,15 +405,11 @@ class Run:
 
     def add_saved(self, total: Array, saved: Array, at_start: bool) -> None:
         """Add to `total`, (d, N), the cotangents of saved values that are initial (or final) states."""
-        for slot, ids in self._slots_at(at_start):
-            total[:, ids] += saved[ids, slot].T
-
-    def _slots_at(self, at_start: bool) -> Iterator[tuple[int, Columns]]:
-        """Yield the indices of saved values that are initial (or final) states, and the trajectories of these values."""
         mask = self._saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
             own = mask[:, slot]
-            yield slot, slice(None) if own.all() else self.placed(np.flatnonzero(own))
+            ids = slice(None) if own.all() else self.placed(np.flatnonzero(own))
+            total[:, ids] += saved[ids, slot].T
 
     @cached_property
     def _event_columns(self) -> list[Array]:

@@ -76,10 +76,6 @@ def advanced(u: Array, h: Array | float, weights: Array | Sequence[Array], *k: A
     return total
 
 
-def _weighted_sum(weights: Array | Sequence[Array], k: Sequence[Array]) -> Array:
-    return sum(weights[i] * k[i] for i in range(len(k)))
-
-
 def _advanced_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
     u, h, weights, *k = args
 
@@ -120,7 +116,7 @@ def _advanced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
     for place, factors in ((1, weights), (2, tangents.get(2))):
         if place in tangents:
             size = tangents[1] if place == 1 else h
-            change = size * _weighted_sum(factors, k)
+            change = size * sum(factors[i] * k[i] for i in range(len(k)))
             found = change if found is None else found + change
     return found if anp.shape(found) == anp.shape(ans) else found + np.zeros_like(getval(ans))
 
