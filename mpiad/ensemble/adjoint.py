@@ -94,10 +94,9 @@ def at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotan
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
     if timed and ids.size:
         replay, u_bar, start_bar = Replay(run, timed), u0[:, ids], start[ids]
-        pull_columns(
-            run, found, lambda u, inputs: [(replay.ended(ids, u, inputs), u_bar), (inputs.shift, start_bar)],
-            run.outcome.u_end[:, ids], run.columns(batch.p.leaves, ids), ids, timed,
-        )  # fmt: skip
+        chosen, bars = run.columns(batch.p.leaves, ids), [u_bar, start_bar]
+        at_end = lambda u, inputs: zip([replay.ended(ids, u, inputs), inputs.shift], bars)  # noqa: E731
+        pull_columns(run, found, at_end, run.outcome.u_end[:, ids], chosen, ids, timed)
     return found
 
 

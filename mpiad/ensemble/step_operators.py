@@ -113,11 +113,11 @@ def _advanced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
         own = [weights[j] for j in chosen] if isinstance(weights, list) else weights[chosen]
         values = start, h, own, *[tangents[j + 3] for j in chosen]
         found = (advanced if any(map(isbox, values)) else advanced.fun)(*values)
-    for place, factors in ((1, weights), (2, tangents.get(2))):
-        if place in tangents:
-            size = tangents[1] if place == 1 else h
-            change = size * sum(factors[i] * k[i] for i in range(len(k)))
-            found = change if found is None else found + change
+    factors = [(tangents[1], weights)] if 1 in tangents else []
+    factors += [(h, tangents[2])] if 2 in tangents else []
+    for size, rates in factors:
+        change = size * sum(rates[i] * k[i] for i in range(len(k)))
+        found = change if found is None else found + change
     return found if anp.shape(found) == anp.shape(ans) else found + np.zeros_like(getval(ans))
 
 
