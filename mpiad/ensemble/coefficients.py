@@ -1,4 +1,4 @@
-"""The nonzero weights of a method's table, by rows and by columns, and sums over stages with these weights.
+"""The weights of a method's table in the precision of the states, and sums over stages with these weights.
 
 On the host a sum is computed product by product, so that the results of a trajectory don't depend on other trajectories. On
 a device, where a call costs as much as computing a thousand numbers, a sum is one matrix product over a block of stages.
@@ -18,58 +18,22 @@ from mpiad.transport.devices.device_arrays import arrays_of
 Weights: TypeAlias = list[tuple[int, Array]]  # indices of stages and their weights
 # Lists of arrays on the host, one block on a device.
 StageArrays: TypeAlias = Sequence[Array] | Array
-Bars: TypeAlias = dict[int, Array] | Array  # cotangents by the indices of stages
 
 
 class Coefficients:
     """The table of a method in the precision of the states `like`.
 
-    - `last`: the index of the last stage. `real`: the dtype of times and step sizes as passed to f.
+    - `real`: the dtype of times and step sizes as passed to f.
     - `dense`: shape (stages, degree); the interpolant's table in double precision, on the device of the states.
     """
 
     def __init__(self, tableau: Tableau, like: Array):
-        self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        self.dense = tableau.dense
-        # Weights are arrays without axes, which ufuncs process fastest and without promoting float32.
-        table = [(), *tableau.a]
-        self._rows: list[Weights] = [[(j, np.array(w, self.real)) for j, w in enumerate(row) if w] for row in table]
-        self._columns: list[Weights] = [
-            [(i, np.array(row[j], self.real)) for i, row in enumerate(table) if j < len(row) and row[j]]
-            for j in range(len(table))
-        ]
-        self._c = np.array(tableau.c)[:, None]
-
-    def stages(self, shape: Shape, like: Array) -> StageArrays:
-        """Return buffers of a shape for all stages."""
-        return [np.empty_like(like, shape=shape) for _ in range(self.last + 1)]
-
-    def row(self, i: int, k: StageArrays, out: Array, term: Array) -> Array:
-        """Return the weighted sum of earlier stages in the argument of stage i; for the last stage, in the new state."""
-        return weighted_sum(self._rows[i], k, out, term)
-
-    def bars(self, like: Array) -> Bars:
-        """Return an empty container for the cotangents of the stages' arguments, times h, for `column`."""
-        return {}
-
-    def column(self, j: int, bars: Bars, out: Array, term: Array) -> Array:
-        """Return the weighted sum of the cotangents of the later arguments to which stage j contributes."""
-        weights = [(i, weight) for i, weight in self._columns[j] if i in bars]
-        if weights:
-            return weighted_sum(weights, bars, out, term)
-        out[...] = 0
-        return out
+        self.tableau, self.real, self.dense = tableau, np.zeros(0, like.dtype).real.dtype, tableau.dense
 
     def powers(self, k: StageArrays) -> list[Array] | Array:
         """Return the interpolant's coefficients of x, x², …, divided by h; x is the fraction of the step."""
         weights = zip(*self.dense.tolist())
         return [sum(weight * stage for weight, stage in zip(row, k) if weight) for row in weights]  # type: ignore[misc]
-
-    def times(self, t: Array, h: Array) -> StageArrays:
-        """Return the times of all stages."""
-        times = self._c * h
-        times += t
-        return times if times.dtype == self.real else times.astype(self.real)
 
     def weights(self, x: Array) -> Array:
         """Return the interpolant's weights of the stages at the fractions x of the step, each of the shape of x."""
@@ -83,19 +47,20 @@ class Coefficients:
 
 
 class DeviceCoefficients(Coefficients):
-    """`Coefficients` for states on a device; row i of `rows` contains the weights in the argument of stage i + 1."""
+    """`Coefficients` for states on a device.
+
+    - `rows`: row i contains the weights in the argument of stage i + 1. `last`: the index of the last stage.
+    """
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        last = self.last
-        columns = [tuple(tableau.a[i - 1][j] for i in range(j + 1, last + 1)) for j in range(last)]
-        parts = [*tableau.a, *columns, tableau.error or (), tableau.dense.reshape(-1)]
+        parts = [*tableau.a, tableau.error or (), tableau.dense.reshape(-1)]
         offsets = np.cumsum([0, *[len(part) for part in parts]]).tolist()
         # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
         exact = xp.to_device(np.concatenate(parts))
         weights = [exact.astype(like.dtype)[a:b] for a, b in zip(offsets, offsets[1:])]
-        self.rows, self._column_weights = weights[:last], weights[last : 2 * last]
+        self.rows = weights[: self.last]
         self.error: Any = None if tableau.error is None else weights[-2]
         self.dense = exact[offsets[-2] :].reshape(tableau.dense.shape)
         self._powers = weights[-1].reshape(tableau.dense.shape).T
@@ -108,21 +73,9 @@ class DeviceCoefficients(Coefficients):
         """Return the weighted sum of earlier stages in the argument of stage i."""
         return np.tensordot(self.rows[i - 1], k[:i], 1)
 
-    def bars(self, like: Array) -> Array:
-        """Return zeros for the cotangents of the stages' arguments, times h."""
-        return np.zeros_like(like, shape=(self.last + 1, *like.shape))
-
-    def column(self, j: int, bars: Array, out: Array, term: Array) -> Array:
-        """Return the weighted sum of the cotangents of the later arguments to which stage j contributes."""
-        return np.tensordot(self._column_weights[j], bars[j + 1 :], 1) if j < self.last else np.zeros_like(out)
-
     def powers(self, k: Array) -> Array:
         """Return the interpolant's coefficients of x, x², …, divided by h."""
         return np.tensordot(self._powers, k, 1)
-
-    def times(self, t: Array, h: Array) -> StageArrays:
-        """Return the times of all stages."""
-        return [(t + c * h).astype(self.real) for c in self.tableau.c]
 
     def time(self, i: int, t: Array, h: Array, t_new: Array, sign: Array | None) -> Array:
         """Return the times of stage i as passed to f, for steps of size h from t to `t_new`.
@@ -133,7 +86,7 @@ class DeviceCoefficients(Coefficients):
         return (times if sign is None else times * sign).astype(self.real)
 
 
-def weighted_sum(weights: Weights, arrays: StageArrays | Bars, out: Array, term: Array) -> Array:
+def weighted_sum(weights: Weights, arrays: StageArrays, out: Array, term: Array) -> Array:
     """Write a sum of products into `out`, and return it; `term` is a buffer for one product."""
     (first, weight), *others = weights
     multiply, add = np.multiply, np.add

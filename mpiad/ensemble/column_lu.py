@@ -80,12 +80,11 @@ class Mass:
         for i, j, value in diagonal if self._entries is None else self._entries:
             matrices[i, j] += matrices.dtype.type(value / self._gamma)
 
-    def times(self, x: Array, transposed: bool = False) -> Array:
-        """Return M x, or Mᵀ x, for x of shape (..., d, n)."""
+    def times(self, x: Array) -> Array:
+        """Return M x, for x of shape (..., d, n)."""
         if self._entries is None:
             return x
         total = np.zeros_like(x)
         for i, j, value in self._entries:
-            i, j = (j, i) if transposed else (i, j)
             total[..., i, :] += np.array(value, x.dtype) * x[..., j, :]
         return total

@@ -21,25 +21,30 @@ from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
-from mpiad.ensemble.directions import Number, contracted, numbers, numbers_of, product_per_trajectory, pushed
+from mpiad.ensemble.directions import (
+    DUE,
+    END,
+    LEAVES,
+    NO_TIMES,
+    START,
+    U0,
+    Number,
+    contracted,
+    numbers_of,
+    product_per_trajectory,
+    push_run,
+    pushed,
+)
 from mpiad.ensemble.events import by_trajectory, traced_times
-from mpiad.ensemble.field_jacobian import derived, second_adjoint_program
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
-from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport.devices.device_arrays import is_device_array
 
 # All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed with
 # plain arrays; afterwards the trace records `solve_operator` with the computed value. The derivatives are implemented in
 # this file for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for kernels on GPUs, and in
 # `steady_state` for searches for steady states.
-
-
-# Positions of arguments: initial states, start and end of tspan, given times of events, and first leaf of the parameters.
-U0, START, END, DUE, LEAVES = range(5)
-NO_TIMES = np.empty((0, 0))
 
 
 class DifferentiableSolve(Protocol):
@@ -134,27 +139,15 @@ class _SolvedRun:
         self.layout = Concatenation([spec_like(value) for value in values])
         self.vector = self.layout.vector(values)
 
-    @property
-    def _needs_replay(self) -> bool:
-        """Whether only a replay can differentiate the steps: for a Rosenbrock method if f can't be traced to a program."""
-        return self._run.tableau.implicit and isinstance(derived(second_adjoint_program, self._run.batch), str)
-
     # ---- reverse mode
 
     def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> dict[int, Array]:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if self._needs_replay and self._settings.gradient != "tangent":
-            return dict(zip(argnums, self.pull_traced(argnums, args, g)))
-        places = [k - LEAVES for k in argnums if k >= LEAVES]
-        timed = not {START, END, DUE}.isdisjoint(argnums)
-        if self._uses_tangents(U0 in argnums, timed, places):
-            if timed or run.settings.events or self._needs_replay:
-                return self._replayed_tangents(argnums, args, seeds)
-            parts = self._carried(U0 in argnums, places, seeds) or pushed(run, seeds, U0 in argnums, places)
-            u0, leaves = contracted(run, U0 in argnums, places, parts)
-            return {k: u0 if k == U0 else leaves[k - LEAVES] for k in argnums}
-        bars = self._adjoint(seeds, places, timed)
+        if self._uses_tangents(argnums, args):
+            parts = self._carried(argnums, args, seeds) or pushed(run, seeds, argnums, args)
+            return contracted(run, argnums, args, parts)
+        bars = self._adjoint(seeds, [k - LEAVES for k in argnums if k >= LEAVES], not _TIMES.isdisjoint(argnums))
         getters = {U0: lambda: bars.u0, START: lambda: run.on_host(bars.start), END: lambda: run.on_host(bars.end)}
         getters[DUE] = lambda: _padded(bars.due, args[DUE])
         return {k: getters[k]() if k < LEAVES else bars.leaves[k - LEAVES] for k in argnums}
@@ -165,61 +158,37 @@ class _SolvedRun:
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
 
-    def _uses_tangents(self, by_u0: bool, timed: bool, places: Sequence[int]) -> bool:
+    def _uses_tangents(self, argnums: Sequence[int], args: Sequence[Array]) -> bool:
         settings, run = self._settings, self._run
         if settings.gradient is not None:
             return settings.gradient == "tangent"
-        # If the times of steps depend on the inputs, tangents need a replay per direction, which is slow. The choice must
-        # not depend on whether events have occurred, since then a trajectory's results would depend on other trajectories.
-        if timed or run.settings.events:
+        # If the times of steps depend on the inputs, tangents are slow. The choice must not depend on whether events have
+        # occurred, since then a trajectory's results would depend on other trajectories.
+        if not _TIMES.isdisjoint(argnums) or run.settings.events:
             return False
         if run.outcome.solver is not None:
             return run.outcome.carried is not None
-        return len(numbers_of(run, by_u0, places)) <= run.few
+        return len(numbers_of(run, argnums, args)) <= run.few
 
-    def _carried(self, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
+    def _carried(self, argnums: Sequence[int], args: Sequence[Array], seeds: Seeds) -> list[tuple[Number, Array]] | None:
         """Return the same as `pushed`, from tangents that a kernel has propagated; None if no kernel did this."""
         run, solver = self._run, self._run.outcome.solver
-        found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
+        if solver is None or run.settings.events or not _TIMES.isdisjoint(argnums):
+            return None
+        places = [k - LEAVES for k in argnums if k >= LEAVES]
+        found = carried_tangents(solver, run, U0 in argnums, places, seeds.saved is not None)
         if found is None:
             return None
-        end, saved = found
-        seeds = seeds._replace(end=run.masked(seeds.end))
-        parts = [product_per_trajectory(seeds, end[j], None if saved is None else saved[j]) for j in range(len(end))]
-        return list(zip(numbers_of(run, by_u0, places), parts))
-
-    def _replayed_tangents(self, argnums: Sequence[int], args: Sequence[Array], seeds: Seeds) -> dict[int, Array]:
-        found, run = {}, self._run
-        reached = None if seeds.reached is None else run.masked(seeds.reached)
-        saved = None if seeds.saved is None else seeds.saved[:, : run.n_saved]
-        seeds = seeds._replace(end=run.masked(seeds.end), reached=reached, saved=saved)
-        for k in argnums:
-            varies = k < LEAVES or run.batch.p.varies[k - LEAVES]
-            total = np.zeros_like(args[k])
-            for index, unit in numbers(args[k], varies):
-                direction = np.zeros_like(args[k])
-                direction[index] = unit
-                u, end, *times = self.layout.parts(self.push_traced((k,), args, [direction]))
-                final, crossed = times or (None, None)
-                part = product_per_trajectory(seeds, np.swapaxes(end, 0, 1), u, final, crossed, run)
-                part = part if unit == 1.0 else -1j * part
-                part = part if varies else part.sum()
-                total[index] += part if is_device_array(args[k]) else run.on_host(part)
-            found[k] = total
-        return found
+        ends, saves = found
+        seeds, wanted = seeds._replace(end=run.masked(seeds.end)), sorted(argnums)
+        saves = [None] * len(ends) if saves is None else saves
+        parts = [product_per_trajectory(run, seeds, saved, end.T) for saved, end in zip(saves, ends)]
+        return list(zip(numbers_of(run, wanted, args), parts))
 
     # ---- forward mode
 
     def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
-        run, given = self._run, dict(tangents)
-        if not given.keys().isdisjoint({START, END, DUE}) or run.settings.events or self._needs_replay:
-            return self.push_traced(tuple(given), args, list(given.values()))
-        u0 = given.pop(U0) if U0 in given else np.zeros_like(args[U0])
-        directions = Directions(u0[None], {k - LEAVES: [g] for k, g in given.items()})
-        to_save = SavedTangents(run, directions) if run.n_saved else None
-        end = push_run(run, directions, to_save)
-        saved = self.layout.specs[0].zeros() if to_save is None else to_save.saved[0, :, : run.n_saved]
-        return self.layout.vector([saved, np.swapaxes(end[0], 0, 1)])
+        return self.layout.vector([gs[0] for gs in push_run(self._run, args, {k: [g] for k, g in tangents.items()})])
 
     # ---- by traceable functions
 
@@ -234,9 +203,11 @@ class _SolvedRun:
         return self.layout.vector(replayed(self._run, u0, start, end, leaves, due))
 
 
+_TIMES = {START, END, DUE}
+
+
 def _padded(cotangents: Array, due: Array) -> Array:
-    """Return `cotangents` in the shape of `due`, without the last row, which is zero."""
+    """Return the cotangents of all rows of `due`, given those of the first rows."""
     found = np.zeros_like(due)
-    if len(cotangents):
-        found[: len(cotangents) - 1] = cotangents[:-1]
+    found[: len(cotangents)] = cotangents
     return found

@@ -6,114 +6,119 @@ d + m is small, tangents cost less than an adjoint, whose cost doesn't depend on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.differentiation.forward import Bundle
+from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
+from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 # Number of directions propagated together. Each direction needs as much memory as the states and stages of all columns.
 _GROUP = 8
 
 
+# Positions of arguments: initial states, start and end of tspan, given times of events, and first leaf of the parameters.
+U0, START, END, DUE, LEAVES = range(5)
+NO_TIMES = np.empty((0, 0))
+
+
+def arguments_of(run: Run) -> list[Any]:
+    """Return the arguments of a run, in the order of their positions."""
+    batch = run.batch
+    return [batch.u0, batch.start, batch.end, NO_TIMES, *batch.p.leaves]
+
+
+def push_run(run: Run, args: Sequence[Any], tangents: Mapping[int, Sequence[Any]]) -> list[list[Array]]:
+    """Return the results of `replayed`, each as a list of its tangents in m directions.
+
+    `tangents`: m tangents by the position of an argument; None stands for zeros.
+    """
+    given = list(args)
+    with restoring_state(), Bundle() as bundle:
+        for k, gs in tangents.items():
+            given[k] = bundle.variable(args[k], list(gs))
+        u0, start, end, due, *leaves = given
+        found = [bundle.parts(x) for x in replayed(run, u0, start, end, leaves, due)]
+    zeros = [None] * len(next(iter(tangents.values())))
+    return [[np.zeros_like(value) if g is None else g for g in gs or zeros] for value, gs in found]
+
+
 class Number(NamedTuple):
     """One of the real numbers with respect to which a trajectory is differentiated."""
 
-    place: int | None  # index of a leaf of the parameters; None for the initial state
-    index: Any  # index of an entry of the leaf or the state
+    argnum: int  # position of an argument
+    index: Any  # index of an entry, without the axis of trajectories
     unit: complex  # 1 for the real part of the entry, 1j for its imaginary part
 
 
-def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> list[Number]:
+def numbers_of(run: Run, argnums: Sequence[int], args: Sequence[Any]) -> list[Number]:
     """Return the real numbers of one trajectory with respect to which a run is differentiated."""
-    batch = run.batch
-    found = [Number(None, *number) for number in numbers(batch.u0, True)] if by_u0 else []
-    for place in places:
-        found += [Number(place, *number) for number in numbers(batch.p.leaves[place], batch.p.varies[place])]
+    found = []
+    for k in argnums:
+        shape = np.shape(args[k])[:-1] if _varies(run, k) else np.shape(args[k])
+        units = (1.0, 1j) if np.iscomplexobj(args[k]) else (1.0,)
+        found += [Number(k, index, unit) for index in np.ndindex(*shape) for unit in units]
     return found
 
 
-def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
-    """Return index and unit of each `Number` in an array; `varies`: whether its last axis counts trajectories."""
-    shape = np.shape(x)[:-1] if varies else np.shape(x)
-    units = (1.0, 1j) if np.iscomplexobj(x) else (1.0,)
-    return [(index, unit) for index in np.ndindex(*shape) for unit in units]
+def _varies(run: Run, k: int) -> bool:
+    return k < LEAVES or run.batch.p.varies[k - LEAVES]
 
 
-def _zeros_like(leaf: Array) -> Any:
-    """Return zeros like a leaf; the leaf may be a number on the host even if the states are on a device."""
-    return np.zeros_like(leaf) if np.ndim(leaf) or is_device_array(leaf) else np.result_type(leaf).type(0)
+def _unit(x: Array, index: Any, value: complex) -> Array:
+    """Return zeros like x with one entry; x may be a number on the host even if the states are on a device."""
+    total = np.zeros_like(x)
+    total[index] = value
+    return total if np.ndim(x) or is_device_array(x) else total[()]
 
 
-def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Directions:
-    batch = run.batch
-    u0 = np.zeros_like(batch.u0, shape=(len(group), *batch.u0.shape))
-    leaves: dict[int, list[Any]] = {place: [None] * len(group) for place in places}
-    for j, (place, index, unit) in enumerate(group):
-        if place is None:
-            u0[j][index] = unit
-        elif np.ndim(batch.p.leaves[place]):
-            leaves[place][j] = np.zeros_like(batch.p.leaves[place])
-            leaves[place][j][index] = unit
-        else:
-            leaf = batch.p.leaves[place]
-            leaves[place][j] = _zeros_like(leaf) + np.result_type(leaf).type(unit)
-    return Directions(u0, leaves)
-
-
-def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterator[tuple[Number, Array]]:
+def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Any]) -> Iterator[tuple[Number, Array]]:
     """Yield each number, and per trajectory the sum of products of the cotangents and the tangents of all results."""
-    found, saved = numbers_of(run, by_u0, places), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
-    seeds = seeds._replace(end=run.masked(seeds.end), saved=saved)
+    found, saved = numbers_of(run, argnums, args), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
+    reached = None if seeds.reached is None else run.masked(seeds.reached)
+    seeds = seeds._replace(end=run.masked(seeds.end), saved=saved, reached=reached)
     for first in range(0, len(found), _GROUP):
         group = found[first : first + _GROUP]
-        directions = _directions(run, group, places)
-        tangents = None if saved is None else SavedTangents(run, directions)
-        end = push_run(run, directions, tangents)
-        for j, number in enumerate(group):
-            saved_tangent = None if tangents is None else tangents.saved[j, :, : run.n_saved]
-            yield number, product_per_trajectory(seeds, end[j], saved_tangent)
+        tangents: dict[int, list[Any]] = {number.argnum: [None] * len(group) for number in group}
+        for j, (k, index, unit) in enumerate(group):
+            tangents[k][j] = _unit(args[k], index, unit)
+        for number, *results in zip(group, *push_run(run, args, tangents)):
+            yield number, product_per_trajectory(run, seeds, *results)
 
 
 def contracted(
-    run: Run, by_u0: bool, places: Sequence[int], parts: Iterable[tuple[Number, Array]]
-) -> tuple[Array | None, dict[int, Array]]:
-    """Return the cotangents of the initial states, if `by_u0`, and of the leaves, given the results of `pushed`."""
-    batch = run.batch
-    u0 = np.zeros_like(batch.u0) if by_u0 else None
-    leaves: dict[int, Any] = {place: _zeros_like(batch.p.leaves[place]) for place in places}
-    for (place, index, unit), part in parts:
+    run: Run, argnums: Sequence[int], args: Sequence[Any], parts: Iterable[tuple[Number, Array]]
+) -> dict[int, Array]:
+    """Return the cotangents of the arguments, given the results of `pushed`."""
+    found: dict[int, Any] = {k: np.zeros_like(args[k]) for k in argnums}
+    for (k, index, unit), part in parts:
         # In autograd's convention the gradient with respect to a + ib is ∂/∂a - i ∂/∂b.
         value = part if unit == 1.0 else -1j * part
-        value = value if place is None or batch.p.varies[place] else value.sum()
-        if place is None:
-            u0[index] += value  # type: ignore[index]
-        elif np.ndim(leaves[place]):
-            leaves[place][index] += value
-        else:
-            leaves[place] = leaves[place] + value
-    return u0, leaves
+        value = value if _varies(run, k) else value.sum()
+        found[k][index] += value if is_device_array(args[k]) else run.on_host(value)
+    return found
 
 
 def product_per_trajectory(
-    seeds: Seeds, end: Array, saved: Array, times: Array = None, crossed: Array = None, run: Run | None = None
+    run: Run, seeds: Seeds, saved: Array | None, end: Array, times: Array = None, crossed: Array = None
 ) -> Array:
     """Return the sum of products of cotangents and tangents of all results of each trajectory, shape (N,).
 
-    Only results that have cotangents need tangents: `end`, shape (d, N), of the final states; `saved`, (N, n_saved, d), of
-    the saved states; `times`, (N,), of the final times; `crossed`, (m,), of the times of events (which also needs `run`).
+    Only results that have cotangents need tangents: `saved`, (N, n_saved, d), of the saved states; `end`, shape (N, d), of
+    the final states; `times`, (N,), of the final times; `crossed`, (m,), of the times of events.
     """
-    part = _sum_of_products(seeds.end, end)
-    if seeds.saved is not None:
+    part = _sum_of_products(seeds.end, np.swapaxes(end, 0, 1))
+    if seeds.saved is not None and saved is not None:
         part = part + _sum_of_products(*(np.swapaxes(x.reshape(len(part), -1), 0, 1) for x in (seeds.saved, saved)))
     if seeds.reached is not None:
         part = part + seeds.reached * times
     if seeds.crossed is not None:
-        part = part + _by_trajectory(run.crossed_ids, seeds.crossed * crossed, part)  # type: ignore[union-attr]
+        part = part + _by_trajectory(run.crossed_ids, seeds.crossed * crossed, part)
     return part
 
 

@@ -3,7 +3,7 @@
 The program (`jacobian_program`) computes only the entries that aren't structurally zero, so a sparse Jacobian costs little
 more than f. Tangents need one direction per component of the state.
 
-Tangents and adjoints of Rosenbrock methods need second derivatives of f; their programs are also derived in this file.
+The adjoint of a Rosenbrock method in a kernel needs second derivatives of f; its program is also derived in this file.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from mpiad._typing import Array, Tree
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, evaluated, simplify
 from mpiad.device.transfer import to_host
-from mpiad.differentiation.forward import Bundle
-from mpiad.differentiation.shortcuts import shortened
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.trace import ParameterPacking, packing_of, trace, verify
 from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
-from mpiad.ensemble.linearization import Field, is_whole
+from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.pytrees import flatten
-from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
 _CACHED_PROGRAMS = 32
@@ -49,16 +46,6 @@ def jacobian_program(program: Program) -> JacobianProgram:
     places, slopes = ([place for place in nonzero if (place[1] == d) is timed] for timed in (False, True))
     derived_program = builder.program(program.groups, [nonzero[place] for place in places + slopes])
     return JacobianProgram(derived_program, tuple(places), tuple(i for i, _ in slopes))
-
-
-def second_tangent_program(program: Program) -> Program:
-    """Return a program for the tangent of the derivative of f along a direction.
-
-    Its additional groups of inputs are "direction" (components of the state, then time) and "tangent" (components of the
-    state, then parameters). It has one output per component of f.
-    """
-    derivative = simplify(jvp(program, {"state": None, "time": None}, seeds="direction"))
-    return simplify(jvp(derivative, {"state": None, "parameter": None}, seeds="tangent"))
 
 
 def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Program:
@@ -151,21 +138,8 @@ class _ProgramJacobian:
 
 
 def _write_tangents(field: Field, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-    """Compute the Jacobian by tangents of f, one per component of the state, and one for time: see `JacobianWriter`."""
-    d, slope = len(u), None
-    unit = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
-    with restoring_state(), Bundle() as bundle:
-        state = shortened(bundle.variable(u, [*unit, None]))
-        time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
-        rows = field.bound(_leaves(p))(state, time)
-        whole = is_whole(rows, u.shape)
-        for i, row in zip([slice(None)] if whole else range(d), rows):
-            found = bundle.parts(row)[1] or [None] * (d + 1)
-            for j in range(d):
-                out[i, j] = 0 if found[j] is None else found[j]
-            if found[d] is not None:
-                slope = np.zeros_like(u) if slope is None else slope
-                slope[i] = found[d]
+    """Compute the Jacobian by tangents of f: see `JacobianWriter`."""
+    _, out[...], slope = jacobian_by_tangents(field, u, _leaves(p), t)
     return slope
 
 

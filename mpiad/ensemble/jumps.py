@@ -153,12 +153,6 @@ class Jumps:
         """Per jump, whether no step ends at it, since it occurs at the start or directly after another jump."""
         return (self.turn > 0) | (self.number == 0)
 
-    def before_steps(self) -> Jumps:
-        """Return the jumps before the first step."""
-        mask = self.number == 0
-        first = Jump(self.ids, self.number, self.event, self.slot, self.time, self.before, self.after).chosen(mask)
-        return Jumps([first], np.ones(int(first.ids.max(initial=-1)) + 1, bool))
-
     def at_start(self) -> list[Array]:
         """Return the indices of the jumps before the first step, at most one per trajectory in each array."""
         rows = np.flatnonzero(self.number == 0)

@@ -1,11 +1,11 @@
-"""The derivatives of f at one stage of a block of columns: vector-Jacobian products, and tangents along a few directions.
+"""The function f of a batch, called with columns (trajectories) that may be traced, and its derivatives.
 
-A column is a trajectory. f is traced again at each stage, because its control flow may depend on values.
+f is traced again at each call, because its control flow may depend on values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import autograd.numpy as anp
@@ -13,124 +13,61 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.device.assembly import array, concatenate, stack
+from mpiad.device.assembly import array, concatenate
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.step_operators import rows_of
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport import Spec
+from mpiad.transport.core.tracing import restoring_state
 
 
-class Tracing:
-    """Differentiates f with respect to states, the leaves of the parameters with indices `places` and, if `timed`, time."""
+def pulled(fun: Callable[[list[Any]], Iterable[tuple[Any, Any]]], variables: Sequence[Array]) -> list[Any]:
+    """Return the cotangents of variables, None for zeros, if ``fun(variables)`` returns results with their cotangents."""
+    cotangents: list[Array] = []
 
-    def __init__(self, field: Field, places: Sequence[int], timed: bool):
-        self._field, self._places, self._timed = field, tuple(places), timed
-        self._count = 1 + len(self._places) + timed
+    def results(traced: list[Any]) -> list[Any]:
+        pairs = [(value, g) for value, g in fun(traced) if g is not None]
+        cotangents.extend(g for _, g in pairs)
+        return [value for value, _ in pairs]
 
-    def transposed(
-        self, out: Array, u: Array, leaves: Sequence[Any], t: Array, keep: bool = False
-    ) -> Callable[[Array], list[Any]]:
-        """Write f at u, (d, n), and t, (n,), to `out`, and return the transposed derivative.
-
-        The returned function maps a cotangent of f to the cotangents of u, of the leaves and, if `timed`, of t, or None for
-        zeros. It may be called only once unless `keep` is true.
-        """
-
-        def called(variables: list[Array]) -> Sequence[Array]:
-            variables = list(map(shortened, variables))
-            field = self._field.bound(self._filled(leaves, variables[1:]))
-            return field(variables[0], variables[-1] if self._timed else t)
-
-        given = [u, *[leaves[place] for place in self._places]]
-        values, places, recording = trace_list(called, given + [t] if self._timed else given)
-        whole = is_whole(values, out.shape)
-        for i, value in zip([slice(None)] if whole else range(len(out)), values):
-            np.copyto(out[i], value, casting="same_kind")
-        specs = [(place, spec_like(value)) for place, value in zip(places, values)]
-        # Release the memory of the values before the reverse pass, which needs only the specs.
-        del values
-
-        def pull(g: Array) -> list[Array]:
-            # Device arrays aren't iterable.
-            parts = (g,) if whole else [g[i] for i in range(len(g))]
-            seeds = [(place, _seed(part, spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
-            return run_backward(recording, seeds, self._count, keep)
-
-        return pull
-
-    def along(
-        self, bundle: Bundle, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]]
-    ) -> Callable[[Array, Array, Array], None]:
-        """Return a function ``write(out, u, t)`` that writes f and its tangents to `out`.
-
-        u and `out`, shape (1 + directions, d, n), contain values and then tangents. `tangents`: for each leaf in `places`
-        its tangents, or None for zeros. `bundle`: an open trace.
-        """
-        variable, parts = bundle.variable, bundle.parts
-        # Parameters are the same for all stages.
-        given = [shortened(variable(leaves[place], list(gs))) for place, gs in zip(self._places, tangents)]
-        called = self._field.bound(self._filled(leaves, given))
-
-        def write(out: Array, u: Array, t: Array) -> None:
-            gs = [u[j] for j in range(1, len(u))]
-            rows = called(shortened(variable(u[0], gs)), t)
-            for i, row in zip([slice(None)] if is_whole(rows, u.shape[1:]) else range(len(rows)), rows):
-                value, found = parts(row)
-                np.copyto(out[0, i], value, casting="same_kind")
-                for j, g in enumerate(found or [None] * len(gs), 1):
-                    out[j, i] = 0 if g is None else g
-
-        return write
-
-    def _filled(self, leaves: Sequence[Any], variables: list[Array]) -> Sequence[Any]:
-        if not self._places:
-            return leaves
-        filled = list(leaves)
-        for place, variable in zip(self._places, variables):
-            filled[place] = variable
-        return filled
+    values, places, recording = trace_list(results, variables)
+    seeds = [(k, conform(g, *spec_like(value))) for k, value, g in zip(places, values, cotangents) if k >= 0]
+    return run_backward(recording, seeds, len(variables))
 
 
-def transposed_columns(
-    field: Field, places: Sequence[int], timed: bool, out: Array, u: Array, leaves: Sequence[Any], t: Array
-) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of a function of columns (see `Tracing.transposed`); it may be called repeatedly.
-
-    A single column is duplicated, and the copy gets a zero cotangent. Without `timed` the cotangent of t is zero.
-    """
-    count, varies = len(t), field.varies
-    if count == 1:
-        out, u, t = (np.concatenate([x, x], axis=-1) for x in (out, u, t))
-        leaves = [np.concatenate([x, x], axis=-1) if vary else x for x, vary in zip(leaves, varies)]
-    pull = Tracing(field, places, timed).transposed(out, u, leaves, t, keep=True)
-
-    def pulled(g: Array) -> list[Array]:
-        by_u, *parts = pull(g if count > 1 else np.concatenate([g, np.zeros_like(g)], axis=-1))
-        by_t = parts.pop() if timed else None
-        parts = [x[..., :count] if varies[place] and x is not None else x for place, x in zip(places, parts)]
-        by_u, by_t = (np.zeros_like(x) if bar is None else bar for x, bar in ((u, by_u), (t, by_t)))
-        return [by_u[:, :count], *parts, by_t[:count]]
-
-    return pulled
+def with_leaves(leaves: Sequence[Any], places: Iterable[int], values: Iterable[Any]) -> list[Any]:
+    """Return the leaves of the parameters with those at `places` replaced."""
+    filled = list(leaves)
+    for place, value in zip(places, values):
+        filled[place] = value
+    return filled
 
 
 def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> None:
     """Trace f once with respect to the states; raise a TypeError if f uses functions that can't be traced."""
     try:
-        Tracing(field, (), False).transposed(np.empty_like(u), u, leaves, t)
+        values, _, _ = trace_list(lambda variables: [field.array(shortened(variables[0]), leaves, t)], [u])
+        np.copyto(np.empty_like(u), values[0], casting="same_kind")  # raises for NumPy's arrays of traced values
     except (TypeError, ValueError) as error:
         advice = "Write it with the functions of autograd.numpy instead of numpy."
         raise TypeError(f"solve: f can't be differentiated ({error}). {advice}") from error
 
 
-def _seed(part: Array, spec: Spec) -> Array:
-    """Return the cotangent of a component, summed over the columns if the component is one number for all columns."""
-    if part.shape != spec.shape:
-        part = part.sum()
-    return part if part.dtype == spec.dtype else conform(part, *spec)
+def jacobian_by_tangents(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> tuple[Array, Array, Array | None]:
+    """Return f, shape (d, n), ∂f/∂u, (d, d, n), and ∂f/∂t, (d, n), or None if it is zero."""
+    d, jacobian = len(u), np.zeros_like(u, shape=(len(u), *u.shape))
+    units = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
+    with restoring_state(), Bundle() as bundle:
+        state = shortened(bundle.variable(u, [*units, None]))
+        time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
+        value, found = bundle.parts(field.array(state, leaves, time))
+    found = found or [None] * (d + 1)
+    for j in range(d):
+        jacobian[:, j] = 0 if found[j] is None else found[j]
+    return value, jacobian, found[d]
 
 
 class Field:
@@ -160,10 +97,9 @@ class Field:
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n)."""
         rows = self.bound(leaves)(u, t)
-        if is_whole(rows, u.shape):
+        if len(rows) == 1 and anp.shape(rows[0]) == u.shape:
             return rows[0]
-        # A component may be one number for all columns.
-        return stack([row if anp.shape(row) else row * anp.ones_like(getval(u)[0]) for row in rows])
+        return rows_of(getval(u), *rows)
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivatives of flattened states, by one call of f per trajectory."""
@@ -173,8 +109,3 @@ class Field:
             value = self._f(anp.reshape(u[:, j], self._shape), p, t[j])
             columns.append(anp.reshape(array(value) if isinstance(value, (list, tuple)) else value, (-1, 1)))
         return columns[0] if len(columns) == 1 else concatenate(columns, axis=1)
-
-
-def is_whole(rows: Sequence[Array], shape: tuple[int, int]) -> bool:
-    """Return whether the function of `Field.bound` has returned one array with all components."""
-    return len(rows) == 1 and anp.shape(rows[0]) == shape

@@ -1,34 +1,38 @@
-"""Replay of the accepted steps of a solve by traceable functions, for derivatives of second and higher order.
+"""The accepted steps of a solve as traceable functions, from which all its derivatives are computed.
 
 Step sizes are constant, except for steps that end at the end of tspan, at a given time of an event, or at an event that is
-terminal or acts (changes the state), since these times depend on the inputs. `adjoint` and `tangents` compute the first
-derivatives of the same function.
+terminal or acts (changes the state), since these times depend on the inputs. `replayed` repeats the whole solve, for
+tangents and for derivatives of second and higher order. `adjoint` transposes one visit after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, cast
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function
+from mpiad._typing import Array, Function, Tree
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
+from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import two_at_least
+from mpiad.ensemble.column_lu import ColumnLU, Mass
+from mpiad.ensemble.compiled.trace import packing_of
 from mpiad.ensemble.event import affect_field
+from mpiad.ensemble.field_jacobian import JacobianProgram, derived, jacobian_program
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
-from mpiad.ensemble.run import Run
-from mpiad.ensemble.step_sweep import Columns, Saved, StepSweep, Visit
+from mpiad.ensemble.run import Run, Seeds
+from mpiad.ensemble.step_operators import advanced, replaced, rows_of, solved, values_of
+from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport.devices.device_arrays import is_device_array
 
 # Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2
@@ -37,76 +41,153 @@ _ROOT_STEPS = 2
 class StepReplay:
     """One step of several columns."""
 
-    def __init__(self, run: Run, leaves: list[Any], u: Array, t: Array, h: Array):
+    def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array):
         self._run, self._leaves, self._u, self.t, self.h = run, leaves, u, t, h
-        self._k: list[Array] = []
+        self._size, self._k = _like(h, u), []
+        self._prepare()
         for i in range(run.tableau.stages - 1):
             self._k.append(self._stage(i))
 
+    def _prepare(self) -> None:
+        """Compute values that the stages share."""
+
     def _stage(self, i: int) -> Array:
         t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
-        return self._run.field.array(self.argument(i), self._leaves, t)
+        return self._run.field.array(shortened(self.argument(i)), self._leaves, t)
 
     def argument(self, i: int) -> Array:
         """Return the argument of stage i; the argument of the last stage is the new state."""
-        if i == 0:
-            return self._u
-        total = sum(k * weight for k, weight in zip(self._k, self._run.tableau.a[i - 1]) if weight)
-        return total * _like(self.h, self._u) + self._u
+        return self._sum(self._u, self._size, self._run.tableau.a[i - 1] if i else ())
 
-    def inside(self, x: Array, columns: Columns) -> Array:
-        """Return states inside the step; x: fractions of the step, shape (m,), or (s, m) for s fractions per column."""
-        if len(self._k) < self._run.tableau.stages:
-            self._k.append(self._stage(len(self._k)))
+    def _sum(self, u: Array, h: Array | float, weights: tuple[float, ...]) -> Array:
+        stages, chosen = _nonzero(weights, self._run.coefficients.real)
+        return advanced(u, h, chosen, *[self._k[j] for j in stages]) if stages else u
+
+    def weights(self, x: Array) -> Array:
+        """Return the interpolant's weights at fractions x of the step, shape (stages, m), or (stages, s, 1, m)."""
         weights = _like(self._run.coefficients.weights(x), self._u)
-        total = sum(k[:, columns] * weights[i][..., None, :] for i, k in enumerate(self._k))
-        return total * _like(self.h[columns], self._u) + self._u[:, columns]
+        return weights if weights.ndim == 2 else weights[:, :, None]
 
-    def root(self, condition: Function, x: Array, columns: Array) -> Array:
-        """Return the root of an event's condition as a differentiable function of the inputs; x: its value."""
-        leaves = self._run.columns(self._leaves, columns)
+    def inside(self, weights: Array | Sequence[Array], columns: Columns) -> Array:
+        """Return states inside the step, given the interpolant's weights."""
+        used = self._run.tableau.interpolating
+        if len(self._k) < used.stop:
+            self._k.append(self._stage(len(self._k)))
+        u, h, stages = self._u, self._size, self._k[used]
+        if type(columns) is not slice:
+            u, h, stages = u[:, columns], h[columns], [k[:, columns] for k in stages]
+        return advanced(u, h, weights[used], *stages)
 
-        def value(x: Array) -> Array:
-            t = self.t[columns] + x * self.h[columns]
-            return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
+    def event(self, located: LocatedEvent, exact: bool) -> tuple[Array, Array]:
+        """Return states and times of an event; see `event_at`."""
+        count, run = len(located.columns), self._run
+        every = two_at_least(count) if run.xp is None else slice(None)
+        columns = _without_repetitions(located.columns, self._u.shape[1]) if count > 1 else located.columns[every]
+        condition, leaves = run.settings.events[located.event].condition, run.columns(self._leaves, columns)
+        state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
+        of_step = run.batch.p.build(leaves), self.t[columns], self.h[columns]
+        state, time = event_at(condition, state_at, *of_step, located.x[every], exact)
+        return state[:, :count], time[:count]
 
-        # The slope is computed again in each Newton step, so that each step squares the error.
-        for _ in range(_ROOT_STEPS):
-            residual, slope = jvp(value, x, np.ones_like(getval(x)))
-            x = x - (residual - getval(residual)) / slope
-        return x
+
+def _without_repetitions(columns: Columns, count: int) -> Columns:
+    """Return an index of the same columns that can't contain a column twice, so that its adjoint is cheaper.
+
+    The columns must be in ascending order.
+    """
+    if type(columns) is not np.ndarray:  # a slice, or an array on a device
+        return columns
+    mask = np.zeros(count, bool)
+    mask[columns] = True
+    return slice(None) if mask.all() else mask
+
+
+def event_at(
+    condition: Function, state_at: Callable[[Array], Array], p: Tree, t: Array, h: Array, x: Array, exact: bool
+) -> tuple[Array, Array]:
+    """Return states and times at the root of an event's condition as differentiable functions of the inputs.
+
+    ``state_at(x)`` returns the states at the fractions x of the steps of sizes h that begin at times t; x, shape (n,): the
+    values at the root. By the implicit function theorem, one Newton step gives first derivatives. With `exact` second and
+    third derivatives are also correct.
+    """
+
+    def value(x: Array) -> Array:
+        return condition(state_at(x), p, t + x * h)
+
+    # The slope is computed again in each Newton step, so that each step squares the error.
+    for _ in range(_ROOT_STEPS if exact else 1):
+        residual, slope = jvp(value, x, np.ones_like(getval(x)))
+        x = x - (residual - getval(residual)) / (slope if exact else getval(slope))
+    return state_at(x), t + x * h
+
+
+@lru_cache(256)
+def _nonzero(weights: tuple[float, ...], dtype: np.dtype) -> tuple[list[int], list[Array]]:
+    """Return the indices and values of nonzero weights."""
+    stages = [j for j, weight in enumerate(weights) if weight]
+    return stages, [dtype.type(weights[j]) for j in stages]
 
 
 class RosenbrockReplay(StepReplay):
-    """One step of a Rosenbrock method (see `tableaus` for the notation)."""
+    """One step of a Rosenbrock method (see `tableaus` for the notation), which doesn't compute f at its ends."""
+
+    def _prepare(self) -> None:
+        table = cast(RosenbrockTableau, self._run.tableau)
+        self._mass = Mass(self._run.settings.mass, table.gamma)
+        self._places, self._entries, self._slope = linearized(self._run, self._u, self._leaves, _like(self.t, self._u))
+        u, size = getval(self._u), getval(self._size)
+        matrices = np.zeros_like(u, shape=(len(u), *u.shape))
+        matrices[self._places] = getval(self._entries) * -size
+        self._mass.add_to(matrices)
+        self._lu = ColumnLU(matrices)
 
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
-        rate = super()._stage(i) if i != 1 else self._k[0]
         if i == 0:
-            self._matrices, self._time_term = self._linearized(table.gamma)
-        if 0 < i < table.stages - 1:
-            before = [weight * k for weight, k in zip(table.coupling[i - 1], self._k) if weight]
-            coupled = sum(before[1:], before[0]) if before else 0.0
-            coupled = coupled if mass is None or not before else anp.dot(mass, coupled)
-            rate = rate + table.slopes[i - 1] * self._time_term + coupled
-            rate = anp.transpose(anp.linalg.solve(self._matrices, anp.transpose(rate)[..., None])[..., 0])
-        return rate
+            return np.zeros_like(getval(self._u))
+        right, coupling = super()._stage(i), table.coupling[i - 1]
+        if mass is None:
+            right = self._sum(right, 1.0, coupling)
+        elif any(coupling):
+            # Products with M are elementwise, since those of matrices may differ in rounding with the number of columns.
+            zeros, entries = np.zeros_like(getval(self._u)), mass.astype(self._size.dtype)
+            before = self._sum(zeros, 1.0, coupling)
+            products = [sum(entries[i, j] * before[j] for j in np.flatnonzero(row).tolist()) for i, row in enumerate(mass)]
+            right = right + rows_of(zeros, *products)
+        if self._slope is not None and table.slopes[i - 1]:
+            right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
+        return solved(self._lu, self._places, self._entries, self._size, right)
 
-    def _linearized(self, gamma: float) -> tuple[Array, Array]:
-        """Return the matrices W, shape (n, d, d), and h ∂f/∂t, shape (d, n)."""
-        u, t, h, field, leaves = self._u, _like(self.t, self._u), _like(self.h, self._u), self._run.field, self._leaves
-        if is_device_array(getval(u)):
-            raise NotImplementedError(
-                "solve: second derivatives of a Rosenbrock method aren't supported for device arrays. Apply "
-                "mpiad.device.to_host to u0 and p."
-            )
-        ones, units = np.ones_like(getval(u)[0]), np.eye(len(u), dtype=u.dtype)
-        columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
-        time_term = h * jvp(lambda t: field.array(u, leaves, t), t, ones)[1]
-        jacobian = anp.transpose(anp.stack(columns), (2, 1, 0))
-        mass = self._run.settings.mass
-        return (units if mass is None else mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, time_term
+
+def linearized(run: Run, u: Array, leaves: list[Any], t: Array) -> tuple[Any, Array, Array | None]:
+    """Return places and values of the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
+    found, d, plain = derived(jacobian_program, run.batch), len(u), getval(u)
+    if isinstance(found, JacobianProgram):
+        values = values_of(found.program, u, _numbers(run, leaves, plain), t[None])
+        count, of_time = len(found.places), dict(zip(found.slopes, range(len(found.places), len(values))))
+        slope = rows_of(plain, *[values[of_time[i]] if i in of_time else 0.0 for i in range(d)]) if of_time else None
+        places = tuple(np.array(found.places, int).reshape(-1, 2).T)
+        return places, values[:count], slope
+    ones, units = np.ones_like(plain[0]), np.eye(d, dtype=u.dtype)
+    columns = [jvp(lambda u: run.field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
+    slope = jvp(lambda t: run.field.array(u, leaves, t), t, ones)[1]
+    places = np.divmod(np.arange(d * d), d)
+    return places[::-1], concatenate(columns), slope
+
+
+def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:
+    """Return the scalars of the parameters as rows, shape (m, n), in the order of a program's inputs."""
+    rows = []
+    for part in packing_of(run.batch.p).parts:
+        leaf = leaves[part.place]
+        # A number may be on the host even if the states are on a device.
+        leaf = anp.reshape(leaf, (-1, like.shape[1] if part.varies else 1)) if anp.ndim(leaf) else leaf
+        leaf = leaf if part.varies else leaf * np.ones_like(like[:1].real)
+        if part.complex:
+            leaf = anp.reshape(anp.stack([anp.real(leaf), anp.imag(leaf)], axis=1), (-1, like.shape[1]))
+        rows.append(_like(leaf, like))
+    return concatenate(rows) if rows else like[:0]
 
 
 def _like(x: Array, u: Array) -> Array:
@@ -115,98 +196,98 @@ def _like(x: Array, u: Array) -> Array:
     return x if x.dtype == real else x.astype(real)
 
 
-Replay = Callable[[list], Array]
+class Inputs(NamedTuple):
+    """The inputs of a solve on which its steps depend, for n trajectories; they may be traced.
 
-
-def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array | None = None) -> list[Array]:
-    """Return the results of a run as functions of its inputs, which may be traced.
-
-    `u0` has shape (d, N); `start` and `end`, shape (N,), are on the host; `due`, shape (times, N), are the given times at
-    which events act. The results are the saved states, (N, n_saved, d), zero if a time wasn't reached or the trajectory
-    failed; the final states, (N, d); and, with events, the final times, (N,), and the times of events, (m,).
+    `shift` and `lengthening` are zeros with the derivatives of the start and the end of tspan, which are added to the
+    constant times and sizes of steps; after an event that ends a step, `shift` has the derivatives of the event's time.
+    They are None if the times of steps are constant.
     """
-    replay = _Replay(run, start, end, leaves, due)
-    with np.errstate(all="ignore"):
-        # The states of failed trajectories aren't differentiated.
-        u0 = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
-        states = initial = replay.started(u0)
-        for sweep in run.sweeps(whole=True):
-            states = replay.through(sweep, states)
-        states = replay.ended(states)
-        times = replay.times() if run.settings.events else ()
-        return [replay.saved(initial, states), anp.transpose(states), *times]
+
+    leaves: list[Any]
+    shift: Array = None  # shape (n,)
+    lengthening: Array = None  # shape (n,)
+    due: Array = None  # shape (times, n); the given times of events
+
+    def of(self, run: Run, columns: Columns) -> Inputs:
+        """Return the inputs of some of the trajectories."""
+        return Inputs(run.columns(self.leaves, columns), *[x if x is None else x[..., columns] for x in self[1:]])
 
 
-class _Replay:
-    """The replay of all steps, which collects the results (see `step_sweep` for sweeps and visits)."""
+class Visited(NamedTuple):
+    """The results of a visit of n columns."""
 
-    def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any], due: Any):
-        self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
-        self._timed = any(map(isbox, (start, end, due))) or run.times_move
-        if self._timed:
-            # Traced zeros with the derivatives of the start of tspan and of its end. They are added to the constant times
-            # and sizes of steps. After an event that ends a step, `_shift` has the derivatives of the time of the event.
-            shifts = [x - getval(x) for x in (start, end)]
-            self._shift, self._lengthening = shifts if run.xp is None else (array_to_device(x, run.xp) for x in shifts)
-        # The saved values as rows, and the number of rows. Row 0, of zeros, is used for times that weren't reached.
-        self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
-        self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
-        # Indices and times: of terminal events among the final times, and of other events among the times of all events.
-        self._ended: list[tuple[Array, Array]] = []
-        self._passed: list[tuple[Array, Array]] = []
+    u: Array  # shape (d, n); the states after the step, and after events that change them
+    shift: Array  # shape (n,); see `Inputs`
+    saved: list[tuple[Saved, Array]]  # values of shape (d, m), or (s, d, m) for s values per column
+    times: list[tuple[LocatedEvent, Array]]
 
-    def through(self, sweep: StepSweep, states: Array) -> Array:
-        """Return the states of all trajectories, shape (d, N), after the steps of a sweep."""
-        leaves, u = self._run.columns(self._leaves, sweep.ids), states[:, :0]
-        for visit in sweep.forwards():
-            before, width = u.shape[1], len(visit.t)
-            if before < width:
-                # Visits are aligned at the ends of trajectories, so shorter trajectories begin later.
-                entering = states[:, sweep.ids[before:width]]
-                u = concatenate([u, entering], axis=1) if before else entering
-            u = self._visited(sweep, visit, u, leaves)
-        return self._put(states, sweep.ids, u) if u.shape[1] else states
 
-    def _visited(self, sweep: StepSweep, visit: Visit, u: Array, leaves: list[Any]) -> Array:
-        """Return the states after a visit, and store its saved values and events."""
-        run, width = self._run, len(visit.t)
-        columns = run.doubled(width)
-        t, h = (time[columns] for time in self._times(sweep, visit))
-        kind = RosenbrockReplay if run.tableau.implicit else StepReplay
-        step = kind(run, run.columns(leaves, columns), u[:, columns], t, h)
-        new = step.argument(run.tableau.stages - 1)[:, :width]
+class Replay:
+    """The steps and events of a solve as functions of its inputs.
+
+    - `timed`: whether the times of steps depend on the inputs.
+    - `seeds`: the cotangents of the results if only their first derivatives are needed, and only those with cotangents.
+    """
+
+    def __init__(self, run: Run, timed: bool, seeds: Seeds | None = None):
+        self._run, self._timed, self._seeds = run, timed, seeds
+
+    def begun(self, u0: Array, inputs: Inputs) -> tuple[Array, Array]:
+        """Return the states of all trajectories and their `shift` after events at the start."""
+        run, shift = self._run, inputs.shift
+        for rows in run.jumps.at_start() if run.jumps else ():
+            u0, shift = self._jumped(rows, run.jumps.ids[rows], u0, inputs._replace(shift=shift))  # type: ignore[union-attr]
+        return u0, shift
+
+    def visited(self, sweep: StepSweep, visit: Visit, u: Array, inputs: Inputs) -> Visited:
+        """Return the results of a visit, given the states before it and the inputs of its columns."""
+        run, columns = self._run, self._run.doubled(len(visit.t))
+        inputs = inputs._replace(leaves=list(map(shortened, inputs.leaves)))
+        t, h = self._times(sweep, visit, inputs)
+        given = u, inputs.leaves, t, h
+        if type(columns) is not slice:
+            given = u[:, columns], run.columns(inputs.leaves, columns), t[columns], h[columns]
+        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, *given)
+        new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
+        new = new if type(columns) is slice else new[:, : len(visit.t)]
         for located in sweep.located(visit):
-            c, event = located.columns, run.settings.events[located.event]
-            x = step.root(event.condition, located.x, c)
-            time = step.t[c] + x * step.h[c]
-            if located.terminal and not event.acts:
-                self._ended.append((sweep.ids[c], time))
-            else:
-                self._passed.append((located.row, time))
-            if located.terminal:
-                new = self._put(new, c, step.inside(x, c))
-                if run.jumps and self._timed:
-                    self._shift = self._put(self._shift, sweep.ids[c], time - getval(time))
-        saved = sweep.saved(visit)
-        for part in saved.at_end:
-            self._save(part, part.of(new))
-        for part in saved.inside:
-            x = self._fractions(part, visit, t, h) if self._timed else part.x
-            self._save(part, step.inside(x, part.columns))
+            if located.terminal or self._differs(located):
+                state, time = step.event(located, self._seeds is None)
+                times.append((located, time))
+                if located.terminal:
+                    new = replaced(new, located.columns, state)
+                if located.terminal and run.jumps and self._timed:
+                    shift = replaced(shift, located.columns, time - getval(time))
+        values = sweep.saved(visit) if self._seeds is None or self._seeds.saved is not None else SavedInStep()
+        saved = [(part, part.of(new)) for part in values.at_end]
+        for part in values.inside:
+            weights = part.weights if not self._timed else step.weights(self._fractions(part, visit, t, h))
+            saved.append((part, step.inside(weights, _without_repetitions(part.columns, len(step.t)))))
         for rows, own in sweep.jumps(visit):
-            new = self._put(new, own, self._jumped(rows, new[:, own]))
-        return new
+            new, shift = self._jumped(rows, own, new, inputs._replace(shift=shift))
+        return Visited(new, shift, saved, times)
 
-    def _times(self, sweep: StepSweep, visit: Visit) -> tuple[Array, Array]:
+    def _differs(self, located: LocatedEvent) -> bool:
+        """Return whether the derivatives of the times of an event are needed if no step ends at it."""
+        crossed = True if self._seeds is None else self._seeds.crossed
+        # On a device the host would have to wait for the values.
+        return bool(crossed[located.row].any()) if isinstance(crossed, np.ndarray) else crossed is not None
+
+    def ended(self, ids: Array, u: Array, inputs: Inputs) -> Array:
+        """Return final states as functions of the end of tspan; `ids`: trajectories whose states events changed there."""
+        return self._drifted(u, inputs, self._run.batch.end[ids], inputs.lengthening)
+
+    def _times(self, sweep: StepSweep, visit: Visit, inputs: Inputs) -> tuple[Array, Array]:
         """Return the start times and sizes of the steps of a visit."""
         if not self._timed:
             return visit.t, visit.h
         # The end of tspan affects only the size of the last step, and nothing if the trajectory ended at a terminal event.
-        ids = sweep.ids[: len(visit.t)]
-        longer = anp.where(sweep.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
+        longer = anp.where(sweep.moves(visit), inputs.lengthening - inputs.shift, 0.0)
         for rows, own in sweep.jumps(visit)[:1]:
-            longer = self._put(longer, own, self._moved(rows) - self._shift[ids[own]])
-        return visit.t + self._shift[ids], visit.h + longer
+            shift = inputs.shift[own]
+            longer = replaced(longer, own, self._moved(rows, own, inputs, shift) - shift)
+        return visit.t + inputs.shift, visit.h + longer
 
     def _fractions(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
         """Return the fractions of steps at the constant saved times; they depend on the times of the steps."""
@@ -217,64 +298,122 @@ class _Replay:
         moving = moving & (part.x != 0) if self._run.jumps else moving
         return anp.where(moving, elapsed / anp.where(moving, h[own], 1.0), 0.0)
 
-    def started(self, u0: Array) -> Array:
-        """Return the states of all trajectories after events at the start."""
-        for rows in self._run.jumps.at_start() if self._run.jumps else ():
-            ids = self._run.jumps.ids[rows]  # type: ignore[union-attr]
-            u0 = self._put(u0, ids, self._jumped(rows, u0[:, ids]))
-        return u0
-
-    def ended(self, states: Array) -> Array:
-        """Return the final states as functions of the end of tspan, if events change states at this time."""
-        run = self._run
-        ids = np.flatnonzero(run.cut & ~run.terminated) if run.jumps and self._timed else np.empty(0, int)
-        if not ids.size:
-            return states
-        moved = self._drifted(states[:, ids], ids, run.batch.end[ids], self._lengthening[ids])
-        return self._put(states, ids, moved)
-
-    def _moved(self, rows: Array) -> Array:
+    def _moved(self, rows: Array, own: Array, inputs: Inputs, shift: Array) -> Array:
         """Return zeros with the derivatives of the times of jumps: given times, or the ends of the preceding steps."""
-        jumps: Any = self._run.jumps
-        ids, slot = jumps.ids[rows], jumps.slot[rows]
-        due = self._due[np.maximum(slot, 0), ids]
-        return anp.where(slot == FOUND, self._shift[ids], due - getval(due))
+        slot = self._run.jumps.slot[rows]  # type: ignore[union-attr]
+        if (slot == FOUND).all():
+            return shift
+        due = inputs.due[np.maximum(slot, 0), own]
+        return anp.where(slot == FOUND, shift, due - getval(due))
 
-    def _jumped(self, rows: Array, u: Array) -> Array:
-        """Return the states after jumps, given the states before them; at most one jump per trajectory."""
-        run, jumps = self._run, self._run.jumps
-        ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
+    def _jumped(self, rows: Array, own: Array, u: Array, inputs: Inputs) -> tuple[Array, Array]:
+        """Return the states and `shift` after jumps, at most one per trajectory; `own`: their columns."""
+        run, jumps, shift = self._run, self._run.jumps, inputs.shift
+        index = _without_repetitions(own, u.shape[1])
+        t, chosen, before = jumps.time[rows], inputs.of(run, index), u[:, index]  # type: ignore[union-attr]
         if self._timed:
-            moved = self._moved(rows)
+            moved = self._moved(rows, own, inputs, chosen.shift)
             # Only these columns are advanced: in other columns f may be infinite, and derivatives would become NaN.
             stepless = np.flatnonzero(jumps.stepless[rows])  # type: ignore[union-attr]
             if stepless.size:
-                u = self._put(u, stepless, self._drifted(u[:, stepless], ids[stepless], t[stepless], moved[stepless]))
-            self._shift, t = self._put(self._shift, ids, moved), t + moved
-        which = jumps.event[rows]  # type: ignore[union-attr]
+                drifted = self._drifted(before[:, stepless], chosen.of(run, stepless), t[stepless], moved[stepless])
+                before = replaced(before, stepless, drifted)
+            shift, t = replaced(shift, own, moved), t + moved
+        after, which = before, jumps.event[rows]  # type: ignore[union-attr]
         for event in np.unique(which).tolist():
-            own = np.flatnonzero(which == event)
-            columns = own[two_at_least(len(own))]
+            changed = np.flatnonzero(which == event)
+            columns = changed[two_at_least(len(changed))]
             field = affect_field(run.settings.events[event], run.batch)
-            after = field.array(u[:, columns], run.columns(self._leaves, ids[columns]), t[columns])
-            u = self._put(u, own, after[:, : len(own)])
-        return u
+            found = field.array(before[:, columns], run.columns(chosen.leaves, columns), t[columns])
+            after = replaced(after, changed, found[:, : len(changed)])
+        return replaced(u, own, after), shift
 
-    def _drifted(self, u: Array, ids: Array, t: Array, moved: Array) -> Array:
+    def _drifted(self, u: Array, inputs: Inputs, t: Array, moved: Array) -> Array:
         """Return states advanced by the difference of two equal times, which is zero but has derivatives."""
-        shift = self._shift[ids]
-        between = moved - shift
+        between = moved - inputs.shift
         if not isbox(between):
             return u
-        run, columns = self._run, two_at_least(len(ids))
-        leaves, now, between = run.columns(self._leaves, ids[columns]), (t + shift)[columns], between[columns]
-        rate_at = partial(mass_matrix_rhs, run.batch, run.settings.mass)
+        count, columns = u.shape[1], two_at_least(u.shape[1])
+        leaves, now, between = self._run.columns(inputs.leaves, columns), (t + inputs.shift)[columns], between[columns]
+        rate_at = partial(mass_matrix_rhs, self._run.batch, self._run.settings.mass)
         rate = rate_at(u[:, columns], leaves, now)
         # A step of Heun's method, of order 2, gives correct derivatives up to second order.
         rate = 0.5 * (rate + rate_at(u[:, columns] + between * rate, leaves, now + between))
-        return u + (between * rate)[:, : len(ids)].astype(u.dtype)
+        return u + (between * rate)[:, :count].astype(u.dtype)
 
-    def _save(self, part: Saved, value: Array) -> None:
+
+def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array = None) -> list[Array]:
+    """Return the results of a run as functions of its inputs, which may be traced.
+
+    `u0` has shape (d, N); `start` and `end`, shape (N,), are on the host; `due`, shape (times, N), are the given times at
+    which events act. The results are the saved states, (N, n_saved, d), zero if a time wasn't reached or the trajectory
+    failed; the final states, (N, d); and, with events, the final times, (N,), and the times of events, (m,).
+    """
+    timed = any(map(isbox, (start, end, due))) or run.times_move
+    replay, inputs, rows = Replay(run, timed), Inputs(list(leaves)), _SavedRows(run)
+    if timed:
+        shifts = [x - getval(x) for x in (start, end)]
+        shifts = shifts if run.xp is None else [array_to_device(x, run.xp) for x in shifts]
+        inputs = inputs._replace(shift=shifts[0], lengthening=shifts[1], due=due if np.size(due) else None)
+    # Indices and times: of terminal events among the final times, and of other events among the times of all events.
+    ended: list[tuple[Array, Array]] = []
+    passed: list[tuple[Array, Array]] = []
+    with np.errstate(all="ignore"):
+        # The states of failed trajectories aren't differentiated.
+        initial = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
+        states, shift = replay.begun(initial, inputs)
+        initial = states
+        for sweep in run.sweeps():
+            own, u = inputs._replace(shift=shift).of(run, sweep.ids), states[:, :0]
+            for visit in sweep.forwards():
+                before, width = u.shape[1], len(visit.t)
+                if before < width:
+                    # Visits are aligned at the ends of trajectories, so shorter trajectories begin later.
+                    entering = states[:, sweep.ids[before:width]]
+                    u = concatenate([u, entering], axis=1) if before else entering
+                found = replay.visited(sweep, visit, u, own.of(run, slice(0, width)))
+                u = found.u
+                if run.jumps and timed:
+                    own = own._replace(shift=replaced(own.shift, slice(0, width), found.shift))
+                for part, value in found.saved:
+                    rows.save(part, value)
+                for located, time in found.times:
+                    final = located.terminal and not run.settings.events[located.event].acts
+                    (ended if final else passed).append((sweep.ids[located.columns] if final else located.row, time))
+            if u.shape[1]:
+                states = replaced(states, sweep.ids, u)
+            if run.jumps and timed:
+                shift = replaced(shift, sweep.ids, own.shift)
+        ids = run.ends_at_events
+        if timed and ids.size:
+            states = replaced(states, ids, replay.ended(ids, states[:, ids], inputs._replace(shift=shift).of(run, ids)))
+        results = [rows.array(initial, states), anp.transpose(states)]
+        if not run.settings.events:
+            return results
+        reached = run.reached
+        if timed:
+            reached = reached + anp.where(run.placed(run.live & ~run.terminated), inputs.lengthening, 0.0)
+        if timed and run.jumps:
+            reached = reached + anp.where(run.live & run.terminated, shift, 0.0)
+        return [*results, reached if run.jumps else _with_times(reached, ended), _with_times(run.crossed, passed)]
+
+
+def _with_times(times: Array, found: list[tuple[Array, Array]]) -> Array:
+    if not found:
+        return times
+    places, values = zip(*found)
+    return replaced(times, np.concatenate(places), concatenate(values))
+
+
+class _SavedRows:
+    """The saved values of a solve as rows; row 0, of zeros, is used for times that weren't reached."""
+
+    def __init__(self, run: Run):
+        self._run, d = run, len(run.batch.u0)
+        self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
+        self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
+
+    def save(self, part: Saved, value: Array) -> None:
         """Store saved values of shape (d, m), or (s, d, m) for s values per column."""
         rows = anp.reshape(anp.swapaxes(value, -1, -2), (-1, value.shape[-2]))
         numbers = self._count + self._run.arange(len(rows))
@@ -285,14 +424,8 @@ class _Replay:
         self._rows.append(rows)
         self._count += len(rows)
 
-    def _put(self, old: Array, columns: Array, new: Array) -> Array:
-        """Return an array with some columns replaced; differentiable."""
-        order = self._run.arange(old.shape[-1])
-        order[columns] = old.shape[-1] + self._run.arange(len(columns))
-        return concatenate([old, new], axis=-1)[..., order]
-
-    def saved(self, start: Array, end: Array) -> Array:
-        """Return the saved states, shape (N, n_saved, d)."""
+    def array(self, start: Array, end: Array) -> Array:
+        """Return the saved states, shape (N, n_saved, d), given the initial and final states."""
         run, index = self._run, self._index
         rows = run.arange(run.batch.size)[:, None]
         for at_start, states in ((True, start), (False, end)):
@@ -302,30 +435,17 @@ class _Replay:
                 self._add(anp.transpose(states))
         return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
 
-    def times(self) -> tuple[Array, Array]:
-        """Return the final times, shape (N,), and the times of events, (m,)."""
-        run = self._run
-        reached = run.reached
-        if self._timed:
-            reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
-        if self._timed and run.jumps:
-            reached = reached + anp.where(run.live & run.terminated, self._shift, 0.0)
-        return reached if run.jumps else self._replaced(reached, self._ended), self._replaced(run.crossed, self._passed)
 
-    def _replaced(self, times: Array, found: list[tuple[Array, Array]]) -> Array:
-        if not found:
-            return times
-        places, values = zip(*found)
-        return self._put(times, np.concatenate(places), concatenate(values))
+Replayed = Callable[[list], Array]
 
 
-def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
+def replayed_jvp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
     """Return the tangent of the results of `replay`, given the tangents `gs` of the arguments at `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
     return trace_forwards(*_function_of(replay, argnums, args), tangents)[1]
 
 
-def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
+def replayed_vjp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
     """Return the cotangents of the arguments at `argnums`, given the cotangent g of the results of `replay`."""
     fun, variables = _function_of(replay, argnums, args)
     traced = trace_backwards(fun, variables)
@@ -333,7 +453,7 @@ def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g:
     return cotangents_of_variables(traced, seeds, variables)
 
 
-def _function_of(replay: Replay, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
+def _function_of(replay: Replayed, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
     """Return the results as a function of the arguments at `argnums`, and these arguments."""
 
     def fun(values: Sequence[Any]) -> Array:

@@ -12,7 +12,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.jumps import FOUND, Jumps
+from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
@@ -24,8 +24,7 @@ from mpiad.transport.devices.device_arrays import arrays_of
 # Saved values, sorted by the steps that contain them.
 #
 # A saved value at the fraction x of a step of size h from u is u + h Σ w_i(x) k_i, with the stages k_i and the weights w_i
-# of the interpolant. The last stage is the first stage of the next step, in which its contribution is added. If no step
-# follows, or the next step begins at a state that an event has changed, this stage is computed separately.
+# of the interpolant.
 
 
 # For each visit of a sweep, tuples of arrays whose last axis counts the entries of a group.
@@ -87,11 +86,13 @@ def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> Gr
 
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
-    """Return the indices, in `ids`, of the trajectories of a sweep, and their columns."""
+    """Return the indices, in `ids`, of the trajectories of a sweep, and their columns, in ascending order of columns."""
     order = np.argsort(sweep.ids)
     position = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
     indices = np.flatnonzero(sweep.ids[order[position]] == ids) if len(order) else np.empty(0, int)
-    return indices, order[position[indices]]
+    columns = order[position[indices]]
+    ascending = np.argsort(columns, kind="stable")
+    return indices[ascending], columns[ascending]
 
 
 class Crossings(NamedTuple):
@@ -167,27 +168,18 @@ class SortedSweep(StepSweep):
         return int(np.count_nonzero(self.counts > number))
 
     @cached_property
-    def _saved_values(self) -> tuple[Groups, Groups, Groups]:
-        """For each visit, the values saved at the end of the step, inside it, and inside the previous step."""
+    def _saved_values(self) -> tuple[Groups, Groups]:
+        """For each visit, the values saved at the end of the step and inside it."""
         entries = self._run.entries
         starts, stops = (np.searchsorted(entries[0], self.ids, side=side) for side in ("left", "right"))
         counts = stops - starts
         column = np.repeat(np.arange(len(self.ids)), counts)
         # The entries of a trajectory are adjacent.
         chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        ids, place, number, x, h = (array[chosen] for array in entries)
-        # The last stage of a `final` step isn't the first stage of a following step.
-        final, inside, jumps = number == self.counts[column] - 1, x != 1, self._run.jumps
-        if jumps:
-            most = int(self._run.counts.max()) + 1
-            final |= np.isin(self.ids[column] * most + number + 1, jumps.ids * most + jumps.number)
-        visit, following = (self.visit_of(column, step) for step in (number, np.where(final, number, number + 1)))
-        weights, own = self._run.coefficients.weights(x), (ids, place, column)
-        return (
-            _by_visits(~inside, visit, column, *own),
-            _by_visits(inside, visit, column, *own, x, h, weights, final),
-            _by_visits(inside & ~final, following, column, *own, x, h, weights[-1:]),
-        )
+        ids, place, number, x = (array[chosen] for array in entries)
+        inside, visit, own = x != 1, self.visit_of(column, number), (ids, place, column)
+        weights = self._run.coefficients.weights(x)
+        return _by_visits(~inside, visit, column, *own), _by_visits(inside, visit, column, *own, x, weights)
 
     def saved(self, visit: Visit) -> SavedInStep:
         """Return the values saved in the step."""
@@ -342,17 +334,16 @@ class Run:
         recorded = self.outcome.recorded()
         return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
-    def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
+    def sweeps(self, backwards: bool = False) -> Iterator[StepSweep]:
         """Return the sweeps over all steps, block by block, to be processed `backwards` or forwards.
 
-        With `whole` all trajectories of a share are one block, whose visits have no states if only some were stored.
+        If only some states were stored, only the visits of sweeps to be processed `backwards` have states.
         """
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:
             moving = int(np.count_nonzero(steps.counts))
-            width = max(1, moving) if whole else width
             for start in range(0, moving, width):
-                yield SortedSweep(self, steps, start, min(start + width, moving), first, None if whole else steps.every)
+                yield SortedSweep(self, steps, start, min(start + width, moving), first, steps.every if backwards else None)
 
     @cached_property
     def _new_stages(self) -> Callable[..., Stages]:
@@ -382,11 +373,11 @@ class Run:
         return Seeds(end.T, saved if saved.any() else None, reached, crossed)
 
     @cached_property
-    def entries(self) -> tuple[Array, Array, Array, Array, Array]:
+    def entries(self) -> tuple[Array, Array, Array, Array]:
         """The m saved values that lie in a step (not the initial or final states), in arrays of shape (m,).
 
         These are the trajectories, in ascending order; the indices of the values among the saved values of their
-        trajectories; the numbers of the steps, from 0; the fractions of the steps, 1 at their ends; and their sizes.
+        trajectories; the numbers of the steps, from 0; and the fractions of the steps, 1 at their ends.
         """
         ids, place = np.nonzero(self.save_step >= 0)
         number = self.save_step[ids, place].astype(np.int64)
@@ -396,12 +387,12 @@ class Run:
             t[in_share], h[in_share] = steps.times(ids[in_share] - first, number[in_share])
         times = self.settings.saveat
         if times is None:
-            return ids, place, number, np.ones(len(ids)), h
+            return ids, place, number, np.ones(len(ids))
         due = times[place] if times.ndim == 1 else times[ids, place]
         # The last step ends at the end of tspan, from which t + h may differ by rounding.
         last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
-        return ids, place, number, x, h
+        return ids, place, number, x
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
         """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
@@ -414,20 +405,11 @@ class Run:
 
     def add_saved(self, total: Array, saved: Array, at_start: bool) -> None:
         """Add to `total`, (d, N), the cotangents of saved values that are initial (or final) states."""
-        for slot, ids in self._slots_at(at_start):
-            total[:, ids] += saved[ids, slot].T
-
-    def write_saved(self, saved: Array, states: Array, at_start: bool) -> None:
-        """Write initial (or final) states, (m, d, N), to the saved values, (m, N, slots, d), that equal them."""
-        for slot, ids in self._slots_at(at_start):
-            saved[:, ids, slot] = np.swapaxes(states[:, :, ids], 1, 2)
-
-    def _slots_at(self, at_start: bool) -> Iterator[tuple[int, Columns]]:
-        """Yield the indices of saved values that are initial (or final) states, and the trajectories of these values."""
         mask = self._saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
             own = mask[:, slot]
-            yield slot, slice(None) if own.all() else self.placed(np.flatnonzero(own))
+            ids = slice(None) if own.all() else self.placed(np.flatnonzero(own))
+            total[:, ids] += saved[ids, slot].T
 
     @cached_property
     def _event_columns(self) -> list[Array]:
@@ -494,8 +476,11 @@ class Run:
 
     @property
     def times_move(self) -> bool:
-        """Whether steps begin at roots of conditions, so that their times depend on all inputs of the solve."""
-        return self.jumps is not None and bool((self.jumps.slot == FOUND).any())
+        """Whether steps may begin, or end after another event, at roots of conditions, so that times depend on all inputs.
+
+        It doesn't depend on the events that have occurred, since then a trajectory's derivatives would depend on others.
+        """
+        return self._any_acts and any(event.stops and event.condition is not None for event in self.settings.events)
 
     @cached_property
     def cut(self) -> Array:
@@ -506,6 +491,11 @@ class Run:
         mask = self.terminated.copy()
         mask[ids[number == self.counts[ids]]] = True
         return mask
+
+    @cached_property
+    def ends_at_events(self) -> Array:
+        """The trajectories, not ended by events, whose states an event has changed at the end of tspan."""
+        return np.flatnonzero(self.cut & ~self.terminated) if self.jumps is not None else np.empty(0, int)
 
     @cached_property
     def ending_events(self) -> Array:

@@ -17,15 +17,12 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.consistent_start import consistent_start
-from mpiad.ensemble.directions import numbers_of
-from mpiad.ensemble.field_jacobian import derived, second_tangent_program
+from mpiad.ensemble.directions import LEAVES, U0, arguments_of, numbers_of, push_run
 from mpiad.ensemble.members import as_state
 from mpiad.ensemble.problem import ODEProblem
-from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
-from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import restoring_state
 
@@ -95,39 +92,21 @@ class SensitivitySolve:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(traced.leaves)
         carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places, True)
-        if run.tableau.implicit and isinstance(derived(second_tangent_program, run.batch), str):
-            return _replayed(run, traced, m)
         if carried is None:
-            zeros = np.zeros_like(run.batch.u0)
-            u0 = np.stack([zeros if g is None else g for g in traced.u0 or [None] * m])
-            directions = Directions(u0, traced.leaves)
-            tangents = SavedTangents(run, directions)
-            push_run(run, directions, tangents)
-            return tangents.saved[:, :, : run.n_saved]
+            tangents = {U0: traced.u0 or [None] * m, **{LEAVES + place: gs for place, gs in traced.leaves.items()}}
+            return np.stack(push_run(run, arguments_of(run), tangents)[0])
         saved: Array = carried[1]
         if self._generator is None and traced.u0 is None:
             return saved
         total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
         # The chain rule, since a kernel returns the tangents along single initial values and parameters.
-        for derivative, number in zip(saved, numbers_of(run, traced.u0 is not None, places)):
-            tangents = traced.u0 if number.place is None else traced.leaves[number.place]
+        argnums = [U0] * (traced.u0 is not None) + [LEAVES + place for place in places]
+        for derivative, number in zip(saved, numbers_of(run, argnums, arguments_of(run))):
+            tangents = traced.u0 if number.argnum == U0 else traced.leaves[number.argnum - LEAVES]
             for j, g in enumerate(tangents or []):
                 if g is not None:
                     total[j] += derivative * g[number.index][:, None, None]
         return total
-
-
-def _replayed(run: Run, traced: _TracedBatch, m: int) -> Array:
-    """Return the tangents of the saved states of a Rosenbrock method if f can't be traced to a program."""
-    batch, none = run.batch, [None] * m
-    with restoring_state(), Bundle() as bundle, np.errstate(all="ignore"):
-        leaves = [
-            bundle.variable(leaf, traced.leaves[place]) if place in traced.leaves else leaf
-            for place, leaf in enumerate(batch.p.leaves)
-        ]
-        u0 = bundle.variable(batch.u0, traced.u0 or none)
-        saved, found = bundle.parts(replayed(run, u0, batch.start, batch.end, leaves)[0])
-    return np.stack([np.zeros_like(saved) if g is None else g for g in found or none])
 
 
 def unit_tangents(x: Array) -> list[Array]:

@@ -19,7 +19,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
-from mpiad.ensemble.linearization import Field, Tracing, check_traceable, transposed_columns
+from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents, pulled, with_leaves
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
@@ -61,7 +61,7 @@ class Equations:
     """The function f of a batch of plain arrays, at the end of tspan, and its Jacobian."""
 
     def __init__(self, batch: Batch):
-        self._batch, self._field, self._tracing = batch, Field(batch), Tracing(Field(batch), (), False)
+        self._batch, self._field = batch, Field(batch)
 
     def columns(self, ids: Array) -> tuple[list, Array]:
         """Return the leaves of the parameters and the times of some trajectories."""
@@ -74,15 +74,9 @@ class Equations:
 
     def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
         """Return f, shape (d, n), and its Jacobian with respect to the states, shape (n, d, d)."""
-        (d, n), columns = u.shape, two_at_least(len(ids))
-        leaves, t = self.columns(ids[columns])
-        given = np.zeros((1 + d, d, len(columns)), u.dtype)
-        given[0] = u[:, columns]
-        given[1 + np.arange(d), np.arange(d)] = 1.0
-        out = np.empty_like(given)
-        with restoring_state(), Bundle() as bundle:
-            self._tracing.along(bundle, leaves, [])(out, given, t)
-        return out[0, :, :n], np.ascontiguousarray(out[1:, :, :n].transpose(2, 1, 0))
+        columns = two_at_least(len(ids))
+        value, jacobian, _ = jacobian_by_tangents(self._field, u[:, columns], *self.columns(ids[columns]))
+        return value[:, : len(ids)], np.ascontiguousarray(jacobian[:, :, : len(ids)].transpose(2, 0, 1))
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
@@ -226,9 +220,14 @@ class SteadyStates:
             return cotangents
         # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
-        u, leaves, t = self._at_steady_states(ids)
-        _, *parts, _ = transposed_columns(Field(self._batch), argnums, False, np.empty_like(u), u, leaves, t)(bars)
-        p.add_cotangents(cotangents, dict(zip(argnums, parts)), ids)
+        u, leaves, t = self._at_steady_states(ids[two_at_least(len(ids))])
+
+        def results(variables: list[Any]) -> list[tuple[Any, Any]]:
+            return [(Field(self._batch).array(u, with_leaves(leaves, argnums, variables), t)[:, : len(ids)], bars)]
+
+        parts = pulled(results, [leaves[place] for place in argnums])
+        own = [x[..., : len(ids)] if p.varies[k] and x is not None else x for k, x in zip(argnums, parts)]
+        p.add_cotangents(cotangents, dict(zip(argnums, own)), ids)
         return cotangents
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
@@ -239,11 +238,11 @@ class SteadyStates:
         columns = ids[two_at_least(len(ids))]
         u, leaves, t = self._at_steady_states(columns)
         along = [[np.take(g, columns, axis=-1) if varies[place] else g] for place, g in tangents.items()]
-        given = np.stack([u, np.zeros_like(u)])
-        out = np.empty_like(given)
         with restoring_state(), Bundle() as bundle:
-            Tracing(Field(self._batch), tuple(tangents), False).along(bundle, leaves, along)(out, given, t)
-        result[ids] = -solved_each(self._jacobian[ids], out[1].T[: len(ids)])
+            given = [bundle.variable(leaves[place], gs) for place, gs in zip(tangents, along)]
+            found = bundle.parts(Field(self._batch).array(u, with_leaves(leaves, tangents, given), t))[1]
+        if found is not None:
+            result[ids] = -solved_each(self._jacobian[ids], found[0].T[: len(ids)])
         return result
 
     def _at_steady_states(self, ids: Array) -> tuple[Array, list[Any], Array]:

@@ -1,6 +1,6 @@
 """Sweeps over the recorded steps of a block of trajectories; a *visit* is one step of several trajectories (columns).
 
-All derivatives of a solve are computed in sweeps: the adjoint backwards, tangents and replays forwards. Two kinds exist:
+All derivatives of a solve are computed in sweeps, by the adjoint backwards and by replays forwards. Two kinds exist:
 
 - On the host (`run.SortedSweep`) steps have been sorted, and a visit has the columns that took a step.
 - On a device (`on_device.device_run`) a visit is a round of the solve, with all columns of a block; columns without an
@@ -34,12 +34,6 @@ class Visit(NamedTuple):
     about: Any  # on the host: a slice of the columns of which this is the last step; on a device: the `Round`
     made: Array | None = None  # bool, shape (width,); a mask of the columns that have a step; None for all columns
 
-    def of(self, columns: Columns) -> Visit:
-        """Return the visit of some columns."""
-        # Indexing with an array would return a memory layout that NumPy processes more slowly.
-        u = self.u[:, columns] if type(columns) is slice else np.take(self.u, columns, axis=1)
-        return self._replace(t=self.t[columns], h=self.h[columns], u=u)
-
 
 class Saved(NamedTuple):
     """Values saved in one step, at most one per column."""
@@ -48,10 +42,7 @@ class Saved(NamedTuple):
     place: Array  # int, shape (m,); the index of each value among the saved values of its trajectory
     columns: Columns  # int, shape (m,); the columns of the visit
     x: Array = None  # shape (m,); the fraction of the step
-    h: Array = None  # shape (m,); the size of the step
     weights: Sequence[Array] | Array = ()  # per stage: shape (m,); the weights of the interpolant
-    # Bool, shape (m,). Whether the contribution of the last stage is added in this step. Otherwise the next step adds it.
-    whole: Array | None = None
 
     def of(self, states: Array) -> Array:
         """Return the columns of `states` in which these values are saved."""
@@ -67,8 +58,6 @@ class SavedInStep(NamedTuple):
 
     at_end: Sequence[Saved] = ()
     inside: Sequence[Saved] = ()
-    # Values inside the previous step, with the weight of its last stage, which is the first stage of this step.
-    handed_on: Sequence[Saved] = ()
 
 
 class LocatedEvent(NamedTuple):

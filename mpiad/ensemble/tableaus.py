@@ -56,6 +56,12 @@ class Tableau:
         """The order of the error estimate, which is proportional to the step size to this power."""
         return 1 + min(self.order, self.embedded_order or self.order)
 
+    @cached_property
+    def interpolating(self) -> slice:
+        """The range of the stages that have weights in the interpolant."""
+        used = np.flatnonzero(self.dense.any(axis=1))
+        return slice(int(used[0]), int(used[-1]) + 1)
+
     @property
     def calls(self) -> int:
         """The number of calls of f per step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -581,6 +583,14 @@ def test_what_ends_a_trajectory():
     assert sol.retcode == "Terminated" and abs(sol.u_end[0] - 0.5) < 1e-15
     later = mpiad.grad(lambda p: solve(remake(problem, p=p), events=ending, **TIGHT).t_reached)(problem.p)
     np.testing.assert_allclose(later, 1 / (1 + np.exp(-0.5)), rtol=1e-9)
+    # With a dose at a constant time, t = 1/2 + log(2 (u0 exp(-1/2) + 1)).
+    ending[1] = Event(times=[0.5], affect=ending[1].affect)
+    reached = lambda u0, **way: solve(remake(problem, u0=u0), events=ending, **TIGHT, **way).t_reached  # noqa: E731
+    u0, exact = problem.u0, 1 / (1 + np.exp(0.5))
+    for way in ("adjoint", "tangent"):
+        np.testing.assert_allclose(mpiad.grad(partial(reached, gradient=way))(u0), exact, rtol=1e-9)
+    np.testing.assert_allclose(mpiad.jvp(reached, u0, u0)[1], exact, rtol=1e-9)
+    np.testing.assert_allclose(mpiad.hvp(reached)(u0, u0), -(exact**2), rtol=1e-7)
     # An affect that isn't finite, beside one that is. What a solve is remembered by tells one that ends trajectories.
     each = EnsembleProblem(ODEProblem(decay.f, decay.u0, decay.tspan), p=np.array([[0.0], [0.5]]))
     scaled = lambda u, p, t: [u[0] / p[0]]  # noqa: E731

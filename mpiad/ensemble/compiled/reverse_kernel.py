@@ -1,9 +1,23 @@
 """The source of the CPU's reverse kernel: the adjoint of the accepted steps of several trajectories at a time.
 
 Lanes and turns are as in `forward_kernel`. In each turn every lane goes back one step: the stages are recomputed from the
-state before the step, and cotangents are propagated through them as in `transposed_step`. First the cotangents of states
-saved inside the step are summed lane by lane (`value`), and so are their contributions to the cotangents of stages, called
-arrivals. Trajectories are processed from the last to the first, since the end of the record is still in the caches.
+state before the step, and cotangents are propagated through them. First the cotangents of states saved inside the step are
+summed lane by lane (`value`), and so are their contributions to the cotangents of stages, called arrivals. Trajectories are
+processed from the last to the first, since the end of the record is still in the caches.
+
+In a Runge-Kutta step, y_i = u + h Σ_{j<i} a_ij k_j and k_i = f(y_i). The formula for y_i also defines the new state, y_s.
+The cotangent λ of the new state is propagated from the last stage to the first (k̄ and ȳ are the cotangents of k and y):
+
+    k̄_j = Σ_{i>j} a_ij h ȳ_i,    ȳ_s = λ,    ȳ_j = f'(y_j)ᵀ k̄_j,    ū = λ + Σ_j ȳ_j.
+
+In a Rosenbrock step W k_i = r_i, with r_i = f(y_i) + Σ C_ij k_j + d_i h T (see `tableaus`). The cotangent of stage i is
+propagated to r_i by the transposed matrix, r̄_i = W⁻ᵀ k̄_i, and from r_i to the argument, as above, and to the earlier
+stages. The remaining terms, from the dependence of W and T on the state, the parameters and time, are the gradient of
+
+    φ = Σ r̄_i · h (J k_i + d_i T),
+
+with r̄ and k held fixed. φ is a sum of directional derivatives of r̄_i · f along (h k_i, h d_i), so its gradient consists of
+products with second derivatives of f, whose matrices are never formed.
 """
 
 from __future__ import annotations
@@ -184,7 +198,7 @@ when inside: each c: $cotangent[{c}] = where(live > 0.0, total_{c} + $value[{c}]
 when not inside: each c: $cotangent[{c}] = where(live > 0.0, total_{c}, {zero})
 when timed:
     when inside:
-        # At a fixed time, x = (time - t) / h depends on t and h: see `StepCotangents.note_saved`.
+        # At a fixed time, x = (time - t) / h depends on t and h.
         each moving: each c:
             t_bar = t_bar - $rate[{moving}, {c}] * k{moving}_{c}
             h_bar = h_bar + ($arrival[{moving}, {c}] - $rate_x[{moving}, {c}]) * k{moving}_{c}

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, linearized_condition, note_ends, of_ends, pull_event, pull_run, to_start
+from mpiad.ensemble.adjoint import Cotangents, at_ends, pull_run, to_start
 from mpiad.ensemble.batch import two_at_least
-from mpiad.ensemble.coefficients import stage_rates
+from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, Tape, U
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
 from mpiad.ensemble.compiled.trace import ParameterPacking
 from mpiad.ensemble.compiled.work_shares import Paced, each
 from mpiad.ensemble.jumps import FOUND, Jumps
-from mpiad.ensemble.linear_jumps import LinearJumps, add_leaves
+from mpiad.ensemble.linearization import pulled, with_leaves
 from mpiad.ensemble.outcome import INITIAL, NOWHERE
+from mpiad.ensemble.replay import event_at
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_sweep import LocatedEvent
-from mpiad.ensemble.transposed_step import StepCotangents
 
-# By the implicit function theorem (`pull_event`), the cotangent of an event's time gives cotangents of the state at the
+# By the implicit function theorem (`event_at`), the cotangent of an event's time gives cotangents of the state at the
 # event and of the parameters. This state lies inside a step, so the kernel treats an event like a saved time.
 
 
@@ -37,22 +36,21 @@ class KernelSeeds(NamedTuple):
     save_step: Array  # int, shape (N, n_saved); the step of each saved state, or INITIAL; FINAL and NOWHERE come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
     stop: Array  # shape (N,); end time of the last step, or of the full step if a terminal event cut it short
-    leaves: dict[int, Array]  # cotangents from events, by index of the parameters' leaf
     start: Array | float = 0.0  # shape (N,), or a number; cotangents of the start of tspan from terminal events
 
 
-def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
-    """Return the kernel's seeds; `places`: indices of differentiated leaves; `times`: the saved times, in 1 or N rows.
+def kernel_seeds(run: Run, seeds: Seeds, found: Cotangents, times: Array) -> KernelSeeds:
+    """Return the kernel's seeds; `times`: the saved times, in 1 or N rows.
 
-    The cotangents of states at events are inserted among those of saved states.
+    The cotangents of states at events are inserted among those of saved states. `found`: the result of `at_ends`, to whose
+    leaves those from events are added.
     """
     save_step = np.empty((run.batch.size, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
-    plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
+    plain = KernelSeeds(found.u0, seeds.saved, save_step, times, run.outcome.t_reached)
     if run.outcome.crossings is None:
         return plain
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
-    leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
     terminal = np.array([event.stops for event in run.settings.events])[event]
     end, value = plain.end.copy(), np.zeros((len(table), len(plain.end)), plain.end.dtype)
     reached = np.zeros(run.batch.size) if seeds.reached is None else seeds.reached
@@ -68,36 +66,62 @@ def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) ->
     with np.errstate(all="ignore"):
         for number in np.unique(event[ending]):
             rows = ending[event[ending] == number]
-            value[rows], start[ids[rows]] = _pulled(run, places, table[rows], leaves, end[:, ids[rows]], reached[ids[rows]])
+            value[rows], start[ids[rows]] = _pulled(run, table[rows], found.leaves, end[:, ids[rows]], reached[ids[rows]])
         for number in np.unique(event[nonterminal]):
             rows = nonterminal[event[nonterminal] == number]
-            value[rows], _ = _pulled(run, places, table[rows], leaves, None, times_bar[rows])
+            value[rows], _ = _pulled(run, table[rows], found.leaves, None, times_bar[rows])
     end[:, ids[ending]] = 0
     chosen = np.concatenate([ending, nonterminal])
-    return _merged(plain._replace(end=end, stop=stop, leaves=leaves, start=start), table[chosen], value[chosen])
+    return _merged(plain._replace(end=end, stop=stop, start=start), table[chosen], value[chosen])
 
 
-def _pulled(
-    run: Run, places: Sequence[int], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
-) -> tuple[Array, Array]:
+def _pulled(run: Run, rows: Array, leaves: dict[int, Array], end: Array | None, time: Array) -> tuple[Array, Array]:
     """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,); update `leaves`.
 
     `end`, shape (d, m): cotangents of the final states, None for nonterminal events. `time`, shape (m,): cotangents of the
     event's times, which depend on the start of tspan; the kernel considers the times of states inside steps constant.
     """
-    count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
-    columns = two_at_least(count)
-    step = _step(run, rows[columns])
-    found = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
-    located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
-    totals = StepCotangents(step, found, run.batch.p, count, True)
-    given = run.columns(run.batch.p.leaves, ids[columns])
-    inside = pull_event(run, located, totals, given, end, time)
-    add_leaves(run, leaves, found, ids)
-    rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, located.x), step.k))
-    by_fraction = (inside.value * rate).real.sum(axis=0)
+    found = _pull_event(run, int(rows[0, 1]), rows, tuple(leaves), end, time)
+    add_leaves(run, leaves, found.leaves, rows[:, 0].astype(int))
+    by_fraction = (found.u * found.rate).real.sum(axis=0)
     at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel, this isn't inside the step
-    return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, by_fraction)
+    return found.u.T, found.t + np.where(at_end, 0.0, by_fraction)
+
+
+class _EventCotangents(NamedTuple):
+    """Cotangents at one event in n steps."""
+
+    u: Array  # shape (d, n); of the interpolated states, with the fractions of the steps held constant
+    t: Array  # shape (n,); of the times before the steps
+    leaves: dict[int, Array]  # by index
+    rate: Array  # shape (d, n); the time derivatives of the interpolated states
+
+
+def _pull_event(
+    run: Run, event: int, rows: Array, places: Sequence[int], end: Array | None, time: Array
+) -> _EventCotangents:
+    """Return cotangents given those of states and times at an event; `rows`: of the table of events."""
+    count, p, dtype = len(rows), run.batch.p, run.batch.u0.dtype
+    rows = rows[two_at_least(count)]
+    ids, t, h, x = rows[:, 0].astype(int), rows[:, T], rows[:, H], rows[:, 3]
+    before: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
+    k, _ = run.stages_of(ids, before, t, h)
+    rate: Array = sum(r * stage for r, stage in zip(stage_rates(run.tableau, x), k))
+    leaves = p.taken(ids)
+
+    def results(variables: list[Any]) -> Iterator[tuple[Array, Array]]:
+        (u, t), given = variables[:2], p.build(with_leaves(leaves, places, variables[2:]))
+        condition = run.settings.events[event].condition
+        state, when = event_at(condition, lambda now: u + (now - x) * h * rate, given, t, h, x, exact=False)
+        yield when[:count], time
+        if end is not None:
+            yield state[:, :count], end
+
+    u = interpolate(run.coefficients, before, h, k, x)
+    by_u, by_t, *parts = pulled(results, [u, t, *[leaves[place] for place in places]])
+    by_u = np.zeros_like(u) if by_u is None else by_u
+    found = {k: x[..., :count] if p.varies[k] and x is not None else x for k, x in zip(places, parts)}
+    return _EventCotangents(by_u[:, :count], by_t[:count], found, rate[:, :count])
 
 
 class KernelJumps:
@@ -113,7 +137,7 @@ class KernelJumps:
         last = first[ids + 1] - 1
         jumped = last >= first[ids]
         number = jumps.number[last[jumped]]
-        # `LinearJumps` handles the jumps before the first step.
+        # `to_start` handles the jumps before the first step.
         jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
         self._due[last[jumped]] = time_bar[ids[jumped]]
         time_bar[ids[jumped]] = 0.0
@@ -131,11 +155,12 @@ class KernelJumps:
 class KernelStops:
     """The linearized conditions whose roots ended steps, for the reverse kernel.
 
-    Let λ be the cotangent of the state U(x) at a root of the condition g, and σ that of the root's time. As in
-    `pull_event`, g_u, g_t and g_p times -(h σ + λ·U') / (g_u·U' + g_t h) are added to the cotangents of the state, the time
-    and the parameters. `bar`, shape (m,): cotangents of the root times, without contributions of later steps. `rows`, shape
-    (m, 3 + 2 d): x, h / denominator, g_t, U' / denominator, g_u. `factors`, shape (m,): the factors above, from the kernel.
-    `time_bar`, shape (N,): the cotangents of the last root times.
+    Let λ be the cotangent of the state at a root, σ that of the root's time τ, and U' the time derivative of the
+    interpolated state. The derivatives of τ, times σ + λ·U', are added to the cotangents of the interpolated state, the
+    time before the step, and the parameters.
+    `bar`, shape (m,): cotangents of the root times, without contributions of later steps. `rows`, shape (m, 3 + 2 d): the
+    fraction of the step, 1, 1 - ∂τ/∂t, U', -∂τ/∂u. `factors`, shape (m,): -(σ + λ·U'), from the kernel. `time_bar`,
+    shape (N,): the cotangents of the last root times.
     """
 
     def __init__(self, run: Run, seeds: Seeds, places: Sequence[int], time_bar: Array):
@@ -151,34 +176,30 @@ class KernelStops:
         stopped = last >= self.first[ids]
         self.bar[last[stopped]] += time_bar[ids[stopped]]
         self.number = stops.number.astype(np.int64)
-        self._conditions: list[tuple[Array, Callable[[Array], list[Any]]]] = []
-        with np.errstate(all="ignore"):
-            for event in np.flatnonzero(np.bincount(stops.event)).tolist():
-                self._linearize(event, np.flatnonzero(stops.event == event))
+        for own, found in self._pulled((), np.ones(count)):
+            self.rows[own] = np.stack([stops.x[own], found.t**0, 1 - found.t, *found.rate, *-found.u], axis=1)
 
-    def _linearize(self, event: int, indices: Array) -> None:
-        run, stops, count = self._run, self._run.stops, len(indices)
-        step = _step(run, run.outcome.crossings[run.stop_rows[indices]][two_at_least(count)])
-        located = LocatedEvent(event, True, np.arange(count), stops.x[indices], stops.time[indices], indices)
-        leaves = run.columns(run.batch.p.leaves, stops.ids[indices])
-        pull, rate, g_u, g_t, slope = linearized_condition(run, step, located, self._places, leaves)
-        rows = [located.x, step.h[:count] / slope, g_t, *(rate / slope), *g_u]
-        self.rows[indices] = np.stack(rows, axis=1)
-        self._conditions.append((indices, pull))
+    def _pulled(self, places: Sequence[int], time: Array) -> Iterator[tuple[Array, _EventCotangents]]:
+        """Yield for each event its indices, and the cotangents for cotangents `time` of the roots' times."""
+        run = self._run
+        for event in np.flatnonzero(np.bincount(run.stops.event)).tolist():
+            own = np.flatnonzero(run.stops.event == event)
+            with np.errstate(all="ignore"):
+                found = _pull_event(run, event, run.outcome.crossings[run.stop_rows[own]], places, None, time[own])
+            yield own, found
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add the contributions to the cotangents of the leaves, after the kernel has computed the factors."""
-        for indices, pull in self._conditions:
-            _, *parts, _ = pull(self.factors[indices])
-            add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[indices])
+        for own, found in self._pulled(self._places, -self.factors):
+            add_leaves(self._run, leaves, found.leaves, self._run.stops.ids[own])
 
 
-def _step(run: Run, rows: Array) -> Any:
-    """Return the recomputed steps in rows of the table of events, with the attributes that `linearized_condition` uses."""
-    dtype = run.batch.u0.dtype
-    u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
-    k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
-    return SimpleNamespace(y=[u], k=k, h=rows[:, H].astype(u.real.dtype))
+def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: Array) -> None:
+    """Add the contributions `parts` of the trajectories `ids`, in ascending order, to the cotangents of leaves."""
+    p, first = run.batch.p, np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    # An event may occur more than once in a trajectory.
+    sums = {k: np.add.reduceat(x, first, axis=-1) if p.varies[k] and x is not None else x for k, x in parts.items()}
+    p.add_cotangents(leaves, sums, ids[first])
 
 
 def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
@@ -215,12 +236,10 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
     count = batch.size
     outcome, real = solver.recorded(run.outcome), solver.spec.dtype
-    prepared = kernel_seeds(run, seeds, places, solver.times)
-    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found = Cotangents(prepared.end, np.zeros(count), np.zeros(count), leaves)
+    found = at_ends(run, seeds, places, timed)
+    prepared = kernel_seeds(run, seeds, found, solver.times)
     jump_arguments = ()
     if run.jumps is not None:
-        note_ends(run, seeds, found, timed)
         jumps, stops = KernelJumps(run, run.jumps, found.start, real), KernelStops(run, seeds, places, found.start)
         jump_arguments = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
     inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
@@ -254,15 +273,14 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if timed and run.settings.events:
         _correct_tspan(run, seeds, start_bar, stop_bar)
         start_bar += prepared.start
-    leaves |= {place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count).items()}
-    for place, more in prepared.leaves.items():
-        leaves[place] = leaves[place] + more
+    joined = ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count)
+    batch.p.add_cotangents(found.leaves, {place: leaf.conj() for place, leaf in joined.items()}, slice(None))
     unstepped = outcome.naccept == 0
     start_bar[unstepped] += found.start[unstepped]
-    found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
+    found = dataclasses.replace(found, u0=initial, start=start_bar, end=stop_bar + found.end)
     if run.jumps is not None:
         stops.add_leaves(found.leaves)
-        to_start(found, LinearJumps(run, run.jumps.before_steps(), places, timed))
+        to_start(run, found, timed)
         if timed:
             jumps.add_due(found.due)
     return found

@@ -321,7 +321,7 @@ class RosenbrockSteps(Steps):
             lines += [f"k{i}_{c} = k{i}_{c} + time_term_{c} * {self.number(slope)}" for c in self.spec.slopes]
         return lines
 
-    # ---- reverse sweep: see `transposed_step`
+    # ---- reverse sweep: see `reverse_kernel`
 
     @property
     def pulled_stages(self) -> range:

@@ -308,7 +308,7 @@ class Steps:
         return lines
 
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
-        """Return lines that propagate the cotangent of stage i to its argument, as in `transposed_step`.
+        """Return lines that propagate the cotangent of stage i to its argument, as in `reverse_kernel`.
 
         The cotangents of the arguments are z0, z1, ..., and the cotangents of the parameters e0, e1, ... `arrival(c)`
         is the contribution of states inside the step to the cotangent of component c of the stage.

@@ -52,10 +52,10 @@ class DeviceRun(Run):
 
     # ---- steps
 
-    def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
+    def sweeps(self, backwards: bool = False) -> Iterator[StepSweep]:
         """Return the sweeps over all rounds, block by block."""
-        blocks = reversed(self.record.blocks) if backwards else self.record.blocks
-        return (RoundSweep(self, block, None if whole else self.record.every) for block in blocks if len(block.ids))
+        blocks, every = (self.record.blocks[::-1], self.record.every) if backwards else (self.record.blocks, None)
+        return (RoundSweep(self, block, every) for block in blocks if len(block.ids))
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the recomputed stages of a visit, and the states after the step."""
@@ -170,10 +170,10 @@ class RoundSweep(StepSweep):
         at_end = Slots(self.ids, np.where(due.at_end, due.slot, nowhere), slice(None))
         if not run.record.saves.inside:  # type: ignore[union-attr]
             return SavedInStep([at_end])
-        place, h = np.where(due.at_end, nowhere, due.slot), visit.h.astype(table.real)
+        place = np.where(due.at_end, nowhere, due.slot)
         weights = table.weights(due.x).astype(table.real)
         weights = [weights[i][:, None] for i in range(len(weights))]
-        return SavedInStep([at_end], [Slots(self.ids, place, slice(None), due.x, h, weights)])
+        return SavedInStep([at_end], [Slots(self.ids, place, slice(None), due.x, weights)])
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""

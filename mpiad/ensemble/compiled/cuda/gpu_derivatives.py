@@ -18,7 +18,8 @@ from mpiad.ensemble.compiled.cuda.gpu_inputs import device_rows
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver
 from mpiad.ensemble.compiled.trace import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import FEW
-from mpiad.ensemble.differentiable import LEAVES, NO_TIMES, U0, solve_operator
+from mpiad.ensemble.differentiable import solve_operator
+from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
 from mpiad.ensemble.outcome import came_through
 from mpiad.transport.devices.device_arrays import is_device_array
 

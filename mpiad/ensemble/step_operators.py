@@ -1,0 +1,214 @@
+"""The operators of a step, on columns (trajectories): sums over stages, programs of scalars, and linear systems.
+
+Each operator has an adjoint and a tangent that consist of operators, so derivatives of any order exist. All operations are
+elementwise over the columns, so the derivatives of a trajectory don't depend on other trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
+from autograd.tracer import getval, isbox
+
+from mpiad._typing import Array
+from mpiad.compiling.derivatives import jvp, vjp
+from mpiad.compiling.program import Program, evaluated
+from mpiad.device.assembly import concatenate, stack
+from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
+from mpiad.ensemble.column_lu import ColumnLU
+
+
+@primitive
+def rows_of(like: Array, *rows: Array) -> Array:
+    """Return an array of the shape and dtype of `like` from its rows; a row may be one number for all columns."""
+    out = np.empty_like(like)
+    for i, row in enumerate(rows):
+        out[i] = row
+    return out
+
+
+def _rows_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    chosen = [(k - 1, anp.ndim(args[k]) == 0, anp.iscomplexobj(args[k])) for k in argnums]
+
+    def vjp(g: Array) -> list[Array]:
+        parts = [anp.sum(g[i]) if is_number else g[i] for i, is_number, _ in chosen]
+        return parts if not anp.iscomplexobj(g) else [x if c else anp.real(x) for x, (_, _, c) in zip(parts, chosen)]
+
+    return vjp
+
+
+def _rows_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
+    tangents = dict(zip(argnums, gs))
+    return rows_of(getval(ans), *[tangents.get(k, 0.0) for k in range(1, len(args))])
+
+
+@primitive
+def replaced(old: Array, columns: Array, new: Array | float) -> Array:
+    """Return an array with new values in some columns, each at most once."""
+    out = old.copy()
+    out[..., columns] = new
+    return out
+
+
+def _replaced_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    columns = args[1]
+    return lambda g: [replaced(g, columns, 0.0) if k == 0 else g[..., columns] for k in argnums]
+
+
+def _replaced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
+    tangents = dict(zip(argnums, gs))
+    return replaced(tangents.get(0, np.zeros_like(getval(ans))), args[1], tangents.get(2, 0.0))
+
+
+@primitive
+def advanced(u: Array, h: Array | float, weights: Array | Sequence[Array], *k: Array) -> Array:
+    """Return u + h Σ w_i k_i; the weights have shape (stages, ...), each a number or one number per column."""
+    total = weights[0] * k[0]
+    term = np.empty_like(total)
+    for i in range(1, len(k)):  # device arrays aren't iterable
+        total += np.multiply(weights[i], k[i], term)
+    total *= h
+    total += u
+    return total
+
+
+def _advanced_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    u, h, weights, *k = args
+
+    def vjp(g: Array) -> list[Array]:
+        scaled = g * h
+        found = []
+        for place in argnums:
+            if place == 0:
+                found.append(_over_slots(g, u))
+            elif place == 1:
+                # Columns without a step, for which h is zero, have no increments.
+                found.append(_over_slots(anp.sum(anp.real(g * (ans - u)), axis=-2) / anp.where(h == 0, 1, h), h))
+            elif place == 2:
+                rates = [anp.sum(anp.real(scaled * stage), axis=-2, keepdims=anp.ndim(weights) > 2) for stage in k]
+                found.append(stack(rates))
+            else:
+                found.append(_over_slots(scaled * weights[place - 3], u))
+        return found
+
+    return vjp
+
+
+def _over_slots(x: Array, like: Array) -> Array:
+    """Return the sum over the first axis if x has one more than `like`: the axis of several values per column."""
+    return x if x.ndim == like.ndim else anp.sum(x, axis=0)
+
+
+def _advanced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
+    u, h, weights, *k = args
+    tangents = dict(zip(argnums, gs))
+    chosen = [j for j in range(len(k)) if j + 3 in tangents]
+    found = tangents.get(0)
+    if chosen:
+        start = np.zeros_like(getval(u)) if found is None else found
+        own = [weights[j] for j in chosen] if isinstance(weights, list) else weights[chosen]
+        values = start, h, own, *[tangents[j + 3] for j in chosen]
+        found = (advanced if any(map(isbox, values)) else advanced.fun)(*values)
+    factors = [(tangents[1], weights)] if 1 in tangents else []
+    factors += [(h, tangents[2])] if 2 in tangents else []
+    for size, rates in factors:
+        change = size * sum(rates[i] * k[i] for i in range(len(k)))
+        found = change if found is None else found + change
+    return found if anp.shape(found) == anp.shape(ans) else found + np.zeros_like(getval(ans))
+
+
+@primitive
+def values_of(program: Program, *groups: Array) -> Array:
+    """Return the outputs of a program of scalars for n columns, (outputs, n), given (inputs, n) for each of its groups."""
+    like, values = groups[0][0], evaluated(program, *groups)
+    out = np.empty_like(like, shape=(len(values), *like.shape))
+    for i, value in enumerate(values):
+        out[i] = value
+    return out
+
+
+@lru_cache(64)
+def _derivative_of(program: Program, reverse: bool, wanted: tuple[str, ...]) -> Program:
+    return (vjp if reverse else jvp)(program, dict.fromkeys(wanted), seeds=f"seed {len(program.groups)}")
+
+
+def _values_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    program, *groups = args
+    names = list(program.groups)
+    wanted = tuple(names[k - 1] for k in argnums)
+
+    def vjp(g: Array) -> list[Array]:
+        found = values_of(_derivative_of(program, True, wanted), *groups, g)
+        stops = np.cumsum([0, *[program.groups[name] for name in wanted]]).tolist()
+        return [found[a:b] for a, b in zip(stops, stops[1:])]
+
+    return vjp
+
+
+def _values_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
+    program, *groups = args
+    names = list(program.groups)
+    wanted = tuple(names[k - 1] for k in argnums)
+    return values_of(_derivative_of(program, False, wanted), *groups, concatenate(list(gs)))
+
+
+Places = tuple[Sequence[int], Sequence[int]]  # the rows and the columns of entries of matrices
+
+
+@primitive
+def solved(lu: ColumnLU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
+    """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J, whose factors are `lu`.
+
+    `entries`: shape (m, n); the entries of J at `places`.
+    """
+    x = right.copy()
+    (lu.solve_transposed if transposed else lu.solve)(x)
+    return x
+
+
+def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    lu, places, entries, h, _, *rest = args
+    transposed = bool(rest and rest[0])
+    rows, columns = reversed(places) if transposed else places
+
+    def vjp(g: Array) -> list[Array]:
+        # From δ(W x) = δr: the cotangent of W is -r̄ xᵀ, and W contains -h J.
+        right = solved(lu, places, entries, h, g, not transposed)
+        by_matrix = right[rows] * ans[columns]
+        found = {2: lambda: by_matrix * h, 3: lambda: anp.sum(by_matrix * entries, axis=0), 4: lambda: right}
+        return [found[k]() for k in argnums]
+
+    return vjp
+
+
+def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
+    lu, places, entries, h, right, *rest = args
+    transposed = bool(rest and rest[0])
+    rows, columns = reversed(places) if transposed else places
+    tangents = dict(zip(argnums, gs))
+    change = tangents.get(4)
+    if 2 in tangents or 3 in tangents:
+        moved = h * tangents[2] if 2 in tangents else 0.0
+        moved = moved + tangents[3] * entries if 3 in tangents else moved
+        terms = moved * ans[columns]
+        own = [[e for e, row in enumerate(rows) if row == i] for i in range(len(ans))]
+        sums = rows_of(getval(ans), *[sum(terms[e] for e in chosen) if chosen else 0.0 for chosen in own])
+        change = sums if change is None else change + sums
+    return solved(lu, places, entries, h, change, transposed)
+
+
+for _operator, _vjp, _jvp in (
+    (rows_of, _rows_vjp, _rows_jvp),
+    (replaced, _replaced_vjp, _replaced_jvp),
+    (advanced, _advanced_vjp, _advanced_jvp),
+    (values_of, _values_vjp, _values_jvp),
+    (solved, _solved_vjp, _solved_jvp),
+):
+    defvjp_argnums(_operator, _vjp)
+    defjvp_argnums(_operator, _jvp)
+    # mpiad's traces call their own rules without the checks of autograd's.
+    VJP_RULES[_operator], JVP_RULES[_operator] = _vjp, _jvp
