@@ -18,7 +18,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function, Tree
 from mpiad.programs.batching import Batched, batched
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
-from mpiad.programs.fusion import Fusion
+from mpiad.programs.fusion import Schedule
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, raise_own
@@ -87,7 +87,7 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable
     """
     inside = in_program(parts[0])
     wanted = [[x for x, is_in in zip(parts[0], inside) if is_in], *parts[1:]]
-    schedule = Fusion(program_of(recorder, wanted)).schedule()
+    schedule = Schedule(program_of(recorder, wanted))
     constants = [None if is_in else x for x, is_in in zip(parts[0], inside)]
     communication = recorder.communications, recorder.communicates, recorder.channels
     return Entry(Replays(schedule), inside, constants, build, watch, *communication, {})
@@ -186,43 +186,31 @@ class ProgramCache:
         self.pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
-    def _current(self, key: Hashable) -> Any:
-        """Return the entry of a signature; UNKNOWN if there is none, or if it isn't current."""
-        entry = self.entries.get(key, UNKNOWN)
-        return entry if entry is None or entry is UNKNOWN or entry.is_current() else UNKNOWN
-
     def entry_or_watch(
-        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None]
+        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None], optional: bool = False
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
 
         If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
+
+        `optional`: if true, the function is interpreted, without a warning, if there is no entry. Then a program isn't used
+        if its runs may differ from the trace: they would have to be continued by interpretation, in the middle of up to
+        four passes.
         """
-        entry = self._current(key)
-        if entry is not UNKNOWN:
+        entry = self.entries.get(key, UNKNOWN)
+        if entry is None or entry is not UNKNOWN and entry.is_current():
             return entry, None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
-        watch = None if key in self.pending else self._watch(key, given)
+        waits = is_shown() if optional else key in self.pending
+        watch = None if waits else self._watch(key, given, optional)
         entry = None if watch is None else compiled(watch)
-        if entry is not None:
+        if optional and entry is not None and entry.replays.last_check >= 0:
+            entry = None
+        if entry is not None or optional and watch is not None:
             self.entries[key] = entry
         return entry, watch
 
-    def optional_entry(self, key: Hashable, given: Arguments, variables: Sequence[int], derive: _Derive) -> Entry | None:
-        """Return the entry of a signature, created by `derived_entry`; None, without a warning, if that fails."""
-        entry = self._current(key)
-        if entry is not UNKNOWN:
-            return entry
-        watch = None if is_shown() else self._watch(key, given, optional=True)
-        if watch is None:
-            return None
-        entry = self.derived_entry(given, watch, variables, derive)
-        # A program isn't used if its runs may differ from the trace: they would have to be continued by interpretation, in
-        # the middle of up to four passes.
-        self.entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
-        return self.entries[key]
-
-    def derived_entry(self, given: Arguments, watch: Watch, variables: Sequence[int], derive: _Derive) -> Entry | None:
+    def derived_entry(self, given: Arguments, variables: Sequence[int], derive: _Derive, watch: Watch) -> Entry | None:
         """Compile a derivative of the function from the shapes of its arguments; return None if that fails.
 
         ``derive(program, recorder)`` returns the parts of a derivative of the function's program. The program is recorded
@@ -277,27 +265,22 @@ class ProgramCache:
             return None
 
     def run_again(self, trace: TraceRun, key: Hashable, error: BaseException) -> Tree:
-        """Interpret the function after its trace has failed, without repeating communications."""
-        raise_own(trace.recorder, error)
-        with PlayingBack(trace.recorder.log, trace.counts):
-            made = self.fun(*trace.given.args, **trace.given.kwargs)
-        if not self._is_worth_another(trace):
-            self.give_up(key, error)
-        return made
+        """Interpret the function after its trace has failed, without repeating communications.
 
-    def _is_worth_another(self, trace: TraceRun) -> bool:
-        """Return whether another trace may succeed after this one has failed.
-
-        It may if the function branches on an integer argument: later traces treat this integer as a constant.
+        If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
         """
         given, recorder = trace.given, trace.recorder
-        if recorder.asked is None:
-            return False
-        whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
+        raise_own(recorder, error)
+        with PlayingBack(recorder.log, trace.counts):
+            made = self.fun(*given.args, **given.kwargs)
+        integers = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
+        if recorder.asked is None or not integers:
+            self.give_up(key, error)
+            return made
         # If the integer isn't an argument, it may depend on any integer argument.
-        mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
-        self.asked.update((given.form, k) for k in mine or whole)
-        return bool(whole)
+        asked = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
+        self.asked.update((given.form, k) for k in asked or integers)
+        return made
 
     def changed(self, key: Hashable, change: Changed, counts: Sequence[tuple[Channel, Counts]] | None) -> PlayingBack:
         """Return a context in which the function is interpreted after a run of its program has raised `Changed`."""
