@@ -55,12 +55,23 @@ def _target(level: int) -> Any:
     return triple.create_target_machine(cpu, features, opt=opt, reloc="pic", codemodel="jitdefault")
 
 
-def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
-    """Compile a module in LLVM's intermediate representation; return the object file, and the external functions."""
+_SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
+
+
+def code_of(text: str, name: str, signature: str, fast: str = "") -> tuple[bytes, tuple[str, ...]]:
+    """Compile the kernel `name` of a source text; return the object file, and the functions of the C library that it calls.
+
+    Raise a NotImplementedError if the text isn't in the kernel language. Examples of signatures: ``void(int64, float64[:,
+    ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. An array that a linked kernel writes mustn't overlap other
+    arrays. `fast`: LLVM's fast-math flags.
+    """
     import llvmlite.binding as llvm
 
+    # Imported late: a process that finds its kernels on disk doesn't need this module.
+    from mpiad.compiling.translation import translated
+
     machine = _target(optimization_level)
-    module = llvm.parse_assembly(text)
+    module = llvm.parse_assembly(translated(text, name, arguments_of(signature), fast, is_linked(signature)))
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=optimization_level)
     options.loop_vectorization = True
@@ -72,58 +83,34 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     return machine.emit_object(module), tuple(outside)
 
 
-def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, Any]:
-    """Load an object file; return a function's address, and the owner of its memory.
+def function_of(file: bytes, outside: Sequence[str], name: str, signature: str) -> Callable[..., None]:
+    """Return the function `name` of an object file, which checks its arguments and releases the GIL.
 
-    Raises an OSError if the file can't be loaded on this machine.
+    Raise an OSError if it can't be loaded on this machine. `outside`: the functions of the C library that it calls. The
+    function of a linked kernel takes the address of a block, and doesn't check it; its attribute `address` is that of its
+    machine code.
     """
     import llvmlite.binding as llvm
 
     c_library = ctypes.CDLL(None)
     # LLVM would end the process if a function were missing.
-    if not file.startswith(_OBJECT_FILES) or not all(hasattr(c_library, name) for name in outside):
+    if not file.startswith(_OBJECT_FILES) or not all(hasattr(c_library, called) for called in outside):
         raise OSError("the file isn't machine code, or calls functions that the C library doesn't have")
     _target(optimization_level)
-    # Each engine gets a new target, since the target is destroyed together with the engine.
+    # Each engine gets a new target, since the target is destroyed together with the engine. The address of the function is
+    # valid as long as the engine exists.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
     try:
         engine.add_object_file(llvm.ObjectFileRef.from_data(file))
         engine.finalize_object()
-        address = engine.get_function_address(symbol)
+        address = engine.get_function_address(name)
     except RuntimeError as error:
         raise OSError(f"the machine code can't be loaded: {error}") from error
     if not address:
-        raise OSError(f"there is no {symbol!r} in the machine code")
-    return address, engine
-
-
-_SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
-
-
-def code_of(text: str, name: str, signature: str, fast: str = "") -> tuple[bytes, tuple[str, ...]]:
-    """Compile the kernel `name` of a source text; return the object file, and the functions of the C library that it calls.
-
-    Raise a NotImplementedError if the text isn't in the kernel language.
-
-    Examples of signatures: ``void(int64, float64[:, ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. An array
-    that a linked kernel writes mustn't overlap other arrays. `fast`: LLVM's fast-math flags.
-    """
-    # Imported late: a process that finds its kernels on disk doesn't need this module.
-    from mpiad.compiling.translation import translated
-
-    return object_file(translated(text, name, arguments_of(signature), fast, is_linked(signature)))
-
-
-def function_of(file: bytes, outside: Sequence[str], name: str, signature: str) -> Callable[..., None]:
-    """Return the function `name` of an object file, which checks its arguments and releases the GIL.
-
-    Raise an OSError if it can't be loaded. `outside`: the functions of the C library that it calls. The function of a
-    linked kernel takes the address of a block, and doesn't check it; its attribute `address` is that of its machine code.
-    """
-    address, owner = symbol_in(file, name, outside)  # the address is valid as long as the owner exists
+        raise OSError(f"there is no {name!r} in the machine code")
     if is_linked(signature):
         function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        function.address, function.owner = address, owner
+        function.address, function.owner = address, engine
         return function
     arguments, kinds = arguments_of(signature), list[Any]()
     for dtype, ndim in arguments:
@@ -138,7 +125,7 @@ def function_of(file: bytes, outside: Sequence[str], name: str, signature: str) 
             passed += [value] if argument.ndim is None else _array(argument, value, place)
         function(*passed)
 
-    called.owner = owner  # type: ignore[attr-defined]
+    called.owner = engine  # type: ignore[attr-defined]
     return called
 
 
