@@ -873,7 +873,7 @@ NAMED = {
     "PlayingBack.communicate PlayingBack._next PlayingBack._untraced",
     function: "Jitted.__call__ Jitted._replayed",
     program_cache: "ProgramCache.entry_or_watch ProgramCache.derived_entry "
-    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current entry_of count "
+    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current Entry.__init__ count "
     "optional_program traced_parts",
     calls_on_tape: "_traced_on_tape",
     transforms: "Evaluation.run Evaluation._called _Parts.run recorded vjp jvp_of_vjp vjp_of_vjp",

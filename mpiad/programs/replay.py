@@ -20,6 +20,7 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
+from mpiad.primitives.noting import recorded_call
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
@@ -107,18 +108,6 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
     else:
         known = fun.in_place is not None or fun.preserves_spec
     return not known and node.dtype != object
-
-
-def _condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
-    """Return a Python expression that is true if a result differs from that of the trace.
-
-    `made`: the expression of the result. `bound`: function that returns a name for a value.
-    """
-    if node.data.kind == "settle":
-        return f"{made} != {bound(node.data.kwargs['expected'])}"
-    if node.data.kind == "opaque":
-        return f"[(x.shape, x.dtype) for x in {made}[:-1]] != {bound(node.data.kwargs['expected'])}"
-    return f"{made}.shape != {node.shape} or {made}.dtype != {bound(node.dtype)}"
 
 
 _WORD = 8
@@ -211,11 +200,8 @@ def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[
         if not calls.is_noting():
             return made(operation, x, *rest)
         first = (x[0] if x else None) if isinstance(x, tuple) else x
-        noted = calls.begin_rule(*rule, first, None if isinstance(x, tuple) or not rest else rest[0])
-        try:
-            return made(operation, x, *rest)
-        finally:
-            calls.end(noted)
+        arguments = *rule, first, None if isinstance(x, tuple) or not rest else rest[0]
+        return recorded_call(calls.begin_rule, arguments, made, operation, x, *rest)
 
     return call
 
@@ -473,7 +459,11 @@ class Replay:
             entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
             self._lines.append(f"log.append({entry})")
         if _is_checked(self.schedule, at):
-            condition = _condition_of(node, f"v{at}", self._bound)
+            if call.kind in ("settle", "opaque"):
+                made = f"v{at}" if call.kind == "settle" else f"[(x.shape, x.dtype) for x in v{at}[:-1]]"
+                condition = f"{made} != {self._bound(call.kwargs['expected'])}"
+            else:
+                condition = f"v{at}.shape != {node.shape} or v{at}.dtype != {self._bound(node.dtype)}"
             self._lines.append(f"if {condition}: raise Changed(v{at}, {self._bound(node)}, log)")
         if at == last_check:
             self._lines.append("log.clear()")
