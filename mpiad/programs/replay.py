@@ -236,7 +236,6 @@ class Replay:
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             "log": self.log, "logged": logged, "Changed": Changed,
-            "blocks": self._blocks,  # a reference that keeps the memory alive
         }  # fmt: skip
         self._memories: dict[int, Array] = {}
         self._arrays: dict[int, str] = {}
