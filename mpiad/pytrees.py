@@ -21,7 +21,7 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Array, Shape, Tree
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
-_LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
+LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
 _MIN_LONG_SIZE = 1 << 13  # entries; `in_blocks` concatenates shorter arrays
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
@@ -29,7 +29,7 @@ _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formul
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Return the leaves of a pytree, and the function that builds a pytree of the same structure from other leaves."""
-    if type(tree) in _LEAF_TYPES:  # the most common case
+    if type(tree) in LEAF_TYPES:  # the most common case
         return [tree], _FIRST
     leaves: list[Any] = []
     build = _walk(tree, leaves)
@@ -38,7 +38,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
 
 def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     kind = type(tree)
-    if kind in _LEAF_TYPES:
+    if kind in LEAF_TYPES:
         leaves.append(tree)
         return next
     if isinstance(tree, (dict, DictBox)):

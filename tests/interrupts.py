@@ -871,9 +871,9 @@ NAMED = {
     trace_run: "TraceRun.run_on_tape raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "PlayingBack.communicate PlayingBack._next PlayingBack._untraced",
-    function: "Jitted.__call__ Jitted._called_by_signature Jitted._replayed Jitted._traced",
-    program_cache: "ProgramCache.entry_or_watch ProgramCache.optional_entry ProgramCache.derived_entry "
-    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current entry_of count "
+    function: "Jitted.__call__ Jitted._replayed",
+    program_cache: "ProgramCache.entry_or_watch ProgramCache.derived_entry "
+    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current Entry.__init__ count "
     "optional_program traced_parts",
     calls_on_tape: "_traced_on_tape",
     transforms: "Evaluation.run Evaluation._called _Parts.run recorded vjp jvp_of_vjp vjp_of_vjp",

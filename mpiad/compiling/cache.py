@@ -11,6 +11,7 @@ from Python thus runs a chain of kernels.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import inspect
@@ -54,12 +55,23 @@ def _target(level: int) -> Any:
     return triple.create_target_machine(cpu, features, opt=opt, reloc="pic", codemodel="jitdefault")
 
 
-def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
-    """Compile a module in LLVM's intermediate representation; return the object file, and the external functions."""
+_SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
+
+
+def code_of(text: str, name: str, signature: str, fast: str = "") -> tuple[bytes, tuple[str, ...]]:
+    """Compile the kernel `name` of a source text; return the object file, and the functions of the C library that it calls.
+
+    Raise a NotImplementedError if the text isn't in the kernel language. Examples of signatures: ``void(int64, float64[:,
+    ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. An array that a linked kernel writes mustn't overlap other
+    arrays. `fast`: LLVM's fast-math flags.
+    """
     import llvmlite.binding as llvm
 
+    # Imported late: a process that finds its kernels on disk doesn't need this module.
+    from mpiad.compiling.translation import translated
+
     machine = _target(optimization_level)
-    module = llvm.parse_assembly(text)
+    module = llvm.parse_assembly(translated(text, name, arguments_of(signature), fast, is_linked(signature)))
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=optimization_level)
     options.loop_vectorization = True
@@ -71,64 +83,34 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     return machine.emit_object(module), tuple(outside)
 
 
-def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, Any]:
-    """Load an object file; return a function's address, and the owner of its memory.
+def function_of(file: bytes, outside: Sequence[str], name: str, signature: str) -> Callable[..., None]:
+    """Return the function `name` of an object file, which checks its arguments and releases the GIL.
 
-    Raises an OSError if the file can't be loaded on this machine.
+    Raise an OSError if it can't be loaded on this machine. `outside`: the functions of the C library that it calls. The
+    function of a linked kernel takes the address of a block, and doesn't check it; its attribute `address` is that of its
+    machine code.
     """
     import llvmlite.binding as llvm
 
     c_library = ctypes.CDLL(None)
     # LLVM would end the process if a function were missing.
-    if not file.startswith(_OBJECT_FILES) or not all(hasattr(c_library, name) for name in outside):
+    if not file.startswith(_OBJECT_FILES) or not all(hasattr(c_library, called) for called in outside):
         raise OSError("the file isn't machine code, or calls functions that the C library doesn't have")
     _target(optimization_level)
-    # Each engine gets a new target, since the target is destroyed together with the engine.
+    # Each engine gets a new target, since the target is destroyed together with the engine. The address of the function is
+    # valid as long as the engine exists.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
     try:
         engine.add_object_file(llvm.ObjectFileRef.from_data(file))
         engine.finalize_object()
-        address = engine.get_function_address(symbol)
+        address = engine.get_function_address(name)
     except RuntimeError as error:
         raise OSError(f"the machine code can't be loaded: {error}") from error
     if not address:
-        raise OSError(f"there is no {symbol!r} in the machine code")
-    return address, engine
-
-
-_SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
-
-
-class Code(NamedTuple):
-    """A compiled function."""
-
-    symbol: str  # its name in the object file
-    file: bytes  # the object file
-    outside: tuple[str, ...] = ()  # names of the functions of the C library that it calls
-
-
-def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
-    """Compile the kernel `name` of a source text; raise a NotImplementedError if it isn't in the kernel language.
-
-    Examples of signatures: ``void(int64, float64[:, ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. An array
-    that a linked kernel writes mustn't overlap other arrays. `fast`: LLVM's fast-math flags.
-    """
-    # Imported late: a process that finds its kernels on disk doesn't need this module.
-    from mpiad.compiling.translation import translated
-
-    return Code(name, *object_file(translated(text, name, arguments_of(signature), fast, is_linked(signature))))
-
-
-def function_of(code: Code, signature: str) -> Callable[..., None]:
-    """Return a compiled function that checks its arguments and releases the GIL; raise an OSError if it can't be loaded.
-
-    The function of a linked kernel takes the address of a block, and doesn't check it. The attribute `address` of this
-    function is the address of its machine code.
-    """
-    address, owner = symbol_in(code.file, code.symbol, code.outside)  # the address is valid as long as the owner exists
+        raise OSError(f"there is no {name!r} in the machine code")
     if is_linked(signature):
         function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        function.address, function.owner = address, owner
+        function.address, function.owner = address, engine
         return function
     arguments, kinds = arguments_of(signature), list[Any]()
     for dtype, ndim in arguments:
@@ -143,7 +125,7 @@ def function_of(code: Code, signature: str) -> Callable[..., None]:
             passed += [value] if argument.ndim is None else _array(argument, value, place)
         function(*passed)
 
-    called.owner = owner  # type: ignore[attr-defined]
+    called.owner = engine  # type: ignore[attr-defined]
     return called
 
 
@@ -170,57 +152,44 @@ _SUFFIX, _UNFINISHED = ".kernel", "unfinished-"
 _MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
 
 
-class Store:
-    """A cache folder; `root` exists, and only this user can write to it."""
+def find(path: Path) -> bytes | None:
+    """Return the content of a kernel's file; None if the file is missing or can't be trusted."""
+    with contextlib.suppress(OSError), open(path, "rb", opener=_own_file) as file:
+        checksum, _, content = file.read().partition(b"\n")
+        if checksum == _checksum(content):
+            os.utime(path)
+            return content
+    return None
 
-    def __init__(self, root: Path):
-        self.root = root
 
-    def find(self, key: str) -> bytes | None:
-        """Return the content of an entry; None if the entry is missing or can't be trusted."""
-        path = self._path(key)
-        try:
-            with open(path, "rb", opener=_own_file) as file:
-                checksum, _, content = file.read().partition(b"\n")
-                if checksum == _checksum(content):
-                    os.utime(path)
-                    return content
-        except OSError:
-            pass
-        return None
+def keep(path: Path, content: bytes) -> None:
+    """Write a kernel's file, or replace an invalid one."""
+    unfinished = ""
+    if path.exists() and find(path) is None:
+        _log.warning("the compiled kernel in %s was changed after it was written; it is compiled again.", path)
+    try:
+        descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
+        with open(descriptor, "wb") as file:
+            file.write(_checksum(content) + b"\n" + content)
+        os.replace(unfinished, path)
+        _remove_old_files(path.parent)
+    except OSError as error:  # for example a full disk
+        _log.info("the compiled kernel isn't kept in %s: %s", path.parent, error)
+        if unfinished:
+            Path(unfinished).unlink(missing_ok=True)
 
-    def keep(self, key: str, content: bytes) -> None:
-        """Write an entry, or replace an invalid one."""
-        path, unfinished = self._path(key), ""
-        if path.exists() and self.find(key) is None:
-            _log.warning("the compiled kernel in %s was changed after it was written; it is compiled again.", path)
-        try:
-            descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=self.root)
-            with open(descriptor, "wb") as file:
-                file.write(_checksum(content) + b"\n" + content)
-            os.replace(unfinished, path)
-            self._remove_old_files()
-        except OSError as error:  # for example a full disk
-            _log.info("the compiled kernel isn't kept in %s: %s", self.root, error)
-            if unfinished:
-                Path(unfinished).unlink(missing_ok=True)
 
-    def _path(self, key: str) -> Path:
-        return self.root / f"{key}{_SUFFIX}"
-
-    def _remove_old_files(self) -> None:
-        """Remove the least recently used entries, and files left by processes that were killed."""
-        used = {}
-        for path in self.root.iterdir():
-            try:
-                if path.is_file():  # other versions of mpiad may have made folders here
-                    used[path] = path.stat().st_mtime
-            except FileNotFoundError:  # another process has just renamed or removed it
-                continue
-        entries = [path for path in sorted(used, key=used.__getitem__) if path.suffix == _SUFFIX]
-        old = [path for path in used if path.name.startswith(_UNFINISHED) and time.time() - used[path] > _MAX_AGE]
-        for path in (*old, *entries[:-_MAX_ENTRIES]):
-            path.unlink(missing_ok=True)
+def _remove_old_files(folder: Path) -> None:
+    """Remove the least recently used kernels, and files left by processes that were killed."""
+    used = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed or removed it
+            if path.is_file():  # other versions of mpiad may have made folders here
+                used[path] = path.stat().st_mtime
+    entries = [path for path in sorted(used, key=used.__getitem__) if path.suffix == _SUFFIX]
+    old = [path for path in used if path.name.startswith(_UNFINISHED) and time.time() - used[path] > _MAX_AGE]
+    for path in (*old, *entries[:-_MAX_ENTRIES]):
+        path.unlink(missing_ok=True)
 
 
 def _own_file(path: str, flags: int) -> int:
@@ -238,12 +207,6 @@ def _checksum(content: bytes) -> bytes:
     return hashlib.sha256(content).hexdigest().encode()
 
 
-def store() -> Store | None:
-    """Return the store of kernels; None if there is no cache folder."""
-    root = cache_folder()
-    return None if root is None else Store(root)
-
-
 _log = logging.getLogger("mpiad")
 
 # The source files that determine a kernel's machine code; any change of these files changes all keys.
@@ -252,8 +215,9 @@ _COMPILER = ("translation.py", "block_builder.py", "arguments.py", "cache.py")
 _lock = threading.RLock()
 # The least recently used kernels are removed, since functions that change at each call would otherwise fill the memory.
 _MAX_LOADED = 256
-# Kernels by text, name, signature and fast-math flags. A lookup is fast, since a string caches its hash.
-_loaded: dict[tuple[str, str, str, str], Kernel] = {}
+# Kernels by the level of optimization, text, name, signature and fast-math flags. A lookup is fast, since a string caches
+# its hash.
+_loaded: dict[tuple[int, str, str, str, str], Kernel] = {}
 
 
 class Kernel(NamedTuple):
@@ -272,11 +236,11 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     """
     # If two threads need a kernel, the second thread waits for the first.
     with _lock:
-        known = text, name, signature, fast
+        known = optimization_level, text, name, signature, fast
         if known not in _loaded:
             key = _checksum(f"{_machine()}\n{optimization_level} {name} {signature} {fast}\n{text}".encode()).decode()
             started = time.perf_counter()
-            function, origin = _from_disk_or_compiled(key, *known)
+            function, origin = _from_disk_or_compiled(key, *known[1:])
             _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
             action, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
             level = logging.INFO if call else logging.DEBUG
@@ -295,34 +259,29 @@ def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> 
 
 def _from_disk_or_compiled(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Callable[..., None], str]:
     """Return the function of a kernel and its origin; a kernel that is compiled is written to the disk."""
-    kept = store()
-    content = None if kept is None else kept.find(key)
+    folder = cache_folder()
+    path = None if folder is None else folder / f"{key}{_SUFFIX}"
+    content = None if path is None else find(path)
     if content is not None:
         header, _, file = content.partition(b"\n")
-        source, symbol, outside = json.loads(header)
+        source, outside = json.loads(header)
         try:
             if source == text:
-                return function_of(Code(symbol, file, tuple(outside)), signature), "disk"
+                return function_of(file, outside, name, signature), "disk"
         except OSError as error:
             _log.info("the compiled kernel of %s can't be used: %s", key, error)
-    made = code_of(text, name, signature, fast)
-    if kept is not None:
-        kept.keep(key, json.dumps([text, made.symbol, made.outside]).encode() + b"\n" + made.file)
-    return function_of(made, signature), "compiled"
+    file, outside = code_of(text, name, signature, fast)
+    if path is not None:
+        keep(path, json.dumps([text, outside]).encode() + b"\n" + file)
+    return function_of(file, outside, name, signature), "compiled"
 
 
 @cache
 def _machine() -> str:
     """Return a text of everything that determines the machine code besides the arguments of `kernel_of`."""
-    from importlib.metadata import PackageNotFoundError, version  # imported late, since it takes 20 ms
-
     import llvmlite
     import llvmlite.binding as llvm
 
-    try:
-        own = version("mpiad")
-    except PackageNotFoundError:
-        own = ""
     compiler = [Path(__file__).with_name(name) for name in _COMPILER]
     processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return "\n".join([own, *(file.read_text() for file in compiler), llvmlite.__version__, *processor])
+    return "\n".join([*(file.read_text() for file in compiler), llvmlite.__version__, *processor])

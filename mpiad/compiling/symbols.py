@@ -187,6 +187,10 @@ def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], 
     return method
 
 
+def _unary(operation: str) -> Callable[[Symbol], Symbol]:
+    return lambda self: self.call(operation)
+
+
 class Symbol:
     """A scalar of a program under construction; `number` is its value number."""
 
@@ -262,17 +266,8 @@ class Symbol:
             first, second = first.as_number(), second.as_number()
         return Symbol(self.builder, self.builder.call("where", self.truth().number, first.number, second.number))
 
-    def __neg__(self) -> Symbol:
-        return self.call("negative")
-
     def __pos__(self) -> Symbol:
         return self
-
-    def __abs__(self) -> Symbol:
-        return self.call("absolute")
-
-    def __invert__(self) -> Symbol:
-        return self.call("logical_not")
 
     def __bool__(self) -> NoReturn:
         self.builder.refuse(_NEEDS_TRUTH)
@@ -281,6 +276,7 @@ class Symbol:
         self.builder.refuse(_NEEDS_NUMBER)
 
     __int__ = __index__ = __complex__ = __float__
+    __neg__, __abs__, __invert__ = map(_unary, ("negative", "absolute", "logical_not"))
     __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
     __sub__, __rsub__ = _operator("subtract"), _operator("subtract", swapped=True)
     __mul__, __rmul__ = _operator("multiply"), _operator("multiply", swapped=True)

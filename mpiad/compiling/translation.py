@@ -312,13 +312,20 @@ class _Function:
     def number(self, node: ast.expr) -> Value:
         """Return the value of an expression that is a number."""
         match node:
-            case ast.Constant():
-                return self._literal(node)
-            case ast.Name():
-                value = self._variables.read(node.id)
+            case ast.Constant(value=bool() as x):
+                return Value(BOOLEAN, str(x).lower())
+            case ast.Constant(value=int() as x):
+                return Value(INTEGER, str(x))
+            case ast.Constant(value=float() as x):
+                return Value(DOUBLE, float_literal(x))
+            case ast.Name(id=name):
+                value = self._variables.read(name)
                 return value if isinstance(value, Value) else refuse(node)
-            case ast.Attribute():
-                return self._attribute(node)
+            case ast.Attribute(value=array, attr="size"):
+                first, *others = self.array(array).shape
+                return Value(INTEGER, reduce(lambda x, n: self._build.name(f"mul nsw i64 {x}, {n}"), others, first))
+            case ast.Attribute(value=ast.Name(id="math" | "np"), attr=name) if name in _CONSTANTS:
+                return Value(DOUBLE, float_literal(_CONSTANTS[name]))
             case ast.UnaryOp():
                 return self._unary(node, self.number(node.operand))
             case ast.BinOp():
@@ -333,25 +340,6 @@ class _Function:
                 return self._called(node)
             case ast.Subscript():
                 return self._entry(node)
-        refuse(node)
-
-    def _literal(self, node: ast.Constant) -> Value:
-        if isinstance(node.value, bool):
-            return Value(BOOLEAN, str(node.value).lower())
-        if isinstance(node.value, int):
-            return Value(INTEGER, str(node.value))
-        if isinstance(node.value, float):
-            return Value(DOUBLE, float_literal(node.value))
-        refuse(node)
-
-    def _attribute(self, node: ast.Attribute) -> Value:
-        if node.attr == "size":
-            first, *others = self.array(node.value).shape
-            for length in others:
-                first = self._build.name(f"mul nsw i64 {first}, {length}")
-            return Value(INTEGER, first)
-        if node.attr in _CONSTANTS and ast.unparse(node.value) in ("math", "np"):
-            return Value(DOUBLE, float_literal(_CONSTANTS[node.attr]))
         refuse(node)
 
     def _unary(self, node: ast.UnaryOp, x: Value) -> Value:
@@ -450,8 +438,14 @@ class _Function:
     def _statements(self, nodes: Sequence[ast.stmt]) -> None:
         for node in nodes:
             match node:
-                case ast.Expr():
-                    self._directive(node)
+                case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
+                    pass
+                case ast.Expr(value=ast.Call(func=ast.Name(id="aligned_stack"))):
+                    self.attributes += f" {_ALIGNED}"
+                case ast.Expr(value=ast.Call(func=ast.Name(id="wide_vectors"))):
+                    self.attributes += f" {_WIDE}" if prefers_512_bit_vectors() else ""
+                case ast.Expr(value=ast.Call(func=ast.Name(id="fetched"), args=[table, index])):
+                    self._prefetch(table, index)
                 case ast.Assign():
                     self._assign(node)
                 case ast.AugAssign():
@@ -461,30 +455,14 @@ class _Function:
                     self._return(node)
                 case ast.If():
                     self._if(node)
-                case ast.While():
+                case ast.While(orelse=[]):
                     self._while(node)
-                case ast.For():
-                    self._for(node)
+                case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"), args=bounds), orelse=[]):
+                    self._for(name, bounds, node.body)
                 case ast.Break():
                     self._build.jump(self._ends_of_loops[-1])
-                case ast.Pass():
-                    pass
                 case _:
                     refuse(node)
-
-    def _directive(self, node: ast.Expr) -> None:
-        call = node.value
-        if isinstance(call, ast.Constant) and isinstance(call.value, str):
-            return
-        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
-        if name == "aligned_stack":
-            self.attributes += f" {_ALIGNED}"
-        elif name == "wide_vectors":
-            self.attributes += f" {_WIDE}" if prefers_512_bit_vectors() else ""
-        elif name == "fetched":
-            self._prefetch(*call.args)  # type: ignore[union-attr]
-        else:
-            refuse(node)
 
     def _prefetch(self, table: ast.expr, index: ast.expr) -> None:
         array, row = self.array(table), self.index(index)
@@ -559,8 +537,6 @@ class _Function:
         build.enter(after)
 
     def _while(self, node: ast.While) -> None:
-        if node.orelse:
-            refuse(node)
         build = self._build
         again, body, after = build.new_block(), build.new_block(), build.new_block()
         build.jump(again)
@@ -576,12 +552,8 @@ class _Function:
         self._statements(nodes)
         self._ends_of_loops.pop()
 
-    def _for(self, node: ast.For) -> None:
-        call, target = node.iter, node.target
-        is_range = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "range"
-        if not is_range or not isinstance(target, ast.Name) or node.orelse:
-            refuse(node)
-        build, bounds = self._build, list(call.args)  # type: ignore[union-attr]
+    def _for(self, name: str, bounds: Sequence[ast.expr], nodes: Sequence[ast.stmt]) -> None:
+        build = self._build
         step = self.index(bounds[2]) if len(bounds) == 3 else "1"
         first = Value(INTEGER, self.index(bounds[0])) if len(bounds) > 1 else Value(INTEGER, "0")
         stop = Value(INTEGER, self.index(bounds[min(1, len(bounds) - 1)]))
@@ -594,8 +566,8 @@ class _Function:
         current = build.value(INTEGER, f"load i64, ptr {counter}")
         build.branch(compare(build, ">" if step.startswith("-") else "<", current, stop), body, after)
         build.enter(body)
-        self._variables.write(target.id, current)
-        self._loop_body(node.body, after)
+        self._variables.write(name, current)
+        self._loop_body(nodes, after)
         next = build.name(f"add nsw i64 {current.text}, {step}")
         build.do(f"store i64 {next}, ptr {counter}")
         build.jump(again)

@@ -23,7 +23,7 @@ def note_forward(operation: Any, forward: Callable) -> None:
     name = operation.__name__
 
     def noted(x: Array, params: object) -> Array:
-        return _recorded_call(calls.begin, (name, x, params), forward, x, params)
+        return recorded_call(calls.begin, (name, x, params), forward, x, params)
 
     def switch(on: bool) -> None:
         # The function is replaced, so there is no overhead while recording is off.
@@ -33,7 +33,8 @@ def note_forward(operation: Any, forward: Callable) -> None:
     calls.register(switch)
 
 
-def _recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: Any) -> Any:
+def recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: Any) -> Any:
+    """Return ``fun(*args)``, and record the call, which ``begin(*arguments)`` describes."""
     with restoring_state():
         call = begin(*arguments)
         try:
@@ -50,12 +51,12 @@ def note_rules(kind: Any) -> None:
         rule = vjp(self, ans, args, params, argnums, level)
         # The forward call is on the stack now, but not when the adjoint runs.
         called, site = _forward_call(self.__name__)
-        return lambda g: _recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
+        return lambda g: recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
     def noted_jvp(self: Any, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Array:
         called, site = _forward_call(self.__name__)
         arguments = "tangent", called, site, args[0] if args else None, params
-        return _recorded_call(calls.begin_rule, arguments, jvp, self, tangents, ans, args, params, level)
+        return recorded_call(calls.begin_rule, arguments, jvp, self, tangents, ans, args, params, level)
 
     def switch(on: bool) -> None:
         kind.vjp, kind.jvp = (noted_vjp, noted_jvp) if on else bare

@@ -261,10 +261,11 @@ class ArrayProgram:
         """Append a view of a join: a view of one part or a join of views of the parts, if possible."""
         node = self.nodes[x]
         source, stride, offset = map[node.data]
+        low, high = sorted((offset, offset + stride * (0 if source is None else max(shape[source] - 1, 0))))
         parts, start, done = [], 0, 0
         for part in node.inputs:
             stop = start + self.nodes[part].shape[node.data]
-            if _lies(map[node.data], shape, start, stop):
+            if start <= low and high < stop:
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
                 # The view has entries of this part at indices from `first` to `last`.
@@ -387,10 +388,3 @@ class Value:
     def reshape(self, shape: Shape) -> Value:
         """Append the array in another shape."""
         return Value(self.program, self.program.reshape(self.number, shape))
-
-
-def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool:
-    """Return whether the array index lies in [start, stop) at all indices of a shape."""
-    last = 0 if axis.source is None else max(shape[axis.source] - 1, 0)
-    low, high = sorted((axis.offset, axis.offset + axis.stride * last))
-    return start <= low and high < stop

@@ -1,6 +1,6 @@
 """Programs of several reverse passes that run together ("lanes").
 
-The later parts of a program are reverse passes, which are linear in their seeds. `batched` derives a program of such parts,
+The later parts of a program are reverse passes, which are linear in their seeds. `Batched` derives a program of such parts,
 in which the seeds, and all arrays that depend on them, have a first axis for the lanes. It computes arrays of earlier parts
 again, except for the results of communications: these are inputs, since the earlier parts have logged them.
 
@@ -12,38 +12,26 @@ called once per lane.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.programs.array_program import COMPUTED, ArrayProgram, Axis, Node, Slot, broadcast
-from mpiad.programs.fusion import Fusion
+from mpiad.programs.fusion import Schedule
 from mpiad.programs.message_numbers import is_numbered
 from mpiad.programs.replay import Replays
 from mpiad.programs.traced_array import Step, mapped
 
 
-class Batched(NamedTuple):
-    """A program for several lanes, whose parts have the same numbers as in the program that it is derived from."""
+class Batched:
+    """A program of some reverse passes for several lanes; its parts have the same numbers as in the given program.
 
-    replays: Replays
-    logged: list[int]  # positions in the log of earlier parts; their results are inputs, and precede the seeds
-
-
-def batched(program: ArrayProgram, parts: range, seeds: int, lanes: int) -> Batched | None:
-    """Return the program of some reverse passes for several lanes, None if there is none.
-
-    `seeds`: the position of their first seed among the inputs; all later inputs are seeds, too.
+    `seeds`: the position of their first seed among the inputs; all later inputs are seeds, too. `logged`: positions in the
+    log of earlier parts; their results are inputs, and precede the seeds. Raises a NotImplementedError if there is no such
+    program.
     """
-    try:
-        made = _Batching(program, parts, seeds, lanes)
-        return Batched(Replays(Fusion(made.program).schedule()), made.logged)
-    except Exception:  # noqa: BLE001 (the lanes then run without it)
-        return None
 
-
-class _Batching:
     def __init__(self, program: ArrayProgram, parts: range, seeds: int, lanes: int):
         self.old, self.lanes, self.program = program, lanes, ArrayProgram()
         self.numbers: dict[int, int] = {}  # of the nodes in the new program
@@ -70,6 +58,7 @@ class _Batching:
         self.program.outputs = [self._over_lanes(n) for part in outputs for n in part]
         sizes = np.cumsum([len(part) for part in outputs])
         self.program.ends = [0] * parts.start + sizes[:-1].tolist()
+        self.replays = Replays(Schedule(self.program))
 
     def _needed(self, outputs: Sequence[int], parts: range) -> set[int]:
         """Return the outputs, the communications of the parts, and all nodes on which these depend."""

@@ -101,9 +101,8 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
     if not simple:
         return cache.fun(*given.args, **given.kwargs)
     key = ("reverse", tuple(boxed), given.key)
-    of = [given.traced.index(k) for k in boxed]
-    derive = partial(vjp, inner=of)
-    entry, watch = cache.entry_or_watch(key, given, lambda watch: cache.derived_entry(given, watch, boxed, derive))
+    derive = partial(vjp, inner=[given.traced.index(k) for k in boxed])
+    entry, watch = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive))
     if entry is not None:
         return _run(cache, key, entry, given, boxed)
     if watch is None:
@@ -245,7 +244,8 @@ def called_with_tangents_of_gradients(cache: ProgramCache, given: Arguments, box
     key = "tangents of gradients", tuple(variables), tuple(outer_leaves), given.key
     inner, outer = ([given.traced.index(k) for k in chosen] for chosen in (variables, outer_leaves))
 
-    entry = cache.optional_entry(key, given, boxed, partial(jvp_of_vjp, inner=inner, outer=outer))
+    derive = partial(jvp_of_vjp, inner=inner, outer=outer)
+    entry, _ = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive), optional=True)
     if entry is None:
         return cache.fun(*given.args, **given.kwargs)
     tangents = [value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
@@ -319,7 +319,8 @@ def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, bo
     variables, leaves, outer_leaves = without_tape(given, boxed)
     by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
     key = "reverse over reverse", by.parts, tuple(variables), tuple(outer_leaves), given.key
-    entry = cache.optional_entry(key, given, boxed, partial(_with_all_parts, by, given))
+    derive = partial(_with_all_parts, by, given)
+    entry, _ = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive), optional=True)
     if entry is None:
         return None
     call = _Call(cache, entry, given, by, tape.outer)

@@ -22,9 +22,9 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.programs.array_program import Node, operation_of
+from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
-from mpiad.programs.closure import Watch, are_alike, closed_over_numbers, with_numbers
+from mpiad.programs.closure import are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.fusion import Loop
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own, traced_parts
@@ -52,8 +52,7 @@ class Listing:
     """
 
     def __init__(self, name: str, replays: Replays):
-        self._name, self._replays = name, replays
-        self._nodes: list[Node] = replays.schedule.program.nodes
+        self._name, self._replays, self._nodes = name, replays, replays.schedule.nodes
 
     @property
     def operations(self) -> str:
@@ -251,23 +250,28 @@ class Jitted:
             self._constant = numbers if found is None else {}
             if found is not None:
                 return found.jitted(*(numbers[name] for name in found.names), *args, **kwargs)
+        cache = self._cache
         with restoring_state():
-            return self._called_by_signature(args, kwargs)
-
-    def _called_by_signature(self, args: tuple, kwargs: dict) -> Any:
-        try:
-            given = arguments_of(args, kwargs, self._cache.asked)
-        except TypeError as error:
-            self._cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
-            return self.fun(*args, **kwargs)
-        if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
-            return called_on_tape(self._cache, given, self.derived)
-        entry, watch = self._cache.entry_or_watch(given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch))
-        if entry is not None:
-            return self._replayed(entry, given)
-        if watch is None:
-            return self._cache.interpreted(given.key, given)
-        return self._traced(given, watch)
+            try:
+                given = arguments_of(args, kwargs, cache.asked)
+            except TypeError as error:
+                cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
+                return self.fun(*args, **kwargs)
+            if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
+                return called_on_tape(cache, given, self.derived)
+            entry, watch = cache.entry_or_watch(given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch))
+            if entry is not None:
+                return self._replayed(entry, given)
+            if watch is None:
+                return cache.interpreted(given.key, given)
+            trace = TraceRun(given)
+            try:
+                parts, build = traced_parts(self.fun, trace)
+            except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
+                return cache.run_again(trace, given.key, error)
+            cache.compile(given.key, trace.recorder, parts, build, watch)
+            # Results of a trace may be views of arguments and of each other, and are therefore copied.
+            return build([own(leaf) for leaf in parts[0]])
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
         """Return the program for these arguments, in printable form: its operations and loops.
@@ -327,16 +331,6 @@ class Jitted:
             if call is not None:
                 self._fast_calls = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]
         return made
-
-    def _traced(self, given: Arguments, watch: Watch) -> Any:
-        trace = TraceRun(given)
-        try:
-            parts, build = traced_parts(self.fun, trace)
-        except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-            return self._cache.run_again(trace, given.key, error)
-        self._cache.compile(given.key, trace.recorder, parts, build, watch)
-        # Results of a trace may be views of arguments and of each other, and are therefore copied.
-        return build([own(leaf) for leaf in parts[0]])
 
 
 class _ByNumbers(NamedTuple):

@@ -100,24 +100,6 @@ class Run(NamedTuple):
     results: tuple[int, ...] = ()  # buffers of its results, unless it works in place
 
 
-class Schedule(NamedTuple):
-    """The steps of a program in order."""
-
-    program: ArrayProgram
-    buffers: list[Buffer]
-    places: dict[int, Place]  # of the nodes in memory
-    # For arguments of the program with a copy in another buffer: the first step after the copy, and the place of the copy.
-    copies: dict[int, tuple[int, Place]]
-    since: dict[int, int]  # for computed nodes, the step that stores them; earlier loops that read one compute it again
-    steps: list[Any]  # list of Loop and Run
-    outputs: list[int]  # buffers
-    part_starts: list[int]  # the first step of each part but the first
-
-    def part(self, at: int) -> int:
-        """Return the part of the program that a step belongs to."""
-        return bisect(self.part_starts, at)
-
-
 def root_of(buffers: Sequence[Buffer], b: int) -> int:
     """Return the buffer itself, or for an alias the buffer that owns the memory."""
     while buffers[b].kind == "alias":
@@ -320,8 +302,8 @@ def nodes_read(
                 stack += [(x, composed(inner, map)) for x, inner in reads_of(program, program.nodes[n])]
 
 
-class Fusion:
-    """Builds the schedule of a program; its attributes are those of `Schedule` and `Materialization`."""
+class Schedule:
+    """The steps of a program in order."""
 
     def __init__(self, program: ArrayProgram):
         self.program, self.nodes = program, program.nodes
@@ -330,28 +312,29 @@ class Fusion:
         self._kept = self._decision.kept()
         self._waiting = deque(sorted(self._kept - self._decision.anchored))
         self.buffers: list[Buffer] = []
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, Place] = {}  # of the nodes in memory
         self._nodes_in: dict[int, list[int]] = {}  # the nodes stored in each buffer
+        # For arguments of the program with a copy in another buffer: the first step after the copy, and the copy's place.
         self.copies: dict[int, tuple[int, Place]] = {}
+        # For computed nodes, the step that stores them; earlier loops that read one compute it again.
         self.since: dict[int, int] = {}
-        self.steps: list[Loop | Run] = []
-
-    def schedule(self) -> Schedule:
-        """Return the schedule."""
+        self.steps: list[Any] = []  # list of Loop and Run
+        self.outputs: list[int] = []  # buffers
+        self.part_starts: list[int] = []  # the first step of each part but the first
         for n in self.needed:
             node = self.nodes[n]
             if node.kind in ("input", "constant"):
                 self._own(n, self._buffer(node.kind, node.shape, node.dtype, node.data))
-        outputs: list[int] = []
-        part_starts: list[int] = []
-        for part, (start, end) in enumerate(pairwise([0, *self.program.ends, len(self.program.outputs)])):
+        for part, (start, end) in enumerate(pairwise([0, *program.ends, len(program.outputs)])):
+            self.part_starts += [len(self.steps)] * (part > 0)
             for n in self.cuts:
                 if self.nodes[n].part == part:
                     self._run(n)
-            outputs += self._compute_outputs(range(start, end), part)
-            part_starts.append(len(self.steps))
-        found = self.buffers, self.places, self.copies, self.since, self.steps
-        return Schedule(self.program, *found, outputs, part_starts[:-1])
+            self.outputs += self._compute_outputs(range(start, end), part)
+
+    def part(self, at: int) -> int:
+        """Return the part of the program that a step belongs to."""
+        return bisect(self.part_starts, at)
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
         """Append loops that compute the outputs of a part, given by their positions, and return their buffers."""

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
 from operator import and_
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,29 +33,17 @@ _FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf
 Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along each axis
 
 
-class LoopText(NamedTuple):
-    """A loop as a kernel."""
+class LoopText:
+    """The loop at step `at` of a schedule, as a kernel; `divisible`: whether parts of it may be computed separately.
 
-    text: str
-    signature: str  # for `kernel_of`
-    buffers: tuple[int, ...]  # the buffers among the arguments, in their order
-    written: frozenset[int]  # the buffers that the loop writes
-    # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. If the loop is `divisible`, the first
-    # array has the boxes without branches. If there are boxes at the edges, the last array has these.
-    boxes: tuple[Array, ...]
-    lanes: int  # length of the array of partial results, which is the last argument; 0 if there is no such argument
-    loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, each with a map from the loop's indices to its own
-    divisible: bool  # whether parts of the boxes may be computed separately
-
-
-class LoopWriter:
-    """Generates the text of the loop at step `at` of a schedule; a loop with folds is never divisible."""
+    A loop with folds is never divisible.
+    """
 
     def __init__(self, schedule: Schedule, at: int, divisible: bool):
         loop: Loop = schedule.steps[at]
         self.schedule, self.loop, self.nodes, self.at = schedule, loop, schedule.program.nodes, at
-        self.buffers: dict[int, str] = {}
-        self.loads: set[tuple[int, IndexMap]] = set()
+        self.buffers: dict[int, str] = {}  # the buffers among the arguments, in their order, and their names
+        self.loads: set[tuple[int, IndexMap]] = set()  # the buffers that are read, with maps from the loop's indices
         self._read: set[int] = set()
         self.written = {item.place.buffer for item in loop.items}
         program = schedule.program
@@ -64,12 +51,10 @@ class LoopWriter:
         single, double = FLOATS
         self.real = single if found == {single} else double
         self.folds = [item for item in loop.items if item.reduction]
-        self.lanes = bool(loop.shape) and bool(self.folds) and not any(fold.is_partial for fold in self.folds)
+        by_lanes = bool(loop.shape) and not any(fold.is_partial for fold in self.folds)
+        self.lanes = LANES * len(self.folds) * by_lanes  # length of the array of partial results, the last argument if > 0
         self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
-
-    def text(self) -> LoopText:
-        """Return the text of the loop."""
-        shape = self.loop.shape
+        shape = loop.shape
         inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
         body = self._before()
         boxes: dict[str, Array] = {}
@@ -83,15 +68,16 @@ class LoopWriter:
             count = "e.shape[0]" if self.divisible else str(len(edges))
             body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e")))]
         body += self._after()
+        # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array of a divisible
+        # loop has the boxes without branches. If there are boxes at the edges, the last array has these.
+        self.boxes = tuple(boxes.values())
         names = [*self.buffers.values(), *boxes]
         kinds = [*(self._kind(buffer) for buffer in self.buffers), *["int64[:, ::1]"] * len(boxes)]
         if self.lanes:
             names.append("w")
             kinds.append("float64[::1]")
-        text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
-        memory = tuple(self.buffers), frozenset(self.written), tuple(boxes.values())
-        lanes = LANES * len(self.folds) * self.lanes
-        return LoopText(text, f"linked({', '.join(kinds)})", *memory, lanes, frozenset(self.loads), self.divisible)
+        self.text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
+        self.signature = f"linked({', '.join(kinds)})"  # for `kernel_of`
 
     def _ranges(self, boxes: str) -> list[str]:
         return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]
@@ -242,9 +228,9 @@ def as_rows(boxes: Sequence[Box], width: int) -> Array:
 
 
 class _LoopBody:
-    """A scalar program that computes the stores and folds of a loop at one index; for `box` see `LoopWriter._nest`."""
+    """A scalar program that computes the stores and folds of a loop at one index; for `box` see `LoopText._nest`."""
 
-    def __init__(self, writer: LoopWriter, box: Box | None):
+    def __init__(self, writer: LoopText, box: Box | None):
         self.writer, self.nodes, self.box = writer, writer.nodes, box
         self.builder = Builder()
         self.loads: dict[tuple[int, IndexMap], int] = {}

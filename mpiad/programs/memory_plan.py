@@ -25,26 +25,20 @@ _LARGER = 4  # maximum ratio of the size of scratch memory to the required size
 _LINE, _SHORT, _PAGE = 64, 1024, 4096  # bytes in a cache line, in the longest rows that aren't padded, and in a page
 
 
-class Layout(NamedTuple):
-    """The layout of an array in memory; the memory begins at a cache line."""
-
-    pitch: int  # entries from one row to the next
-    shift: int  # bytes before the array
-
-    def of(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
-        """Return an array with this layout in the given memory."""
-        rows = math.prod(shape[:-1])
-        whole = memory[self.shift :][: rows * self.pitch * dtype.itemsize].view(dtype)
-        return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
-
-
 class Allocation(NamedTuple):
-    """The memory of a temporary buffer."""
+    """The memory of a temporary buffer, which begins at a cache line."""
 
     memory: int  # number of a piece of memory; buffers with the same number share it
     nbytes: int
     is_scratch: bool
-    layout: Layout
+    pitch: int  # entries from one row to the next
+    shift: int  # bytes before the array
+
+    def array(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
+        """Return the buffer's array in the given memory."""
+        rows = math.prod(shape[:-1])
+        whole = memory[self.shift :][: rows * self.pitch * dtype.itemsize].view(dtype)
+        return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
 
 
 class Scratch:
@@ -95,8 +89,8 @@ def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> dict[int, Alloc
     memories: list[tuple[int, bool]] = []  # bytes, and whether it is scratch
     allocations: dict[int, Allocation] = {}
     for buffer in sorted((b for b in spans if schedule.buffers[b].kind == "temporary"), key=lambda b: spans[b][0]):
-        found, layout = schedule.buffers[buffer], layouts[buffer]
-        nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
+        found, (pitch, shift) = schedule.buffers[buffer], layouts[buffer]
+        nbytes = math.prod(found.shape[:-1]) * pitch * found.dtype.itemsize + shift
         start, end = spans[buffer][0], spans[buffer][-1]
         # If a later part of the program reads a buffer of an earlier part, the buffer's memory isn't reused, since the
         # later part may run several times. Small buffers aren't in scratch memory.
@@ -111,12 +105,12 @@ def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> dict[int, Alloc
             memories.append((nbytes, is_scratch))
             ends.append(end)
         ends[memory] = end
-        allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, layout)
+        allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, pitch, shift)
     return allocations
 
 
-def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, Layout]:
-    """Return layouts in which rows written by loops begin at cache lines."""
+def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return for each buffer the `pitch` and `shift` with which rows written by loops begin at cache lines."""
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
     dense = {found.data for found in buffers if found.kind == "alias"}
@@ -136,7 +130,7 @@ def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, Layout]:
             pitch += -pitch % (_LINE // itemsize)
             # If rows were a multiple of a page apart, they would evict each other from the cache.
             pitch += _LINE // itemsize * (pitch * itemsize % _PAGE == 0)
-        made[b] = Layout(pitch, shifts.get(b, 0))
+        made[b] = pitch, shifts.get(b, 0)
     return made
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.programs.batching import Batched, batched
+from mpiad.programs.batching import Batched
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
-from mpiad.programs.fusion import Fusion
+from mpiad.programs.fusion import Schedule
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, raise_own
@@ -27,7 +28,7 @@ from mpiad.programs.traced_array import Abandoned, TracedArray
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import Channel, Counts, Used, communications, is_watched
+from mpiad.transport.core.channels import Channel, Counts, communications, is_watched
 from mpiad.transport.world import level_of_repeats
 
 _MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
@@ -35,18 +36,27 @@ MAX_TRACES = 32  # maximum number of traces of one function
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
 
-class Entry(NamedTuple):
-    """A compiled program for one signature."""
+class Entry:
+    """A compiled program for one signature.
 
-    replays: Replays
-    inside: list[bool]  # whether each leaf of the result is an output of the program
-    constants: list[Any]  # the values of the other leaves
-    build: Callable[[list[Any]], Any]  # assembles the result from its leaves
-    watch: Watch
-    communications: int  # the number in all parts together; a run of any part advances the counter by this number
-    communicates: bool  # whether the program communicates, possibly in an untraced function
-    channels: set[Used]  # the channels of the communications
-    batches: dict[tuple[int, int], Batched | None]  # programs of later parts for several lanes, by first part and lanes
+    `parts`: for each part of the program, the leaves that it returns, traced values or constants. The leaves of the first
+    part form the function's result, which `build` assembles. `watch`: of the closure.
+    """
+
+    def __init__(
+        self, recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable[[list[Any]], Tree], watch: Watch
+    ):
+        self.inside = in_program(parts[0])  # whether each leaf of the result is an output of the program
+        outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
+        self.replays = Replays(Schedule(program_of(recorder, outputs)))
+        self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
+        self.build, self.watch = build, watch
+        # The number of communications in all parts together: a run of any part advances the counter by this number.
+        self.communications = recorder.communications
+        # Whether the program communicates, possibly in an untraced function, and the channels of the communications.
+        self.communicates, self.channels = recorder.communicates, recorder.channels
+        # Programs of later parts for several lanes, by first part and number of lanes.
+        self._batches: dict[tuple[int, int], Batched | None] = {}
 
     def is_current(self) -> bool:
         """Return whether the closure is unchanged, and no exception has left messages in flight on the channels."""
@@ -61,9 +71,11 @@ class Entry(NamedTuple):
     def batched(self, parts: range, seeds: int, lanes: int) -> Batched | None:
         """Return the program of `parts` for several lanes, None if there is none; see `batching`."""
         key = parts.start, lanes
-        if key not in self.batches and len(self.batches) < _MOST_BATCHES:
-            self.batches[key] = batched(self.replays.schedule.program, parts, seeds, lanes)
-        return self.batches.get(key)
+        if key not in self._batches and len(self._batches) < _MOST_BATCHES:
+            self._batches[key] = None
+            with suppress(NotImplementedError):  # a step that has no form for several lanes
+                self._batches[key] = Batched(self.replays.schedule.program, parts, seeds, lanes)
+        return self._batches.get(key)
 
     def called(self, values: Sequence[Array]) -> Tree:
         """Run the program, and return the function's result."""
@@ -77,20 +89,6 @@ class Entry(NamedTuple):
         """Return the leaves of the function's result, given the outputs of the program."""
         found = iter(made)
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
-
-
-def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable[[list[Any]], Tree], watch: Watch) -> Entry:
-    """Compile a trace.
-
-    `parts`: for each part of the program, the leaves that it returns, traced values or constants. The leaves of the first
-    part form the function's result.
-    """
-    inside = in_program(parts[0])
-    wanted = [[x for x, is_in in zip(parts[0], inside) if is_in], *parts[1:]]
-    schedule = Fusion(program_of(recorder, wanted)).schedule()
-    constants = [None if is_in else x for x, is_in in zip(parts[0], inside)]
-    communication = recorder.communications, recorder.communicates, recorder.channels
-    return Entry(Replays(schedule), inside, constants, build, watch, *communication, {})
 
 
 def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | None:
@@ -110,13 +108,13 @@ _Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
 def _entry_of_shapes(recorder: Recorder, watch: Watch, traced: Callable[[], _Parts | None]) -> Entry | None:
     """Compile a trace, given the function that makes it; return None if the function can't be traced.
 
-    ``traced()`` returns the arguments `parts` and `build` of `entry_of`, or None.
+    ``traced()`` returns the arguments `parts` and `build` of `Entry`, or None.
     """
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             found = traced()
             # For complex numbers a warning must be logged, which the trace that runs the function does.
-            return None if found is None or recorder.complex_line() else entry_of(recorder, *found, watch)
+            return None if found is None or recorder.complex_line() else Entry(recorder, *found, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
         raise_own(recorder, error)
         return None
@@ -138,7 +136,7 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
 
 
 def traced_parts(fun: Function, trace: TraceRun) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Trace a function, and return the arguments `parts` and `build` of `entry_of`."""
+    """Trace a function, and return the arguments `parts` and `build` of `Entry`."""
     with Noting(trace.recorder):
         args, kwargs = trace.given.build(trace.leaves())
         leaves, build = flatten(fun(*args, **kwargs))
@@ -186,43 +184,31 @@ class ProgramCache:
         self.pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
-    def _current(self, key: Hashable) -> Any:
-        """Return the entry of a signature; UNKNOWN if there is none, or if it isn't current."""
-        entry = self.entries.get(key, UNKNOWN)
-        return entry if entry is None or entry is UNKNOWN or entry.is_current() else UNKNOWN
-
     def entry_or_watch(
-        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None]
+        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None], optional: bool = False
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
 
         If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
+
+        `optional`: if true, the function is interpreted, without a warning, if there is no entry. Then a program isn't used
+        if its runs may differ from the trace: they would have to be continued by interpretation, in the middle of up to
+        four passes.
         """
-        entry = self._current(key)
-        if entry is not UNKNOWN:
+        entry = self.entries.get(key, UNKNOWN)
+        if entry is None or entry is not UNKNOWN and entry.is_current():
             return entry, None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
-        watch = None if key in self.pending else self._watch(key, given)
+        waits = is_shown() if optional else key in self.pending
+        watch = None if waits else self._watch(key, given, optional)
         entry = None if watch is None else compiled(watch)
-        if entry is not None:
+        if optional and entry is not None and entry.replays.last_check >= 0:
+            entry = None
+        if entry is not None or optional and watch is not None:
             self.entries[key] = entry
         return entry, watch
 
-    def optional_entry(self, key: Hashable, given: Arguments, variables: Sequence[int], derive: _Derive) -> Entry | None:
-        """Return the entry of a signature, created by `derived_entry`; None, without a warning, if that fails."""
-        entry = self._current(key)
-        if entry is not UNKNOWN:
-            return entry
-        watch = None if is_shown() else self._watch(key, given, optional=True)
-        if watch is None:
-            return None
-        entry = self.derived_entry(given, watch, variables, derive)
-        # A program isn't used if its runs may differ from the trace: they would have to be continued by interpretation, in
-        # the middle of up to four passes.
-        self.entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
-        return self.entries[key]
-
-    def derived_entry(self, given: Arguments, watch: Watch, variables: Sequence[int], derive: _Derive) -> Entry | None:
+    def derived_entry(self, given: Arguments, variables: Sequence[int], derive: _Derive, watch: Watch) -> Entry | None:
         """Compile a derivative of the function from the shapes of its arguments; return None if that fails.
 
         ``derive(program, recorder)`` returns the parts of a derivative of the function's program. The program is recorded
@@ -244,9 +230,9 @@ class ProgramCache:
         return _entry_of_shapes(recorder, watch, traced)
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
-        """Compile a trace, and store the entry of the signature; `made`: the further arguments of `entry_of`."""
+        """Compile a trace, and store the entry of the signature; `made`: the further arguments of `Entry`."""
         try:
-            self.entries[key] = entry_of(recorder, *made)
+            self.entries[key] = Entry(recorder, *made)
         except Exception as error:  # noqa: BLE001 (a function that can't be compiled is interpreted)
             if calls.is_raised_by_user(error):
                 raise
@@ -277,27 +263,22 @@ class ProgramCache:
             return None
 
     def run_again(self, trace: TraceRun, key: Hashable, error: BaseException) -> Tree:
-        """Interpret the function after its trace has failed, without repeating communications."""
-        raise_own(trace.recorder, error)
-        with PlayingBack(trace.recorder.log, trace.counts):
-            made = self.fun(*trace.given.args, **trace.given.kwargs)
-        if not self._is_worth_another(trace):
-            self.give_up(key, error)
-        return made
+        """Interpret the function after its trace has failed, without repeating communications.
 
-    def _is_worth_another(self, trace: TraceRun) -> bool:
-        """Return whether another trace may succeed after this one has failed.
-
-        It may if the function branches on an integer argument: later traces treat this integer as a constant.
+        If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
         """
         given, recorder = trace.given, trace.recorder
-        if recorder.asked is None:
-            return False
-        whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
+        raise_own(recorder, error)
+        with PlayingBack(recorder.log, trace.counts):
+            made = self.fun(*given.args, **given.kwargs)
+        integers = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
+        if recorder.asked is None or not integers:
+            self.give_up(key, error)
+            return made
         # If the integer isn't an argument, it may depend on any integer argument.
-        mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
-        self.asked.update((given.form, k) for k in mine or whole)
-        return bool(whole)
+        asked = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
+        self.asked.update((given.form, k) for k in asked or integers)
+        return made
 
     def changed(self, key: Hashable, change: Changed, counts: Sequence[tuple[Channel, Counts]] | None) -> PlayingBack:
         """Return a context in which the function is interpreted after a run of its program has raised `Changed`."""

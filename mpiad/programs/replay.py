@@ -20,10 +20,11 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
+from mpiad.primitives.noting import recorded_call
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
-from mpiad.programs.loops import NAME, LoopText, LoopWriter
+from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
@@ -43,7 +44,7 @@ class Replays:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         self.texts: list[LoopText | None] = [  # of each step, None for calls
-            LoopWriter(schedule, at, is_divided(schedule, at)).text() if isinstance(step, Loop) else None
+            LoopText(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
         ]
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
@@ -78,19 +79,6 @@ class Replays:
         self.free[replay.prepared].append(replay)
 
 
-class Replay:
-    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` part k + 1.
-
-    `prepared`: whether communications are prepared, if possible.
-    """
-
-    def __init__(self, replays: Replays, prepared: bool):
-        self.prepared = prepared
-        writer = _ReplayWriter(replays, prepared)
-        self.first, *self.later = writer.functions()
-        self.log: list[Any] = writer.names["log"]
-
-
 class Changed(TypeError):
     """Raised by a replay if the result of a call differs in shape or dtype from the result in the trace.
 
@@ -122,18 +110,6 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
     return not known and node.dtype != object
 
 
-def _condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
-    """Return a Python expression that is true if a result differs from that of the trace.
-
-    `made`: the expression of the result. `bound`: function that returns a name for a value.
-    """
-    if node.data.kind == "settle":
-        return f"{made} != {bound(node.data.kwargs['expected'])}"
-    if node.data.kind == "opaque":
-        return f"[(x.shape, x.dtype) for x in {made}[:-1]] != {bound(node.data.kwargs['expected'])}"
-    return f"{made}.shape != {node.shape} or {made}.dtype != {bound(node.dtype)}"
-
-
 _WORD = 8
 
 
@@ -158,7 +134,7 @@ class _KernelBlocks:
                 for b in text.buffers:  # type: ignore[union-attr]
                     self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
                     shape = schedule.buffers[b].shape
-                    words += [0, *shape[:-1], allocations[b].layout.pitch if b in allocations else (shape or (1,))[-1]]
+                    words += [0, *shape[:-1], allocations[b].pitch if b in allocations else (shape or (1,))[-1]]
                 for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
                     self._held.append(np.ascontiguousarray(array))
                     words += [self._held[-1].ctypes.data, *array.shape]
@@ -224,11 +200,8 @@ def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[
         if not calls.is_noting():
             return made(operation, x, *rest)
         first = (x[0] if x else None) if isinstance(x, tuple) else x
-        noted = calls.begin_rule(*rule, first, None if isinstance(x, tuple) or not rest else rest[0])
-        try:
-            return made(operation, x, *rest)
-        finally:
-            calls.end(noted)
+        arguments = *rule, first, None if isinstance(x, tuple) or not rest else rest[0]
+        return recorded_call(calls.begin_rule, arguments, made, operation, x, *rest)
 
     return call
 
@@ -246,22 +219,23 @@ _CALLS: dict[str, Any] = {
 }
 
 
-class _ReplayWriter:
-    """Generates the functions of a replay; `names`: the global variables of these functions."""
+class Replay:
+    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` part k + 1.
+
+    `prepared`: whether communications are prepared, if possible. `names`: the global variables of the generated functions.
+    """
 
     def __init__(self, replays: Replays, prepared: bool):
-        self.replays, self.schedule = replays, replays.schedule
+        self.replays, self.schedule, self.prepared = replays, replays.schedule, prepared
         self.nodes: list[Node] = self.schedule.program.nodes
-        self._prepares = prepared
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
         self._blocks = _KernelBlocks(replays, self._actions)
         self._numbers, self._prepared_numbers = MessageNumbers(), MessageNumbers()
+        self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
-            # The log has the results of communications, as long as a later result may differ from the trace.
-            "log": [], "logged": logged, "Changed": Changed,
-            "blocks": self._blocks,  # a reference that keeps the memory alive
+            "log": self.log, "logged": logged, "Changed": Changed,
         }  # fmt: skip
         self._memories: dict[int, Array] = {}
         self._arrays: dict[int, str] = {}
@@ -272,8 +246,9 @@ class _ReplayWriter:
         self._preparable, numbered = prepared_steps(self.schedule, self._is_large, self._in_kernels)
         self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
         self._renumbers = bool(numbered - self._preparable)
+        self.first, *self.later = self._functions()
 
-    def functions(self) -> list[Callable]:
+    def _functions(self) -> list[Callable]:
         """Return a function for each part of the program."""
         schedule, steps = self.schedule, self.schedule.steps
         uses = self.replays.uses
@@ -347,13 +322,13 @@ class _ReplayWriter:
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
-        return self.replays.allocations[b].layout.of(memory, found.shape, found.dtype)
+        return self.replays.allocations[b].array(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
         """Return a function that takes scratch memory for a run, and binds buffers to it unless the last run used it."""
         buffers = [b for b, allocation in self.replays.allocations.items() if allocation.is_scratch]
         in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
-        exchanged = [at for at, step in in_place if self._prepares and step.inputs[0] in buffers]
+        exchanged = [at for at, step in in_place if self.prepared and step.inputs[0] in buffers]
         scratch = self.replays.scratch
         bound: dict[str, Any] = {"memory": None}
 
@@ -427,7 +402,7 @@ class _ReplayWriter:
         """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
         call: Step = node.data
-        if self._prepares:
+        if self.prepared:
             if buffer in self.names:  # otherwise it is in scratch memory, and `_scratch` prepares the operator
                 self._prepare(at)
             self.names[f"f{at}"] = _call_at(node.site, "begin" if is_begun else "end")
@@ -483,7 +458,11 @@ class _ReplayWriter:
             entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
             self._lines.append(f"log.append({entry})")
         if _is_checked(self.schedule, at):
-            condition = _condition_of(node, f"v{at}", self._bound)
+            if call.kind in ("settle", "opaque"):
+                made = f"v{at}" if call.kind == "settle" else f"[(x.shape, x.dtype) for x in v{at}[:-1]]"
+                condition = f"{made} != {self._bound(call.kwargs['expected'])}"
+            else:
+                condition = f"v{at}.shape != {node.shape} or v{at}.dtype != {self._bound(node.dtype)}"
             self._lines.append(f"if {condition}: raise Changed(v{at}, {self._bound(node)}, log)")
         if at == last_check:
             self._lines.append("log.clear()")

@@ -18,7 +18,7 @@ from mpiad.programs.message_numbers import Uncounted, WildcardMessage, envelopes
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import Abandoned, TracedArray, let_arrays_be_traced, on_host, plain
-from mpiad.pytrees import flatten
+from mpiad.pytrees import LEAF_TYPES, flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, report_to_recorders
 from mpiad.transport.core.tracing import tracing
@@ -73,8 +73,10 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
 
     `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
     """
-    leaves, build = flatten((args, kwargs))
-    form = _form((args, kwargs))
+    if not kwargs and LEAF_TYPES.issuperset(map(type, args)):  # the most common case
+        leaves, build, form = list(args), lambda new: (tuple(new), {}), len(args)
+    else:
+        (leaves, build), form = flatten((args, kwargs)), _form((args, kwargs))
     traced: list[int] = []
     key: list[Any] = [form]
     for place, leaf in enumerate(leaves):
@@ -263,16 +265,11 @@ class PlayingBack:
         finally:
             tracing.recorder = self
 
-    # Operations that would end a trace are allowed.
+    def refuse(self, reason: str = "") -> None:
+        """Do nothing: operations that would end a trace are allowed."""
 
-    def refuse(self, reason: str) -> None:
-        """Do nothing."""
-
-    def looked_up(self, call: str) -> None:
-        """Do nothing."""
-
-    def communicated_by_itself(self) -> None:
-        """Do nothing."""
+    looked_up: Any = refuse
+    communicated_by_itself = refuse
 
     def entered_body(self) -> None:
         """End the playback at an operator's body, since the log contains only operations before the body."""

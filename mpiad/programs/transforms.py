@@ -30,6 +30,7 @@ from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.noting import recorded_call
 from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, suspended
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
@@ -188,26 +189,19 @@ class Evaluation:
         params = self._numbers.addressed(call.params) if is_numbered(call.params) else mapped(call.params, self._constant)
         if step is None or step.rule is None:
             return apply(call.fun, tracing.tape, tuple(args), params)
-        direction, name, site = step.rule
-        rule = calls.begin_rule(direction, name, site, None, None)
-        try:
-            return apply(call.fun, tracing.tape, tuple(args), params)
-        finally:
-            calls.end(rule)
+        arguments = *step.rule, None, None
+        return recorded_call(calls.begin_rule, arguments, apply, call.fun, tracing.tape, tuple(args), params)
 
     def _note(self, old: Any, new: Any) -> None:
-        """Remember the new value for a reference, or for each reference in a nest."""
-        new = _innermost(new)
-        if type(old) is Ref:
-            self._known.setdefault(old.number, new)
-            if old.number in self._program.recorder.weak:
-                self._recorder.weaken(new)
-        elif type(old) in (tuple, list):
-            for a, b in zip(old, new):
-                self._note(a, b)
-        elif type(old) is dict:
-            for key, a in old.items():
-                self._note(a, new[key])
+        """Remember the new value for a reference, or for each reference in nested results."""
+        olds, news = list[Any](), list[Any]()
+        mapped(old, olds.append)
+        mapped(_innermost(new), news.append)
+        for reference, value in zip(olds, map(_innermost, news)):
+            if type(reference) is Ref:
+                self._known.setdefault(reference.number, value)
+                if reference.number in self._program.recorder.weak:
+                    self._recorder.weaken(value)
 
     def _constant(self, x: Any) -> Any:
         """Return an argument that isn't an input of its node, in the new trace."""

@@ -45,13 +45,6 @@ def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     return 0.5 * (trace + np.dot(difference, np.dot(inverse, difference)) - len(center) + log_det_of_prior - log_det)
 
 
-class Terms(NamedTuple):
-    """The terms of the objective in one epoch: the mean loss, and KL without its weight."""
-
-    loss: float
-    divergence: float
-
-
 class Objective(NamedTuple):
     """The minimized objective and the estimator of its gradient."""
 
@@ -61,8 +54,11 @@ class Objective(NamedTuple):
     gradient: str  # {"pathwise", "score"}
     divergence: str  # {"closed", "draws", "path"}
 
-    def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[Terms, Tree]:
-        """Return the terms of the objective and its gradient; `noise` is on the parameters' device, `found` on the host."""
+    def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[float, float, Tree]:
+        """Return the mean loss, KL without its weight, and the gradient of the objective.
+
+        `noise` is on the parameters' device, `found` on the host.
+        """
         leaves, build = flatten(params)
         indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         valid = found.valid
@@ -80,7 +76,7 @@ class Objective(NamedTuple):
         variables = Variables(leaves, indices, build)
         traced = trace_backwards(surrogate, variables)
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
-        return Terms(float(np.mean(found.values[valid])), divergences[0]), variables.filled(gradients, lambda leaf: None)
+        return float(np.mean(found.values[valid])), divergences[0], variables.filled(gradients, lambda leaf: None)
 
     def _model_term(self, params: Tree, theta: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.valid], found.gradients[found.valid]

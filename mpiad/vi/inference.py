@@ -118,9 +118,9 @@ class Training:
         if not found.valid.any():
             counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
             raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
-        terms, gradient = self._objective.value_and_gradient(self._params, noise, found)
-        value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # may be infinite
-        row = (value, terms.loss, terms.divergence, found.raised + found.not_finite, time.perf_counter() - self._start)
+        loss, divergence, gradient = self._objective.value_and_gradient(self._params, noise, found)
+        value = loss + (self._objective.w * divergence if self._objective.w else 0.0)  # may be infinite
+        row = (value, loss, divergence, found.raised + found.not_finite, time.perf_counter() - self._start)
         for column, entry in zip(self.history.values(), row):
             column.append(entry)
         # `value` is the objective before the update.

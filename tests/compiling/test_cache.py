@@ -14,8 +14,8 @@ import launch
 import numpy as np
 import pytest
 
+from mpiad.cache_folder import cache_folder
 from mpiad.compiling import cache
-from mpiad.compiling.cache import store
 
 pytestmark = pytest.mark.serial
 
@@ -132,13 +132,13 @@ def test_a_full_disk_leaves_nothing(folder, monkeypatch):
     assert again() == "compiled" and again() == "disk"
 
 
-@pytest.mark.parametrize("part", ["checksum", "text", "symbol", "machine code"])
+@pytest.mark.parametrize("part", ["checksum", "text", "functions", "machine code"])
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_what_was_damaged_is_made_again(folder, part, damage, caplog):
     made()
     path = the_entry(folder)
     content = path.read_bytes()
-    place = {"checksum": 9, "text": content.index(b"math.sqrt"), "symbol": content.index(b'"run"') + 2}.get(part, -9)
+    place = {"checksum": 9, "text": content.index(b"math.sqrt"), "functions": content.index(b", []") + 3}.get(part, -9)
     path.write_bytes(content[:place] if damage == "cut" else content[:place] + b"?" + content[place:][1:])
     assert again() == "compiled"
     assert "compiled again" in caplog.text
@@ -182,7 +182,7 @@ def test_those_that_were_used_longest_ago_go(folder, monkeypatch):
 def test_a_folder_that_others_can_write_into_is_not_used(folder):
     made()
     folder.chmod(0o777)
-    assert store() is None and again() == "compiled"
+    assert cache_folder() is None and again() == "compiled"
     folder.chmod(0o700)
     the_entry(folder).chmod(0o770)
     assert again() == "compiled"
@@ -192,7 +192,7 @@ def test_a_folder_that_others_can_write_into_is_not_used(folder):
 def test_a_folder_of_somebody_else_is_not_used(folder):
     made()
     os.chown(folder, 12345, 12345)
-    assert store() is None and again() == "compiled"
+    assert cache_folder() is None and again() == "compiled"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
@@ -204,14 +204,14 @@ def test_a_folder_that_others_can_replace_is_not_used(folder, monkeypatch, tmp_p
     for mode, kept in ((0o700, True), (0o770, False), (0o777, False), (0o1777, True)):
         above.parent.chmod(mode)
         with caplog.at_level("INFO", "mpiad"):
-            assert (store() is not None) is kept, oct(mode)
+            assert (cache_folder() is not None) is kept, oct(mode)
         assert (f"other users can write into {above.parent}" in caplog.text) is not kept
         caplog.clear()
     # The same folder by a link elsewhere.
     above.parent.chmod(0o777)
     (tmp_path / "link").symlink_to(above)
     monkeypatch.setenv("MPIAD_CACHE", str(tmp_path / "link" / "kernels"))
-    assert store() is None
+    assert cache_folder() is None
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
@@ -240,9 +240,9 @@ def test_links_and_pipes_are_not_read(folder, tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
 def test_what_is_checked_is_what_is_read(folder, monkeypatch):
     """A file that is replaced after its mode was looked at: by path the new one was read."""
-    kept = store()
-    kept.keep("key", b"own")
-    kept.keep("other", b"planted")
+    path = cache_folder() / "key.kernel"
+    cache.keep(path, b"own")
+    cache.keep(path.with_stem("other"), b"planted")
     looked = []
 
     def replacing(look):
@@ -257,8 +257,8 @@ def test_what_is_checked_is_what_is_read(folder, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "stat", replacing(Path.stat))
         patched.setattr(os, "fstat", replacing(os.fstat))
-        assert kept.find("key") == b"own" and looked
-    assert kept.find("key") == b"planted"
+        assert cache.find(path) == b"own" and looked
+    assert cache.find(path) == b"planted"
 
 
 def test_the_users_own_folder_may_be_named_by_a_tilde(folder, monkeypatch, tmp_path):
@@ -279,7 +279,7 @@ def test_without_a_home_kernels_are_kept_among_temporary_files(folder, monkeypat
     assert kept.stat().st_mode & 0o777 == 0o700 and again() == "disk"
     kept.rename(tmp_path / "elsewhere")
     kept.symlink_to(tmp_path / "elsewhere")  # as others could, before the first use
-    assert store() is None and again() == "compiled"
+    assert cache_folder() is None and again() == "compiled"
 
 
 def test_without_a_place_kernels_are_compiled_all_the_same(folder, monkeypatch, tmp_path):

@@ -69,7 +69,7 @@ def test_compiled_each_operation_is_numpys(dtype):
     program = all_operations()
     name = np.dtype(dtype).name
     text, signature = function_text(program, dtype), f"void({name}[::1], {name}[::1])"
-    f = function_of(code_of(text, "f", signature), signature)
+    f = function_of(*code_of(text, "f", signature), "f", signature)
     for u in np.array(STATES, dtype):
         out = np.empty(len(program.outputs), dtype)
         f(u, out)

@@ -120,7 +120,7 @@ def compiled(program, d):
     names = {"state": [f"x[{i}]" for i in range(d)]}
     body = lines(program, names, [f"o[{i}]" for i in range(len(program.outputs))])
     signature = "void(float64[::1], float64[::1])"
-    return function_of(code_of("\n    ".join(["def f(x, o):", *body]), "f", signature), signature)
+    return function_of(*code_of("\n    ".join(["def f(x, o):", *body]), "f", signature), "f", signature)
 
 
 def autograds(function, u):

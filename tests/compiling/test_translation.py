@@ -83,7 +83,7 @@ def as_python(text, given):
 def both(text, signature, *given):
     """Return the arrays that the text leaves, compiled and as Python."""
     compiled, python = ([x.copy() if isinstance(x, np.ndarray) else x for x in given] for _ in range(2))
-    function_of(code_of(text, "run", signature), signature)(*compiled)
+    function_of(*code_of(text, "run", signature), "run", signature)(*compiled)
     as_python(text, python)
     return [(a, b) for a, b in zip(compiled, python) if isinstance(a, np.ndarray)]
 
@@ -122,7 +122,7 @@ def test_sums_are_reordered_only_where_that_is_allowed():
     signature, x, found = "void(float64[::1], float64[::1])", np.full(4096, 0.1), []
     for fast in ("", "reassoc"):
         out = np.zeros(1)
-        function_of(code_of(text, "run", signature, fast), signature)(x, out)
+        function_of(*code_of(text, "run", signature, fast), "run", signature)(x, out)
         found.append(out[0])
     in_order = 0.0
     for value in x.tolist():

@@ -144,8 +144,8 @@ def test_compiled_and_in_a_loop_of_steps(case):
 def test_derivatives_of_compiled_loops(case, monkeypatch):
     """First and second derivatives of a loop of two steps, with and without compilation, in closed form."""
     compiled = []
-    original = program_cache.entry_of
-    monkeypatch.setattr(program_cache, "entry_of", lambda *args: compiled.append(original(*args)) or compiled[-1])
+    original = program_cache.Entry
+    monkeypatch.setattr(program_cache, "Entry", lambda *args: compiled.append(original(*args)) or compiled[-1])
     solve, b, v = case.solver(case.local(case.k)), case.local(case.b), case.local(case.several[0])
 
     def loop(u):

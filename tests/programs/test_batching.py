@@ -20,8 +20,14 @@ def is_compiled(rank):
 @pytest.fixture
 def programs(monkeypatch):
     """The programs for several directions that were asked for; None if there is none."""
-    made, original = [], program_cache.batched
-    monkeypatch.setattr(program_cache, "batched", lambda *args: made.append(original(*args)) or made[-1])
+    made, original = [], program_cache.Batched
+
+    def noted(*args):
+        made.append(None)
+        made[-1] = original(*args)
+        return made[-1]
+
+    monkeypatch.setattr(program_cache, "Batched", noted)
     return made
 
 

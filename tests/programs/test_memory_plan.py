@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defadjoint
-from mpiad.programs.memory_plan import Allocation, Layout, Scratch
+from mpiad.programs.memory_plan import Allocation, Scratch
 
 
 def replays_of(fun, *args):
@@ -65,8 +65,8 @@ def test_rows_begin_at_lines_of_the_cache():
     for length in (200, 510):
         domain = Domain((9, length), dims=(1, 1), comm=MPI.COMM_SELF)
         allocations = replays_of(fun, np.ones((9, length))).allocations.values()
-        (allocation,) = {one for one in allocations if one.layout.pitch > length}
-        assert (allocation.layout.shift, allocation.layout.pitch % 8, allocation.layout.pitch % 512 > 0) == (56, 0, True)
+        (allocation,) = {one for one in allocations if one.pitch > length}
+        assert (allocation.shift, allocation.pitch % 8, allocation.pitch % 512 > 0) == (56, 0, True)
 
 
 @pytest.mark.one_rank
@@ -152,11 +152,11 @@ def test_gradients_of_operators_that_return_views(name, rank_rng):
 def test_programs_share_scratch_memory():
     """As long as one of them has it; not the memory of one that is much larger, nor what is in use."""
     fields, two, small = [
-        Scratch({b: Allocation(b, nbytes, True, Layout(1, 0)) for b, nbytes in enumerate(sizes)})
+        Scratch({b: Allocation(b, nbytes, True, 1, 0) for b, nbytes in enumerate(sizes)})
         for sizes in ((71_111, 100_001), (150_000,), (9_999,))
     ]
     memory = fields.take()
-    parts = [fields.part(memory, Allocation(b, nbytes, True, Layout(1, 0))) for b, nbytes in enumerate((71_111, 100_001))]
+    parts = [fields.part(memory, Allocation(b, nbytes, True, 1, 0)) for b, nbytes in enumerate((71_111, 100_001))]
     assert [len(part) for part in parts] == [71_111, 100_001] and not np.shares_memory(*parts)
     assert all(part.ctypes.data % 64 == 0 for part in parts)
     assert two.take() is not memory

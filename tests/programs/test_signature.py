@@ -146,3 +146,12 @@ def test_results_share_no_memory():
             for part in mpiad.pytrees.flatten(results[-1])[0]:
                 if isinstance(part, np.ndarray):
                     part[...] = np.nan
+
+
+def test_tangents_of_arguments_of_another_shape():
+    """The function of value and tangent is traced again, after a call whose result has another structure."""
+    f = mpiad.jit(lambda x: {"twice": 2 * x})
+    for length in (2, 3):
+        value, tangent = mpiad.jvp(f, np.ones(length), np.full(length, 3.0))
+        np.testing.assert_array_equal(value["twice"], np.full(length, 2.0))
+        np.testing.assert_array_equal(tangent["twice"], np.full(length, 6.0))
