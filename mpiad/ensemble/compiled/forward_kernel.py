@@ -21,8 +21,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from mpiad.ensemble.compiled.jump_text import jump_lines
-from mpiad.ensemble.compiled.kernel_rows import U
-from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, U, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
@@ -100,7 +99,7 @@ if save_step.shape[0] > 0:
 @next_save_time
 """
 
-# Locates the events of a step and writes them to a table (see `kernel_rows`). The first event that is terminal or acts ends
+# Locates the events of a step and writes them to a table (see `kernel_spec`). The first event that is terminal or acts ends
 # the step at the fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends, for all
 # lanes at once.
 _EVENTS = """
