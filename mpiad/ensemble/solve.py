@@ -20,12 +20,12 @@ from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
+from mpiad.ensemble.device_run import run_of
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.hybrid_solve import solved_with_events
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import ReturnCode, evaluations, failures
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all

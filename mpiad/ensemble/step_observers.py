@@ -246,19 +246,20 @@ class ActingEvents:
 
 
 class Stopped(NamedTuple):
-    """The columns whose steps end at an event: int, shape (m,)."""
+    """The columns whose steps end at an event."""
 
-    terminated: Array = NONE  # columns whose trajectories end at the event
-    at_roots: Array = NONE  # columns suspended at roots of conditions, until `StepObservers.resume`
-    at_times: Array = NONE  # columns suspended at given times
+    terminated: Array | None = None  # bool, shape (n,); a mask of the trajectories that end at the event; None without any
+    suspended: Array = NONE  # int, shape (m,); the columns that are suspended until `StepObservers.resume`
+    alive: int | None = None  # the number of trajectories that haven't ended, counted on a device
 
 
 class StepObservers:
     """The observers of a solve, which write their results to `outcome`."""
 
-    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
+    def __init__(
+        self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, coefficients: Coefficients
+    ):
         self._outcome, self._batch, self._settings = outcome, batch, settings
-        coefficients = Coefficients(settings.alg.tableau, batch.u0)
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = self._acting = None
         if settings.events:
@@ -268,26 +269,28 @@ class StepObservers:
         if settings.acting is not None:
             self._acting = ActingEvents(batch, settings, outcome, initialization, self._events)
 
-    def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:
-        """Add the next working set: its new trajectories, its states, parameters and actual times."""
+    def enter(self, new: Entrants, joined: Joint, ids: Array, u: Array, p: Tree, t: Array, sign: Array | None) -> None:
+        """Add the next working set: its new trajectories, and the arrays of all of its trajectories."""
         if self._saves is not None:
             self._saves.enter(new.ids, new.u, joined)
         if self._events is not None:
-            self._events.enter(u, p, t)
+            self._events.enter(u, p, t if sign is None else t * sign)
         if self._acting is not None:
             self._acting.enter(new, joined)
 
-    def process(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
-        """Process a step; return the columns whose steps end at an event.
+    def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array | None) -> Stopped:
+        """Process a step, which may be shortened by events; return the columns whose steps end at an event.
 
-        `done`: a mask of the columns that reach the end of tspan or a given time; `h`: the sizes of the next steps.
+        `done`: a mask of the columns that reach the end of tspan or a given time. `h`: the sizes of the next steps.
+        `moving` is used on a device.
         """
         if self._log is not None:
             self._log.note(step)
         acting = self._acting
         watch = self._events if acting is None else acting
         crossed = [] if watch is None else watch.crossed(step, p)
-        terminated = at_roots = at_times = NONE
+        at_roots = at_times = NONE
+        terminated = None
         if acting is not None:
             at_roots = acting.at_roots(crossed)
             if at_roots.size:
@@ -303,7 +306,7 @@ class StepObservers:
             terminated = self._located(step, columns, crossed)
         if self._saves is not None:
             self._saves.save(step, at_times)
-        return Stopped(terminated, at_roots, at_times)
+        return Stopped(terminated, np.concatenate([at_roots, at_times]) if acting is not None else NONE)
 
     def resume(self) -> Iterator[Resumed]:
         """Apply events to the suspended columns, and yield these columns with their new states."""
@@ -315,8 +318,8 @@ class StepObservers:
                 self._saves.save_at_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
 
-    def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:
-        """Store the events of some columns, and shorten steps that end at terminal events; return their columns."""
+    def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array | None:
+        """Store the events of some columns, and shorten steps that end at terminal events; return a mask of them."""
         watch: EventWatch = self._events  # type: ignore[assignment]
         ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
         ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
@@ -324,15 +327,17 @@ class StepObservers:
             watch.postpone(step, columns[~ended], crossed)
         terminated = columns[ended]
         if not terminated.size:
-            return NONE
+            return None
         kept = watch.extracted(step, terminated, crossed)
         watch.cut(kept)
         # The step now ends at the terminal event, so that no states at later times are saved.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
-        return terminated
+        mask = np.zeros(len(step.ids), bool)
+        mask[terminated] = True
+        return mask
 
-    def close(self) -> None:
-        """Write the recorded steps and the sorted table of events to the outcome."""
+    def close(self, results: Array) -> None:
+        """Write the recorded steps and the sorted table of events to the outcome; `results` is used on a device."""
         rows = None if self._events is None else self._events.rows()
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]

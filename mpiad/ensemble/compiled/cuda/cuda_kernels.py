@@ -1,4 +1,4 @@
-"""The CUDA sources of the forward and the reverse kernel: each thread processes one trajectory, with its state in registers.
+"""The CUDA sources of the forward and the reverse kernel: each thread processes one trajectory, with state in registers.
 
 The lines of a step are those of `step_text`, translated to C++. The times `now` and `ahead` and the step size `size` are
 multiplied by the sign of the direction of integration. Events are written to one table, and the reverse kernel reads it.
