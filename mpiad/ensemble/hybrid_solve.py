@@ -22,13 +22,13 @@ from mpiad.device.assembly import concatenate
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.differentiable import traced_results
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.event_columns import EventColumns
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.step_observers import EventColumns
 
 
 class GivenTimes:
