@@ -208,7 +208,9 @@ def cuda_forward_text(spec: KernelSpec) -> str:
     names = placeholders_of(spec, steps) | search_names(spec, steps) | {"k0": ", ".join(steps.state("k0"))}
     names |= {"unit_tangents": _unit_tangents(spec, steps), "first_step": _first_step(spec, steps)}
     names |= {"stages": c_lines(steps.stages(), scope), "error": c_lines(steps.error(), scope)}
-    names |= {"tangents": _tangents(spec, steps), "interpolated": _interpolated(spec, steps)}
+    # Tangents are computed for accepted steps.
+    tangents = [line for j in range(len(spec.directions)) for line in steps.tangents(j, 1, spec.stages)]
+    names |= {"tangents": c_lines(tangents), "interpolated": _interpolated(spec, steps)}
     names["factor"] = c_lines(_factor(spec, steps), ["q2_before"]) if spec.tableau.error else []
     return "\n".join(filled(_KERNEL, names))
 
@@ -239,24 +241,10 @@ def _first_step(spec: KernelSpec, steps: Steps) -> list[str]:
     return c_lines([*lines, *steps.first_step()], scope)
 
 
-def _tangents(spec: KernelSpec, steps: Steps) -> list[str]:
-    """Return lines for the tangents of all stages, which are computed for accepted steps."""
-    lines = []
-    for j in range(len(spec.directions)):
-        for i in range(1, spec.stages + 1):
-            out = f"dnew{j}" if i == spec.stages else f"z{j}_{i}"
-            lines += steps.argument(out, i, f"l{j}_", f"du{j}", fused=True)
-            lines.append(steps.call(f"l{j}_{i}", steps.argument_of(i), i, f"df{j}", steps.state(out)))
-    return c_lines(lines)
-
-
 def _interpolated(spec: KernelSpec, steps: Steps) -> list[str]:
-    lines = ["x = (save_time - now) / size", *steps.weights()]
-    for c in range(spec.d):
-        lines += steps.interpolated(f"mid_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
-        for j in range(len(spec.directions)):
-            stage = lambda i, c=c, j=j: f"l{j}_{i}_{c}"  # noqa: E731
-            lines += steps.interpolated(f"dmid{j}_{c}", stage, f"du{j}_{c}", fused=True)
+    lines = ["x = (save_time - now) / size", *steps.weights(), *steps.interpolated("mid_{c}", "k{i}_{c}", "u_{c}")]
+    for j in range(len(spec.directions)):
+        lines += steps.interpolated(f"dmid{j}_{{c}}", f"l{j}_{{i}}_{{c}}", f"du{j}_{{c}}", fused=True)
     return c_lines(lines)
 
 
@@ -360,11 +348,9 @@ def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         changed.append(f"const bool crossed{e} = {steps.changed(e, f'before{e}', f'after{e}')};")
         value = [steps.condition(e, "value", "y", "sign * (now + x * size)")]
         both = [f"value_before = {steps.doubled(f'before{e}')}", f"value_after = {steps.doubled(f'after{e}')}"]
-        lines = [*both, *steps.located(lambda i, c: f"k{i}_{c}", lambda c: f"u_{c}", value)]
+        lines = [*both, *steps.located("k{i}_{c}", "u_{c}", value)]
         located += filled(_LOCATED, {"e": e, "search": c_lines(lines, ["value"]), "terminal": terminal[e]})
-    cut = ["x = cut", *steps.weights()]
-    for c in range(spec.d):
-        cut += steps.interpolated(f"new_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
+    cut = ["x = cut", *steps.weights(), *steps.interpolated("new_{c}", "k{i}_{c}", "u_{c}")]
     search: dict[str, Any] = {"e": events, "changed": changed, "located": located, "terminal": any(terminal)}
     search |= {"crossed": " || ".join(f"crossed{e}" for e in events), "cut": c_lines(cut, steps.state("new"))}
     names["locate_events"] = filled(_SEARCH, search)
@@ -381,9 +367,7 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     if spec.stages in steps.used():
         last = steps.state(f"k{spec.stages}")
         lines.append(steps.call(f"k{spec.stages}", f"y{spec.stages}", spec.stages))
-    lines += steps.weights(rates=True)
-    for c in range(d):
-        lines += steps.interpolated(f"at_{c}", lambda i, c=c: f"k{i}_{c}", f"y0_{c}")
+    lines += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
     slopes = [" + ".join(f"(real)r{i} * k{i}_{c}" for i in steps.used()) for c in range(d)]
     sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
     outputs = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
