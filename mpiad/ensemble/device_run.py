@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.coefficients import polynomials, states_at
+from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.device_rounds import Block, Record
 from mpiad.ensemble.initialization import derivative_at
@@ -33,6 +33,11 @@ class DeviceRun(Run):
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(batch, settings, outcome)
         self.record: Record = outcome.record
+
+    @property
+    def coefficients(self) -> Coefficients:  # type: ignore[override]
+        """The method's table on the device, which the solve has copied."""
+        return self.record.table
 
     @property
     def n_saved(self) -> int:
