@@ -87,7 +87,7 @@ class WorkingSet:
         self._stages: Any = None
         observers: Any = StepObservers if self._xp is None else DeviceObservers
         self._observers = observers(batch, settings, outcome, self._initialization, coefficients)
-        self._width = batch.size if self._xp else max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
+        self._width = batch.size if self._xp is not None else max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
         # Times, return codes, and numbers of accepted and of tried steps of the trajectories that have ended. All are
         # double, so that one copy from a device is enough.
         self._results = np.zeros_like(batch.u0, shape=(4, batch.size), dtype=float)
@@ -216,9 +216,7 @@ class WorkingSet:
         if stopped.terminated is not None:
             code = np.where(stopped.terminated, ReturnCode.Terminated.code, MOVING if code is None else code)
         if stopped.suspended.size:
-            self._suspend(stopped.suspended)
-            if code is not None:
-                code[stopped.suspended] = MOVING
+            self._suspend(stopped.suspended, code)
         if code is not None:
             self._end(code)
         if stopped.alive is not None:
@@ -278,13 +276,15 @@ class WorkingSet:
 
     # ---- events that act, on the host
 
-    def _suspend(self, columns: Array) -> None:
-        """Deactivate columns until events act on them."""
+    def _suspend(self, columns: Array, code: Array | None) -> None:
+        """Deactivate columns until events act on them, and remove them from the columns that end, given their `code`."""
         mask = np.zeros(len(self.ids), bool)
         mask[columns] = True
         self._deactivate(mask)
         self._alive -= len(columns)
         self._suspended += len(columns)
+        if code is not None:
+            code[columns] = MOVING
 
     def _resume(self) -> None:
         """Apply events to the suspended columns, which then continue or end."""
