@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mpiad.device.transfer import own_device
-from mpiad.ensemble import on_device
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
@@ -60,7 +59,7 @@ class EnsembleVectorized(EnsembleAlgorithm):
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
-        return on_device.integrate(batch, settings) if is_on_device(batch) else integrate(batch, settings)
+        return integrate(batch, settings)
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,27 @@ def _check_times(times: Array, start: Array, end: Array) -> None:
         raise ValueError(f"solve: saveat must be {order}, but got {later} after {earlier}. Sort the times.")
 
 
+def times_of(t: Array, count: int | None) -> Array:
+    """Return the times of `sol(t)` as an array, shape (n,) or (N, n); `count` is N, or None for one solution."""
+    refuse_traced_times("sol(t): t", t)
+    times = np.asarray(t)
+    if times.dtype.kind not in "iuf":
+        raise TypeError(f"sol(t): t must be a number or numbers, but got {t!r}.")
+    if times.ndim > (1 if count is None else 2) or (times.ndim == 2 and len(times) != count):
+        rows = "" if count is None else f", or (N, n) with N = {count}"
+        raise ValueError(f"sol(t): t must be a number, or have shape (n,){rows}, but has shape {times.shape}.")
+    return np.atleast_1d(times.astype(float))
+
+
+def refuse_traced_times(what: str, times: Array) -> None:
+    """Raise a NotImplementedError if times at which states are requested are traced; `what` begins the message."""
+    if any(map(isbox, times if isinstance(times, (list, tuple)) else [times])):
+        raise NotImplementedError(
+            f"{what} is traced, but derivatives with respect to saved times aren't supported. Apply "
+            "mpiad.stop_gradient, or end tspan at the traced time: u_end has a derivative with respect to the end of tspan."
+        )
+
+
 def is_on_device(batch: Batch) -> bool:
     """Return whether the states or parameters of a batch of plain arrays are device arrays."""
     return is_device_array(batch.u0) or any(map(is_device_array, batch.p.leaves))

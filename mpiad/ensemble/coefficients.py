@@ -1,4 +1,4 @@
-"""The weights of a method's table in the precision of the states, and sums over stages with these weights.
+"""The nonzero weights of a method's table, and sums over stages with these weights.
 
 On the host a sum is computed product by product, so that the results of a trajectory don't depend on other trajectories. On
 a device, where a call costs as much as computing a thousand numbers, a sum is one matrix product over a block of stages.
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -23,17 +24,44 @@ StageArrays: TypeAlias = Sequence[Array] | Array
 class Coefficients:
     """The table of a method in the precision of the states `like`.
 
-    - `real`: the dtype of times and step sizes as passed to f.
+    - `last`: the index of the last stage. `real`: the dtype of times and step sizes as passed to f.
     - `dense`: shape (stages, degree); the interpolant's table in double precision, on the device of the states.
     """
 
     def __init__(self, tableau: Tableau, like: Array):
-        self.tableau, self.real, self.dense = tableau, np.zeros(0, like.dtype).real.dtype, tableau.dense
+        self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
+        self.dense = tableau.dense
+        # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
+        # omitted, since zero times a stage that isn't finite would be NaN.
+        rows = (), *tableau.sums
+        self._rows: list[Weights] = [[(j, np.array(w, self.real)) for j, w in enumerate(row) if w] for row in rows]
+        self._c = np.array(tableau.c)[:, None]
+
+    def stages(self, shape: Shape, like: Array) -> StageArrays:
+        """Return buffers of a shape for all stages."""
+        return [np.empty_like(like, order="C", shape=shape) for _ in range(self.last + 1)]
+
+    def row(self, i: int, k: StageArrays, out: Array, term: Array) -> Array:
+        """Return the weighted sum of stages in row i - 1 of `Tableau.sums`: in the argument of stage i, or in the error.
+
+        The argument of the last stage is the new state; i is -1 for the error. `out`, `term`: buffers.
+        """
+        return weighted_sum(self._rows[i], k, out, term)
+
+    def add_row(self, total: Array, i: int, k: StageArrays, mass: Mass, out: Array, term: Array) -> None:
+        """Add the mass matrix times the weighted sum of row i (see `row`) to `total`."""
+        total += mass.times(self.row(i, k, out, term))
 
     def powers(self, k: StageArrays) -> list[Array] | Array:
         """Return the interpolant's coefficients of x, x², …, divided by h; x is the fraction of the step."""
         weights = zip(*self.dense.tolist())
         return [sum(weight * stage for weight, stage in zip(row, k) if weight) for row in weights]  # type: ignore[misc]
+
+    def times(self, t: Array, h: Array) -> StageArrays:
+        """Return the times of all stages."""
+        times = self._c * h
+        times += t
+        return times if times.dtype == self.real else times.astype(self.real)
 
     def weights(self, x: Array) -> Array:
         """Return the interpolant's weights of the stages at the fractions x of the step, each of the shape of x."""
@@ -47,21 +75,17 @@ class Coefficients:
 
 
 class DeviceCoefficients(Coefficients):
-    """`Coefficients` for states on a device.
-
-    - `rows`: row i contains the weights in the argument of stage i + 1. `last`: the index of the last stage.
-    """
+    """`Coefficients` for states on a device."""
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        parts = [*tableau.a, tableau.error or (), tableau.dense.reshape(-1)]
+        parts = [*tableau.sums, tableau.dense.reshape(-1)]
         offsets = np.cumsum([0, *[len(part) for part in parts]]).tolist()
         # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
         exact = xp.to_device(np.concatenate(parts))
         weights = [exact.astype(like.dtype)[a:b] for a, b in zip(offsets, offsets[1:])]
-        self.rows = weights[: self.last]
-        self.error: Any = None if tableau.error is None else weights[-2]
+        self._rows: Any = [None, *weights[:-1]]
         self.dense = exact[offsets[-2] :].reshape(tableau.dense.shape)
         self._powers = weights[-1].reshape(tableau.dense.shape).T
 
@@ -70,20 +94,27 @@ class DeviceCoefficients(Coefficients):
         return np.empty_like(like, shape=(self.last + 1, *shape))
 
     def row(self, i: int, k: Array, out: Array, term: Array) -> Array:
-        """Return the weighted sum of earlier stages in the argument of stage i."""
-        return np.tensordot(self.rows[i - 1], k[:i], 1)
+        """Return the weighted sum of stages in row i - 1 of `Tableau.sums`, in a new array."""
+        return np.tensordot(self._rows[i], k[: len(self._rows[i])], 1)
+
+    def add_row(self, total: Array, i: int, k: Array, mass: Mass, out: Array, term: Array) -> None:
+        """Add the weighted sum of row i to `total`; on a device the mass matrix is the identity."""
+        for j, weight in enumerate(self.tableau.sums[i - 1]):
+            if weight:
+                total += self.real.type(weight) * k[j]
 
     def powers(self, k: Array) -> Array:
         """Return the interpolant's coefficients of x, x², …, divided by h."""
         return np.tensordot(self._powers, k, 1)
 
-    def time(self, i: int, t: Array, h: Array, t_new: Array, sign: Array | None) -> Array:
-        """Return the times of stage i as passed to f, for steps of size h from t to `t_new`.
+    def times(self, t: Array, h: Array) -> StageArrays:
+        """Return the times of all stages."""
+        return [(t + c * h).astype(self.real) for c in self.tableau.c]
 
-        These arguments are in the direction of the solve, that is, multiplied by `sign`; None stands for 1.
-        """
-        times = t_new if self.tableau.c[i] == 1 else t + self.tableau.c[i] * h
-        return (times if sign is None else times * sign).astype(self.real)
+
+def coefficients_of(tableau: Tableau, like: Array) -> Coefficients:
+    """Return the table of a method for states on the host or on a device."""
+    return (Coefficients if arrays_of(like) is None else DeviceCoefficients)(tableau, like)
 
 
 def weighted_sum(weights: Weights, arrays: StageArrays, out: Array, term: Array) -> Array:

@@ -8,10 +8,7 @@ row after row if there are at least two columns, but in another order for one co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -21,20 +18,12 @@ from mpiad._typing import Array
 LEAST_ERROR = 1e-8
 
 
-@cache
-def _constant(x: float) -> Array:
-    """Return a float64 number as an array without axes, which ufuncs process faster than a float."""
-    return np.array(float(x))
-
-
 def mean_square(e: Array) -> Array:
     """Return the mean of |e|² over the rows, float64, shape (n,); e, shape (d, n) with n ≥ 2, may be overwritten."""
     if e.dtype.kind == "c":
         e = np.abs(e)
     np.multiply(e, e, out=e)
-    total = np.sum(e, axis=0).astype(float, copy=False)
-    total /= len(e) if type(e) is not np.ndarray else _constant(len(e))
-    return total
+    return np.sum(e, axis=0).astype(float, copy=False) / len(e)
 
 
 @dataclass(frozen=True)
@@ -87,16 +76,15 @@ class PIController:
         order : int
             The order of the error estimate: see `Tableau.error_order`.
         """
-        number: Callable[[float], Any] = _constant if type(q2) is np.ndarray else float
         # The exponents are halved, since q2 is q². An error of zero gives infinity, which `most` limits.
-        factor = np.power(q2, number(-0.5 / order))
+        factor = np.power(q2, -0.5 / order)
         if self.remembers:
             # After a rejection, the error of the previous step doesn't predict the error of this one.
             steady = np.power(q2, -0.5 * (1 - 0.75 * self.beta) / order) * np.power(q2_before, 0.5 * self.beta / order)
             factor = np.where(accepted, steady, factor)
-        factor *= number(self.safety)
+        factor *= self.safety
         # fmax, because a NaN error must shrink the step.
-        np.fmax(factor, number(self.least), out=factor)
+        np.fmax(factor, self.least, out=factor)
         # On a device, reading the mask would synchronize.
         bounded = type(rejected) is np.ndarray and not np.count_nonzero(rejected)
-        return np.minimum(factor, number(self.most) if bounded else np.where(rejected, 1.0, self.most), out=factor)
+        return np.minimum(factor, self.most if bounded else np.where(rejected, 1.0, self.most), out=factor)

@@ -43,7 +43,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 
 # All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed with
 # plain arrays; afterwards the trace records `solve_operator` with the computed value. The derivatives are implemented in
-# this file for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for kernels on GPUs, and in
+# this file for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_solve` for kernels on GPUs, and in
 # `steady_state` for searches for steady states.
 
 

@@ -11,10 +11,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, on_device_of
 from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.settings import Settings
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 def least_step(t: Array) -> Array:
@@ -31,6 +32,9 @@ class Entrants(NamedTuple):
     h: Array  # size of the first step, shape (n,)
     u: Array  # states, shape (d, n)
     k: Array  # derivatives, shape (d, n)
+    sign: (
+        Array | None
+    )  # -1 for trajectories integrated backwards in time, else 1; None if the batch has no such trajectories
 
 
 # ``joined(old, new)`` returns an array of the next working set, given the arrays of the current one and of the entrants.
@@ -38,21 +42,22 @@ Joint: TypeAlias = Callable[[Array, Array], Array]
 
 
 class Initialization:
-    """The queue of the trajectories that haven't entered the working set, and properties of all trajectories."""
+    """The queue of the trajectories that haven't entered the working set, and properties of all trajectories.
+
+    `rtol`, `atol`: the tolerances in the precision of the states, on their device.
+    """
 
     def __init__(self, batch: Batch, settings: Settings):
-        self._batch, self._settings = batch, settings
-        self.derivative: Derivative = derivative_of(batch.f, batch.shape)
+        self._batch, self._settings, self._xp = batch, settings, arrays_of(batch.u0)
+        self._derivative: Derivative = derivative_of(batch.f, batch.shape)
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._backward = bool((self.signs < 0).any())
         # Trajectories with an empty tspan take no steps.
         self._queue = np.flatnonzero(batch.end != batch.start)
-        real = batch.u0.real.dtype
-        self.rtol, self.atol = np.array(settings.rtol, real), np.array(settings.atol, real)
-
-    def sign(self, ids: Array) -> Array | None:
-        """Return -1 for trajectories integrated backwards in time, else 1; None if the batch has no such trajectories."""
-        return self.signs[ids] if self._backward else None
+        real = np.zeros(0, batch.u0.dtype).real.dtype
+        self.rtol, self.atol = real.type(settings.rtol), np.asarray(settings.atol, real)[()]
+        if self._xp is not None and np.ndim(self.atol):
+            self.atol = self._xp.to_device(self.atol)
 
     def goal(self, ids: Array) -> Array:
         """Return the ends of tspan for some trajectories, in the direction of the solve."""
@@ -62,18 +67,24 @@ class Initialization:
         """Return the next trajectories of the queue, at most `count`."""
         batch, settings, width = self._batch, self._settings, min(count, len(self._queue))
         ids, self._queue = self._queue[:width], self._queue[width:]
-        if width == 1:  # f is always called with at least two columns: see `controller`
+        if width == 1 and self._xp is None:  # f is always called with at least two columns: see `controller`
             ids = np.repeat(ids, 2)
         signs = self.signs[ids]
-        u, t, end = batch.u0[:, ids], batch.start[ids] * signs, self.goal(ids)
+        t, end = batch.start[ids] * signs, self.goal(ids)
+        sign = signs if self._backward else None
         if settings.acting is not None:
             end = settings.acting.until(end, settings.acting.first, ids, signs)
-        if not len(ids):
-            return Entrants(ids, t, end, t, u, u)
-        p, sign = batch.parameters(ids), self.sign(ids)
-        rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
+        if not width:
+            return Entrants(ids, t, end, t, batch.u0[:, :0], batch.u0[:, :0], sign)
+        if self._xp is not None:
+            t, end = on_device_of(t, batch.u0), on_device_of(end, batch.u0)
+            sign = None if sign is None else on_device_of(sign, batch.u0)
+            ids = self._xp.arange(width) if width == batch.size else self._xp.to_device(ids)
+        u, p = batch.u0[:, ids], batch.parameters(ids)
+        rate = lambda u, t: derivative_at(self._derivative, u, p, t, sign)  # noqa: E731
         h, k = started(rate, u, t, end, settings, self.rtol, self.atol)
-        return Entrants(*(array[..., :width] for array in (ids, t, end, h, u, k)))
+        u, k, *rows = (array[..., :width] for array in (u, k, ids, t, end, h))
+        return Entrants(*rows, u, k, None if sign is None else sign[:width])
 
 
 def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:

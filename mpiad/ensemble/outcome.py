@@ -14,6 +14,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _log = logging.getLogger("mpiad")
 
@@ -133,7 +134,7 @@ class Outcome:
     tapes: list[Any] = field(default_factory=list)  # the steps in the layout of a kernel
     last: Array | None = None  # int, shape (N,); the index of each trajectory's last row in `tapes`, or -1
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
-    crossings: Any = None  # the events located by a kernel, one per row: see `kernel_rows`
+    crossings: Any = None  # the events located by a kernel, one per row: see `kernel_spec`
     record: Any = None  # the recorded steps of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
     jumps: list[Any] = field(default_factory=list)  # the changes of states by events, if steps are recorded
@@ -174,8 +175,10 @@ class Outcome:
         """Return the initial outcome of a solve."""
         d, n = batch.u0.shape
         n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
-        saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
-        save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record and n_saved is not None else None
+        saved = save_step = None
+        if n_saved is not None and not is_device_array(batch.u0):  # on a device see `device_rounds`
+            saved = np.full((n, n_saved, d), np.nan, batch.u0.dtype)
+            save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record else None
         parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
         outcome = cls(batch.u0.copy(), batch.start.copy(), *parts)
         if settings.acting is not None:

@@ -16,9 +16,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-# Chunks with few columns are concatenated before they are copied, up to about this number of columns.
-_COPIED_COLUMNS = 2048
-
 
 class Step(NamedTuple):
     """A step of n columns; times are in the direction of the solve (see `initialization`)."""
@@ -160,17 +157,7 @@ class Log:
         """Return all stored steps, sorted into sweeps; the log is empty afterwards."""
         steps = Steps(counts, d, dtype, self._every)
         for chunks, filled in ((self._chunks, steps), (self._kept, steps.kept or steps)):
-            chunks.reverse()
             while chunks:  # a chunk is freed when it has been copied
-                (ids, numbers), (t, h), u = _next_chunks(chunks)
+                (ids, numbers), (t, h), u = chunks.pop()
                 filled.fill(ids, numbers, t, h, u)
         return steps
-
-
-def _next_chunks(chunks: list[tuple[Array, ...]]) -> tuple[Array, ...]:
-    """Remove chunks from the end of a list and return their concatenation, of about `_COPIED_COLUMNS` columns."""
-    taken, count = [], 0
-    while chunks and count < _COPIED_COLUMNS:
-        taken.append(chunks.pop())
-        count += taken[-1][0].shape[1]
-    return taken[0] if len(taken) == 1 else tuple(np.concatenate(parts, axis=-1) for parts in zip(*taken))

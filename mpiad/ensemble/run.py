@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch, two_at_least
-from mpiad.ensemble.coefficients import Coefficients
+from mpiad.ensemble.coefficients import Coefficients, coefficients_of
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
@@ -246,7 +246,7 @@ class Run:
     @cached_property
     def coefficients(self) -> Coefficients:
         """The method's coefficients, on the device of the states."""
-        return Coefficients(self.tableau, self.batch.u0)
+        return coefficients_of(self.tableau, self.batch.u0)
 
     @cached_property
     def terminated(self) -> Array:
@@ -346,8 +346,8 @@ class Run:
                 yield SortedSweep(self, steps, start, min(start + width, moving), first, steps.every if backwards else None)
 
     @cached_property
-    def _new_stages(self) -> Callable[..., Stages]:
-        return stages_for(self.tableau, self.batch, self.settings.mass)
+    def _new_stages(self) -> Callable[[Array], Stages]:
+        return stages_for(self.coefficients, self.batch, self.settings.mass)
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit and the states after it, computed as in the solve."""
@@ -358,7 +358,7 @@ class Run:
         width, batch = len(t), self.batch
         columns = two_at_least(width)  # as in the solve
         u, t, h, p = u[:, columns], t[columns], h[columns], batch.parameters(ids[columns])
-        stages = self._new_stages(u, False)
+        stages = self._new_stages(u)
         derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
         stages.compute(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]

@@ -19,7 +19,7 @@ Progress: TypeAlias = Callable[[int], None] | None
 
 
 class Acting(NamedTuple):
-    """The data of a solve with events that act, that is, change the state (see `hybrid_solve`)."""
+    """The data of a solve with events that act, that is, change the state (see `solve`)."""
 
     events: tuple[Event, ...]  # all events; `Settings.events` are those with conditions
     times: Array  # shape (m + 1, N); m given times per trajectory, in the order of the solve, and infinity

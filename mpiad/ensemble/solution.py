@@ -14,10 +14,9 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.device.numpy import stack
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, times_of
 from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
-from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.devices.device_arrays import arrays_of
 

@@ -13,11 +13,10 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, refuse_traced_times
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
-from mpiad.ensemble.saving import refuse_traced_times
 from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.pytrees import flatten

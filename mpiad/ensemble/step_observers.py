@@ -2,22 +2,106 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.event_columns import EventColumns
+from mpiad.ensemble.batch import Batch, two_at_least
+from mpiad.ensemble.coefficients import Coefficients, interpolate
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.events import CrossedSteps, EventWatch, StepEvents, in_order
-from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
-from mpiad.ensemble.jumps import LEAST, MANY_SHORT, SHORT, UNRESOLVED, departure, distance_ahead
+from mpiad.ensemble.initialization import Entrants, Initialization, Joint, derivative_at, least_step
+from mpiad.ensemble.jumps import (
+    FOUND,
+    LEAST,
+    MANY_SHORT,
+    SHORT,
+    UNRESOLVED,
+    Jump,
+    departure,
+    distance_ahead,
+    mass_matrix_rhs,
+)
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Log, Step
-from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import MOVING, Acting, Settings
+
+NONE = np.empty(0, np.int64)
+
+
+class SavePoints:
+    """Saves states at times of shape (n_saved,) or (N, n_saved); `next`: the next saved time per column."""
+
+    def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):
+        self._times, self._signs, self._starts = times, signs, starts
+        self._saved: Array = outcome.saved
+        self._save_step, self._coefficients = outcome.save_step, coefficients
+        self._count = times.shape[-1]
+        self.next = np.empty(0)
+        self._time_index = np.empty(0, int)
+
+    def enter(self, ids: Array, u: Array, joined: Joint) -> None:
+        """Add the columns of new trajectories, and save their initial states if these are requested."""
+        time_index = np.zeros(len(ids), int)
+        due = self._due(ids, time_index)
+        while (at_start := due == self._starts[ids] * self._signs[ids]).any():
+            self._write(ids[at_start], time_index[at_start], u[:, at_start], -1)
+            time_index += at_start
+            due = self._due(ids, time_index)
+        self._time_index, self.next = joined(self._time_index, time_index), joined(self.next, due)
+
+    def _due(self, ids: Array, time_index: Array) -> Array:
+        ended = time_index >= self._count
+        index = np.minimum(time_index, self._count - 1)
+        times = self._times[index] if self._times.ndim == 1 else self._times[ids, index]
+        return np.where(ended, np.inf, times * self._signs[ids])
+
+    def _write(self, ids: Array, time_index: Array, u: Array, step: Array | int) -> None:
+        self._saved[ids, time_index] = u.T
+        if self._save_step is not None:
+            self._save_step[ids, time_index] = step
+
+    def save(self, step: Step, changing: Array) -> None:
+        """Save states in a step, except at its end in the columns `changing`, since events will change these states."""
+        due = self.next <= step.t_new
+        due &= step.accepted
+        if not np.count_nonzero(due):
+            return
+        columns = np.flatnonzero(due)
+        self.save_inside(step, columns, columns)
+        if changing.size:
+            columns = np.setdiff1d(columns, changing, assume_unique=True)
+        self.save_at_end(step, columns, columns, step.number)
+
+    def save_inside(self, step: Step, rows: Array, columns: Array) -> None:
+        """Save states inside a step, in its columns `rows`; `columns`: the indices of `rows` in the working set."""
+        # Several saved times may lie in one step of a column. One call interpolates the states at all of them.
+        found = []
+        while np.count_nonzero(inside := self.next[columns] < step.t_new[rows]):
+            rows, columns = rows[inside], columns[inside]
+            found.append((rows, self._time_index[columns], self.next[columns]))
+            self._to_next_time(columns, step.ids[rows])
+        if found:
+            rows, time_index, due = (np.concatenate(parts) for parts in zip(*found))
+            step = step.at(rows)
+            values = interpolate(self._coefficients, step.u, step.h, step.k, (due - step.t) / step.h)
+            self._write(step.ids, time_index, values, step.number)
+
+    def save_at_end(self, step: Step, rows: Array, columns: Array, number: Array) -> None:
+        """Save states at the end of a step, in its columns `rows`; `columns`: see `save_inside`; `number`: step numbers."""
+        while np.count_nonzero(at_end := self.next[columns] == step.t_new[rows]):
+            rows, columns = rows[at_end], columns[at_end]
+            self._write(step.ids[rows], self._time_index[columns], step.new[:, rows], number[rows])
+            self._to_next_time(columns, step.ids[rows])
+
+    def _to_next_time(self, columns: Array, ids: Array) -> None:
+        self._time_index[columns] += 1
+        self.next[columns] = self._due(ids, self._time_index[columns])
+
 
 # Events that act: their affects change the state.
 #
@@ -29,7 +113,102 @@ from mpiad.ensemble.settings import MOVING, Acting, Settings
 # this return (see `jumps.departure`).
 
 
-NONE = np.empty(0, np.int64)
+class EventColumns:
+    """The n trajectories `ids`, on which events act one after the other: evaluations of conditions, affects and f.
+
+    - `slots`: int, shape (N,); for all trajectories the index of the next given time; updated.
+    - `jumps`: list to which jumps are appended; None if they aren't recorded.
+    - `u`: shape (d, n); updated. `t`: shape (n,); actual times.
+    - `number`: int, shape (n,); the number of accepted steps of each trajectory.
+    - `signs`: shape (n,); -1 for trajectories integrated backwards in time, otherwise 1.
+    - `codes`: int, shape (n,); the return codes of ended trajectories, otherwise MOVING.
+    - `left`: for each event that acts in both directions, shape (n,); the signs with which its condition leaves the root
+      after the affect, or 0 if the condition isn't at its root.
+    """
+
+    def __init__(
+        self, batch: Batch, acting: Acting, slots: Array, signs: Array, jumps: list[Jump] | None, ids: Array, u: Array,
+        t: Array, number: Array,
+    ):  # fmt: skip
+        self._batch, self._acting, self._slots, self._jumps = batch, acting, slots, jumps
+        self.ids, self.u, self.t, self._number = ids, u, t, number
+        self.signs = signs[ids]
+        self._backward = bool((self.signs < 0).any())
+        self.codes = np.full(len(ids), MOVING)
+        self.left: defaultdict[int, Array] = defaultdict(lambda: np.zeros(len(ids)))
+        self._derivative = derivative_of(batch.f, batch.shape)
+
+    def at(self, rows: Array) -> tuple[Array, Array]:
+        """Return the states and times of the columns `rows`, in ascending order; they must not be modified."""
+        return (self.u, self.t) if len(rows) == len(self.ids) else (self.u[:, rows], self.t[rows])
+
+    def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
+        """Return the arguments of the user's functions for the columns `rows`; a single column is duplicated."""
+        u, t = at or self.at(rows)
+        if len(rows) == 1:
+            u, t, rows = u[:, [0, 0]], t[[0, 0]], rows[[0, 0]]
+        return u, self._batch.parameters(self.ids[rows]), t
+
+    def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
+        """Return the values of a condition for some columns; `at`: states and times, by default the current ones."""
+        return event.value(*self._arguments(rows, at))[: len(rows)] if rows.size else np.empty(0)
+
+    def rate(self, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
+        """Return f in the direction of the solve for some columns; `at`: see `condition`."""
+        if not rows.size:
+            return np.empty_like(self.u[:, :0])
+        u, p, t = self._arguments(rows, at)
+        sign = self.signs[rows[two_at_least(len(rows))]] if self._backward else None
+        return derivative_at(self._derivative, u, p, t if sign is None else t * sign, sign)[:, : len(rows)]
+
+    def moving(self, rows: Array, mass: Array | None, at: tuple[Array, Array]) -> Array:
+        """Return u' in the direction of the solve for some columns, at the given states and times."""
+        if mass is None:
+            return self.rate(rows, at)
+        twice, batch = two_at_least(len(rows)), self._batch
+        leaves = batch.p.chosen(self.ids[rows[twice]])
+        u, t = at[0][:, twice], at[1][twice].astype(at[0].real.dtype)
+        return (mass_matrix_rhs(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
+
+    def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
+        """Apply the affect of event e to some columns; return a mask of the columns whose new states are finite.
+
+        `slot`: the indices of the given times; None at roots of the condition. A trajectory ends in the state before the
+        event if its new state isn't finite.
+        """
+        if not rows.size:
+            return np.empty(0, bool)
+        u, t = self.at(rows)
+        after = affected(self._acting.events[e], self._batch, *self._arguments(rows, (u, t)))[:, : len(rows)]
+        finite = np.isfinite(after).all(axis=0)
+        if not finite.all():
+            self.codes[rows[~finite]] = ReturnCode.Unstable.code
+            slot = None if slot is None else slot[finite]
+            rows, u, t, after = rows[finite], u[:, finite], t[finite], after[:, finite]
+        if self._jumps is not None:
+            at = np.full(len(rows), FOUND) if slot is None else slot
+            self._jumps.append(Jump(self.ids[rows], self._number[rows], e, at, t.copy(), u.copy(), after))
+        self.u[:, rows] = after
+        return finite
+
+    def meet_given_times(self) -> None:
+        """Apply the affects of all events with a given time that equals the current time; update `slots`.
+
+        Several such events of one trajectory act one after the other.
+        """
+        acting, rows = self._acting, np.arange(len(self.ids))
+        while rows.size:
+            ids = self.ids[rows]
+            rows = rows[(acting.times[self._slots[ids], ids] == self.t[rows]) & (self.codes[rows] == MOVING)]
+            slot = self._slots[self.ids[rows]]
+            which = acting.kinds[slot, self.ids[rows]]
+            for e in np.flatnonzero(np.bincount(which)).tolist():
+                mask = which == e
+                chosen, at = (rows, slot) if np.count_nonzero(mask) == len(rows) else (rows[mask], slot[mask])
+                done = chosen[self.act(e, chosen, at)]
+                self._slots[self.ids[done]] += 1
+                if acting.events[e].terminal:
+                    self.codes[done] = ReturnCode.Terminated.code
 
 
 class Resumed(NamedTuple):
@@ -246,19 +425,20 @@ class ActingEvents:
 
 
 class Stopped(NamedTuple):
-    """The columns whose steps end at an event: int, shape (m,)."""
+    """The columns whose steps end at an event."""
 
-    terminated: Array = NONE  # columns whose trajectories end at the event
-    at_roots: Array = NONE  # columns suspended at roots of conditions, until `StepObservers.resume`
-    at_times: Array = NONE  # columns suspended at given times
+    terminated: Array | None = None  # bool, shape (n,); a mask of the trajectories that end at the event; None without any
+    suspended: Array = NONE  # int, shape (m,); the columns that are suspended until `StepObservers.resume`
+    alive: int | None = None  # the number of trajectories that haven't ended, counted on a device
 
 
 class StepObservers:
     """The observers of a solve, which write their results to `outcome`."""
 
-    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
+    def __init__(
+        self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, coefficients: Coefficients
+    ):
         self._outcome, self._batch, self._settings = outcome, batch, settings
-        coefficients = Coefficients(settings.alg.tableau, batch.u0)
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = self._acting = None
         if settings.events:
@@ -268,26 +448,28 @@ class StepObservers:
         if settings.acting is not None:
             self._acting = ActingEvents(batch, settings, outcome, initialization, self._events)
 
-    def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:
-        """Add the next working set: its new trajectories, its states, parameters and actual times."""
+    def enter(self, new: Entrants, joined: Joint, ids: Array, u: Array, p: Tree, t: Array, sign: Array | None) -> None:
+        """Add the next working set: its new trajectories, and the arrays of all of its trajectories."""
         if self._saves is not None:
             self._saves.enter(new.ids, new.u, joined)
         if self._events is not None:
-            self._events.enter(u, p, t)
+            self._events.enter(u, p, t if sign is None else t * sign)
         if self._acting is not None:
             self._acting.enter(new, joined)
 
-    def process(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
-        """Process a step; return the columns whose steps end at an event.
+    def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array | None) -> Stopped:
+        """Process a step, which may be shortened by events; return the columns whose steps end at an event.
 
-        `done`: a mask of the columns that reach the end of tspan or a given time; `h`: the sizes of the next steps.
+        `done`: a mask of the columns that reach the end of tspan or a given time. `h`: the sizes of the next steps.
+        `moving` is used on a device.
         """
         if self._log is not None:
             self._log.note(step)
         acting = self._acting
         watch = self._events if acting is None else acting
         crossed = [] if watch is None else watch.crossed(step, p)
-        terminated = at_roots = at_times = NONE
+        at_roots = at_times = NONE
+        terminated = None
         if acting is not None:
             at_roots = acting.at_roots(crossed)
             if at_roots.size:
@@ -303,7 +485,7 @@ class StepObservers:
             terminated = self._located(step, columns, crossed)
         if self._saves is not None:
             self._saves.save(step, at_times)
-        return Stopped(terminated, at_roots, at_times)
+        return Stopped(terminated, np.concatenate([at_roots, at_times]) if acting is not None else NONE)
 
     def resume(self) -> Iterator[Resumed]:
         """Apply events to the suspended columns, and yield these columns with their new states."""
@@ -315,8 +497,8 @@ class StepObservers:
                 self._saves.save_at_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
 
-    def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:
-        """Store the events of some columns, and shorten steps that end at terminal events; return their columns."""
+    def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array | None:
+        """Store the events of some columns, and shorten steps that end at terminal events; return a mask of them."""
         watch: EventWatch = self._events  # type: ignore[assignment]
         ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
         ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
@@ -324,15 +506,17 @@ class StepObservers:
             watch.postpone(step, columns[~ended], crossed)
         terminated = columns[ended]
         if not terminated.size:
-            return NONE
+            return None
         kept = watch.extracted(step, terminated, crossed)
         watch.cut(kept)
         # The step now ends at the terminal event, so that no states at later times are saved.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
-        return terminated
+        mask = np.zeros(len(step.ids), bool)
+        mask[terminated] = True
+        return mask
 
-    def close(self) -> None:
-        """Write the recorded steps and the sorted table of events to the outcome."""
+    def close(self, results: Array) -> None:
+        """Write the recorded steps and the sorted table of events to the outcome; `results` is used on a device."""
         rows = None if self._events is None else self._events.rows()
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]

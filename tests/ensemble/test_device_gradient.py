@@ -24,7 +24,7 @@ from mpiad.ensemble import (
     Rosenbrock23,
     solve,
 )
-from mpiad.ensemble.on_device.round_record import Record
+from mpiad.ensemble.device_rounds import Record
 
 _N = 11
 

@@ -21,8 +21,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from mpiad.ensemble.compiled.jump_text import jump_lines
-from mpiad.ensemble.compiled.kernel_rows import U
-from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, U, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
@@ -100,7 +99,7 @@ if save_step.shape[0] > 0:
 @next_save_time
 """
 
-# Locates the events of a step and writes them to a table (see `kernel_rows`). The first event that is terminal or acts ends
+# Locates the events of a step and writes them to a table (see `kernel_spec`). The first event that is terminal or acts ends
 # the step at the fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends, for all
 # lanes at once.
 _EVENTS = """
@@ -148,14 +147,13 @@ for e in range({count}):
 
 def output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return the lines for a lane that has output; `names`: the values of the placeholders."""
-    components, saved, cut, value, coinciding = range(spec.d), [], [], [], []
-    for c in components if spec.inside else ():
-        saved += steps.interpolated(f"saved[i, time_index[l], {c}]", partial(_stage, spec, c=c), f"$u[{c}]")
-        cut += steps.interpolated(f"$new[{c}]", partial(_stage, spec, c=c), f"$u[{c}]")
-    for j in range(len(spec.directions) if spec.inside else 0):
-        for c in components:
-            stage = lambda i, c=c, j=j: f"$dk[{j}, {i}, {c}]"  # noqa: E731
-            saved += steps.interpolated(f"dsaved[{j}, i, time_index[l], {c}]", stage, f"$du[{j}, {c}]", fused=True)
+    saved, cut, value, coinciding = [], [], [], []
+    if spec.inside:
+        saved += steps.interpolated("saved[i, time_index[l], {c}]", partial(_stage, spec), "$u[{c}]")
+        cut += steps.interpolated("$new[{c}]", partial(_stage, spec), "$u[{c}]")
+        for j in range(len(spec.directions)):
+            target, stage, u = f"dsaved[{j}, i, time_index[l], {{c}}]", f"$dk[{j}, {{i}}, {{c}}]", f"$du[{j}, {{c}}]"
+            saved += steps.interpolated(target, stage, u, fused=True)
     for e in range(len(spec.events)):
         value += [f"{'el' if e else ''}if e == {e}:"]
         value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
@@ -168,7 +166,7 @@ def output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     names = names | {"coinciding": coinciding, "terminal": bool(terminal), "ending": " or ".join(terminal)}
     names |= {"first": U, "cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
     names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
-    names["located"] = steps.located(partial(_stage, spec), lambda c: f"$u[{c}]", value) if spec.events else []
+    names["located"] = steps.located(partial(_stage, spec), "$u[{c}]", value) if spec.events else []
     names |= {"saving": filled(_SAVING, names), "locate_events": filled(_EVENTS, names)}
     if spec.affects is not None:
         names["jump"] = jump_lines(spec, steps, names)
@@ -356,8 +354,8 @@ each c:
     k0_{c} = where(was_accepted, $last[{c}], $k[{c}])
     $k[{c}] = k0_{c}
 each j: each c:
-    v{j}_{c} = where(was_accepted, $dnew[{j}, {c}], $du[{j}, {c}])
-    $du[{j}, {c}] = v{j}_{c}
+    du{j}_{c} = where(was_accepted, $dnew[{j}, {c}], $du[{j}, {c}])
+    $du[{j}, {c}] = du{j}_{c}
 each e:
     c{e} = where(was_accepted, $condition_new[{e}], $condition[{e}])
     when affected: c{e} = where((abs($condition[{e}]) <= {least_value}) & ($size <= $unresolved), $condition[{e}], c{e})
@@ -456,27 +454,17 @@ def forward_source(spec: KernelSpec, wide: bool) -> str:
 
 
 def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
-    components = range(spec.d)
-    lines = steps.stages(separate=bool(spec.directions))
+    components, lines = range(spec.d), steps.stages(separate=bool(spec.directions))
+    # In this step the last stage's tangent is needed only for states inside the step.
+    last = spec.stages - (not spec.inside)
     for j in range(len(spec.directions)):
-        lines += _tangent(spec, steps, j)
+        lines += [*steps.tangents(j, 0, last), *(f"$dnew[{j}, {c}] = dnew{j}_{c}" for c in components)]
+        lines += [f"$dk[{j}, {i}, {c}] = l{j}_{i}_{c}" for i in range(last + 1) for c in components if spec.inside]
     lines += steps.error()
     lines += ["$q2 = q2"] if spec.tableau.error is not None else []
     lines += [f"$new[{c}] = new_{c}" for c in components]
     lines += [f"$last[{c}] = k{spec.stages}_{c}" for c in components]
     return lines + [f"$inner[{i - 1}, {c}] = k{i}_{c}" for i in range(1, spec.stages) for c in components if spec.inside]
-
-
-def _tangent(spec: KernelSpec, steps: Steps, j: int) -> list[str]:
-    components = range(spec.d)
-    lines, stages = [f"v_{c} = v{j}_{c}" for c in components], spec.stages + spec.inside
-    for i in range(stages):
-        lines += steps.argument("w", i, "l", "v", fused=True) if i else []
-        lines.append(steps.call(f"l{i}", steps.argument_of(i), i, f"df{j}", steps.state("w" if i else "v")))
-    if not spec.inside:
-        lines += steps.argument("w", spec.stages, "l", "v", fused=True)
-    lines += [f"$dnew[{j}, {c}] = w_{c}" for c in components]
-    return lines + [f"$dk[{j}, {i}, {c}] = l{i}_{c}" for i in range(stages) for c in components if spec.inside]
 
 
 # Powers by series, since a call in the loop over lanes would prevent its vectorization. For x = m 2^n with m near 1,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_rows import U
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, U, filled
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import (
     AHEAD,

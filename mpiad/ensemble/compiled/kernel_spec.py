@@ -23,6 +23,12 @@ from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 
+# The rows of the table of events that CPU kernels write. A row has the trajectory, the event, the step (from 0), the
+# fraction of the step at which the event lies, and its time; then the time before the step (column T), the signed size of
+# the step (H), and the real components of the state before the step (from U on). If events act in a recorded solve, the
+# components of the state at the event follow.
+T, H, U = 5, 6, 7
+
 
 class KernelSpec(NamedTuple):
     """The sizes and options of one kernel."""

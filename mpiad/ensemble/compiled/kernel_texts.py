@@ -7,8 +7,7 @@ from functools import lru_cache
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
 from mpiad.compiling.source import are_simple, function_source, numbered
-from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text, prelude
-from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text
+from mpiad.ensemble.compiled.cuda.cuda_kernels import cuda_forward_text, cuda_reverse_text, prelude
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source

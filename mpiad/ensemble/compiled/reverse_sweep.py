@@ -13,8 +13,8 @@ from mpiad.compiling.arguments import argument, from_parts, from_row_parts, part
 from mpiad.ensemble.adjoint import Cotangents, at_ends, pull_run, to_start
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates
-from mpiad.ensemble.compiled.kernel_rows import H, T, Tape, U
-from mpiad.ensemble.compiled.kernel_solver import Solver
+from mpiad.ensemble.compiled.kernel_solver import Solver, Tape
+from mpiad.ensemble.compiled.kernel_spec import H, T, U
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
 from mpiad.ensemble.compiled.trace import ParameterPacking
 from mpiad.ensemble.compiled.work_shares import Paced, each

@@ -8,6 +8,7 @@ the arguments of f. The times `t` and `tn` of both ends of the step, and its sig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from mpiad.compiling.source import indented, number, numbered
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
+
+Stage: TypeAlias = Callable[[int, int], str]  # returns the name of component c of stage i, given i and c
 
 
 class Steps:
@@ -99,6 +102,18 @@ class Steps:
         for i in range(1, self.spec.stages + 1):
             y = self.argument_of(i, separate)
             lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
+        return lines
+
+    def tangents(self, j: int, first: int, last: int) -> list[str]:
+        """Return lines for the tangents in direction j of the stages `first`, ..., `last`, and of the new state.
+
+        The names are l{j}_0, l{j}_1, ... for stages, du{j} for the given tangent of the state, dnew{j} for the new state.
+        """
+        lines, stages = [], self.spec.stages
+        for i in range(first, stages + 1):
+            w = f"du{j}" if i == 0 else f"dnew{j}" if i == stages else f"w{j}"
+            lines += self.argument(w, i, f"l{j}_", f"du{j}", fused=True) if i else []
+            lines += [self.call(f"l{j}_{i}", self.argument_of(i), i, f"df{j}", self.state(w))] if i <= last else []
         return lines
 
     # ---- errors
@@ -220,15 +235,19 @@ class Steps:
             lines += [f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}"] if rates else []
         return lines
 
-    def interpolated(self, target: str, stage: Callable[[int], str], u: str, fused: bool = False) -> list[str]:
-        """Return lines that assign a component of the interpolated state to `target`, after the lines of `weights`.
+    def interpolated(self, target: str, stage: str | Stage, u: str, fused: bool = False) -> list[str]:
+        """Return lines that assign the components of the interpolated state to `target`, after the lines of `weights`.
 
-        `stage(i)` and `u` are the names of this component of stage i and of the state before the step.
+        The names of component c of `target`, of the state before the step and of stage i contain ``{c}`` and ``{i}``; the
+        names of stages may also be given by a function of i and c.
         """
-        first, *others = self.used()
-        lines = [f"total = w{first} * {stage(first)}", *[f"total = total + w{i} * {stage(i)}" for i in others]]
-        fused = fused and self.fused
-        return [*lines, f"{target} = fma(total, {self.h}, {u})" if fused else f"{target} = total * {self.h} + {u}"]
+        (first, *others), fused, lines = self.used(), fused and self.fused, []
+        for c in range(self.spec.d):
+            names = [stage.format(i=i, c=c) if isinstance(stage, str) else stage(i, c) for i in range(self.spec.stages + 1)]
+            lines += [f"total = w{first} * {names[first]}", *[f"total = total + w{i} * {names[i]}" for i in others]]
+            before, after = u.format(c=c), target.format(c=c)
+            lines.append(f"{after} = fma(total, {self.h}, {before})" if fused else f"{after} = total * {self.h} + {before}")
+        return lines
 
     # ---- events
 
@@ -247,11 +266,11 @@ class Steps:
         direction = direction or self.spec.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
-    def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
+    def located(self, stage: str | Stage, u: str, value: list[str]) -> list[str]:
         """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
 
-        The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: functions for
-        names of components of stages and of the state before the step. `value`: lines that compute `value` at the state y.
+        The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: names, as for
+        `interpolated`. `value`: lines that compute `value` at the state y.
         """
         inner = [
             "width = high - low",
@@ -268,10 +287,7 @@ class Steps:
             "x = x if abs(x - middle) <= allowed else (middle - allowed if offset > 0.0 else middle + allowed)",
             "radius = 0.5 * radius",
             *self.weights(),
-        ]
-        for c in range(self.spec.d):
-            inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
-        inner += [
+            *self.interpolated("y_{c}", stage, u),
             *value,
             # `high` is at or after the sign change.
             "if (value > 0.0) if value_before > 0.0 else (value < 0.0):",

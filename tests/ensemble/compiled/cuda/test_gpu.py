@@ -27,7 +27,7 @@ from mpiad.ensemble import (
     Tsit5,
     solve,
 )
-from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
+from mpiad.ensemble.compiled.cuda.gpu_solver import sample_batch
 from mpiad.ensemble.members import members
 
 pytestmark = [

@@ -10,11 +10,10 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
+from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.device_rounds import Block, Record
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.on_device.device_stages import stages_on_device
-from mpiad.ensemble.on_device.round_record import Block, Record
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.settings import Settings
@@ -36,8 +35,8 @@ class DeviceRun(Run):
         self.record: Record = outcome.record
 
     @property
-    def coefficients(self) -> DeviceCoefficients:  # type: ignore[override]
-        """The method's table on the device."""
+    def coefficients(self) -> Coefficients:  # type: ignore[override]
+        """The method's table on the device, which the solve has copied."""
         return self.record.table
 
     @property
@@ -59,10 +58,9 @@ class DeviceRun(Run):
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the recomputed stages of a visit, and the states after the step."""
-        batch, table = self.batch, self.coefficients
+        batch, stages = self.batch, self._new_stages(visit.u)
         derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
-        first = derivative_at(derivative, visit.u, p, visit.t, None)
-        stages = stages_on_device(table, derivative, first, batch)
+        stages.k[0][...] = derivative_at(derivative, visit.u, p, visit.t, None)
         end = visit.about.t_new
         end = end if sweep.sign is None else end * sweep.sign  # type: ignore[attr-defined]
         stages.compute(visit.u, p, visit.t, visit.h, end, None)
@@ -125,7 +123,12 @@ class RoundSweep(StepSweep):
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
         self._run, self._block, self._every = run, block, every
-        self.ids, self.leaves, self.sign = block.ids, block.leaves, block.sign
+        self.ids, self.sign = block.ids, block.sign
+
+    @cached_property
+    def leaves(self) -> list[Any]:  # type: ignore[override]
+        """The leaves of the parameters of the columns."""
+        return self._run.batch.p.taken(self.ids)
 
     def _starts(self) -> range:
         return range(0, len(self._block.rounds), self._every or 1)

@@ -1,0 +1,345 @@
+"""The observers of the rounds of a solve on a device: the record for derivatives, saved states and events.
+
+A round is one step of all columns of the working set. Per round the host reads a few numbers: the number of active
+trajectories, the number of saved times in the column that has the most of them in this round, and for each event the number
+of columns in which it occurs. If events end trajectories, the first two numbers are read again.
+
+The record has the states before each round, and the steps of the round; sweeps visit the rounds again, backwards or
+forwards. Each saved value of a trajectory has an index, its slot. In each round the trajectory with the most saved times
+determines the number of values that are computed for every trajectory; unneeded values are written to an additional slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.ensemble.batch import Batch, on_device_of
+from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
+from mpiad.ensemble.events import EventWatch, in_order
+from mpiad.ensemble.initialization import Entrants, Initialization, Joint
+from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.record import Step
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.step_observers import Stopped
+from mpiad.ensemble.step_sweep import LocatedEvent
+from mpiad.transport.devices.device_arrays import arrays_of
+
+# Maximum size of one array of saved states, in numbers.
+_BLOCK = 1 << 24
+
+
+class Due(NamedTuple):
+    """The slots and times of the values saved in one step."""
+
+    slot: Array  # int, shape (m, n); the slots of each column's values; the additional slot if a column has fewer than m
+    x: Array  # shape (m, n); the saved time as a fraction of the step; 0 for unused slots
+    at_end: Array  # bool, shape (m, n); whether the saved time is the end of the step
+
+
+class SaveTimes:
+    """The saved times of a batch; `times`: shape (n_saved,) or (N, n_saved), on the host.
+
+    - `initial`, `final`: bool, shape (N, n_saved), on the host. Whether each saved value is the initial state, or is copied
+      from the final state after the last step.
+    - `examines_steps`: whether each step must be checked for saved times.
+    """
+
+    inside = True  # whether saved times may be inside a step
+
+    def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray, has_events: bool = False):
+        self.count = times.shape[-1]
+        start, end = batch.start[:, None], batch.end[:, None]
+        self.initial = (times == start) | (start == end)
+        at_end = (times == end) & ~self.initial
+        self.examines_steps = not (self.initial.all() if has_events else (self.initial | at_end).all())
+        self.final = at_end if not self.examines_steps else np.zeros_like(at_end)
+        self._signed_times: Array = None
+        if self.examines_steps:
+            common = times.ndim == 1 and (signs == signs[:1]).all()
+            rows = times * signs[0] if common else np.broadcast_to(times, at_end.shape) * signs[:, None]
+            xp: Any = arrays_of(batch.u0)
+            self._signed_times = xp.to_device(np.ascontiguousarray(rows, float))
+
+    def passed(self, ids: Array, t: Array) -> Array:
+        """Return the number of saved times up to and including t, shape (n,), of the trajectories `ids`."""
+        if self._signed_times.ndim == 1:
+            return np.searchsorted(self._signed_times, t, side="right")
+        return np.sum(self._signed_times[ids] <= t[:, None], axis=1)
+
+    def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
+        """Return `count` slots and times per column for a step, with slots from `place` on; `most`: the largest count."""
+        xp: Any = arrays_of(t)
+        k = xp.arange(most)[:, None]
+        used = k < count
+        slot = np.where(used, place + k, self.count)
+        index = np.minimum(slot, self.count - 1)  # the additional slot has no time; any valid index will do
+        times = self._signed_times[index] if self._signed_times.ndim == 1 else self._signed_times[ids, index]
+        at_end = used & (times == t_new)
+        x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of size zero
+        return Due(slot, x, at_end)
+
+    def groups(self, most: int, entries: int) -> list[slice]:
+        """Divide ``range(most)`` into slices of limited size; `entries`: the number of entries of one state array."""
+        width = max(1, _BLOCK // max(1, entries))
+        return [slice(a, min(a + width, most)) for a in range(0, most, width)]
+
+
+class EveryStep:
+    """The counterpart of `SaveTimes` for ``save_everystep=True``; the number of slots is known only after the solve."""
+
+    examines_steps, inside = True, False
+
+    def __init__(self, batch: Batch):
+        self._batch, self.count = batch, 1
+        self._steps: list[tuple[Array, Array, Array, Array]] = []
+
+    @property
+    def initial(self) -> np.ndarray:
+        """Whether each value is an initial state: bool, shape (N, count), on the host."""
+        first = np.zeros((self._batch.size, self.count), bool)
+        first[:, 0] = True
+        return first
+
+    @property
+    def final(self) -> np.ndarray:
+        """Whether each value is copied from the final state: no, since each value is saved after its step."""
+        return np.zeros((self._batch.size, self.count), bool)
+
+    def note(self, step: Step) -> None:
+        """Store references to the times and states before a step."""
+        self._steps.append((step.ids, step.number, step.t, step.u))
+
+    def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
+        """Return the values saved in a step: its end, if it was accepted."""
+        accepted = count > 0
+        slot = np.where(accepted, place + 1, self.count)
+        return Due(slot[None], np.zeros_like(t)[None], accepted[None])
+
+    def collected(self, results: Array, u_end: Array, most: int) -> tuple[Array, Array]:
+        """Return the saved states, shape (N, most + 1, d), and their times, padded with NaN.
+
+        `most`: the largest number of accepted steps; `results`: see `WorkingSet`. Times are in the direction of the solve.
+        """
+        xp: Any = arrays_of(u_end)
+        self.count = most + 1
+        u = xp.full((self._batch.size, self.count, len(u_end)), np.nan, u_end.dtype)
+        times = xp.full((self._batch.size, self.count), np.nan, float)
+        for ids, number, t, states in self._steps:
+            # A step that was rejected, and the next try, have the same number.
+            u[ids, number], times[ids, number] = states.T, t
+        self._steps.clear()
+        ids, number = xp.arange(self._batch.size), results[2].astype(np.int64)
+        u[ids, number], times[ids, number] = u_end.T, results[0]
+        return u, times
+
+
+class Round(NamedTuple):
+    """One step of all columns (trajectories) of a block; times are multiplied by `Record.signs`, so they increase."""
+
+    t: Array  # shape (n,), like `h` and `t_new`
+    h: Array
+    t_new: Array
+    accepted: Array  # bool, shape (n,)
+    u: Array | None  # shape (d, n); before the step; None if the states must be recomputed
+    place: Array  # int, shape (n,); the number of values saved before the round (for `EveryStep` without the initial state)
+    count: Array | None  # int, shape (n,); the number of saved times in the step of each column; None if all are zero
+    reached: Array | None  # shape (n,); the end of the step if an event may have cut it short; None if it is `t_new`
+    most: int  # the largest count
+    located: list[LocatedEvent]
+
+    def at(self, columns: Array) -> Round:
+        """Return the round with only some of its columns."""
+        taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
+        if not self.located:
+            return Round._make([*taken, self.most, []])
+        new_index = np.full_like(columns, -1, shape=self.t.shape)
+        new_index[columns] = arrays_of(columns).arange(len(columns))  # type: ignore[union-attr]
+        return Round._make([*taken, self.most, [_moved(part, new_index) for part in self.located]])
+
+
+def _moved(located: LocatedEvent, new_index: Array) -> LocatedEvent:
+    """Return an event without removed columns; `new_index`: the new index of each column, -1 for removed ones."""
+    columns = new_index[located.columns]
+    rest = np.flatnonzero(columns >= 0)
+    return located._replace(columns=columns[rest], x=located.x[rest], time=located.time[rest], row=located.row[rest])
+
+
+class Events(NamedTuple):
+    """The times of events and the end times of trajectories."""
+
+    reached: Array  # shape (N,); end times of the trajectories
+    ids: Array  # int, shape (m,); the trajectories of all events
+    times: Array  # shape (m,); the times of these events
+    order: np.ndarray  # int, shape (m,), on the host; the permutation that sorts the events
+
+
+class Block:
+    """Rounds of the same columns. `ids`: the trajectories, shape (n,). `sign`: 1 or -1, shape (n,); None if all are 1."""
+
+    def __init__(self, ids: Array, sign: Array | None):
+        self.ids, self.sign = ids, sign
+        self.rounds: list[Round] = []
+
+
+class Record:
+    """All rounds of a solve, block by block; `every`: the number of rounds between stored states, None if all are stored.
+
+    When the record is closed, the columns of failed trajectories are removed from `blocks`.
+    """
+
+    def __init__(self, batch: Batch, table: Coefficients, saves: SaveTimes | EveryStep | None, every: int | None = None):
+        self.batch, self.table, self.saves, self.every = batch, table, saves, every
+        # Factors of times: -1 for trajectories that are integrated backwards in time.
+        self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        self.blocks: list[Block] = []
+        self.events: Events | None = None  # None without event conditions
+
+    def begin(self, ids: Array, sign: Array | None) -> None:
+        """Begin a block of columns."""
+        self.blocks.append(Block(ids, sign))
+
+    def note(self, round_: Round) -> None:
+        """Add a round to the last block."""
+        rounds = self.blocks[-1].rounds
+        between = self.every is not None and len(rounds) % self.every
+        rounds.append(round_._replace(u=None) if between else round_)
+
+    def close(self, failed: np.ndarray) -> None:
+        """Remove failed trajectories, since f may not be finite at their states."""
+        if not failed.any():
+            return
+        xp: Any = arrays_of(self.batch.u0)
+        live, blocks = xp.to_device(~failed), self.blocks
+        self.blocks = []
+        for block in blocks:
+            columns = np.flatnonzero(live[block.ids])
+            self.blocks.append(Block(block.ids[columns], None if block.sign is None else block.sign[columns]))
+            self.blocks[-1].rounds = [round_.at(columns) for round_ in block.rounds]
+
+    def due(self, block: Block, round_: Round) -> Due:
+        """Return the slots and times of the values saved in a round."""
+        saves: Any = self.saves
+        end = round_.t_new if round_.reached is None else round_.reached
+        return saves.due(block.ids, round_.place, round_.count, round_.most, round_.t, round_.h, end)
+
+
+class DeviceObservers:
+    """The observers of a solve on a device; results are written to `outcome`."""
+
+    def __init__(
+        self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, table: Coefficients
+    ):
+        self._batch, self._settings, self._outcome, self._table = batch, settings, outcome, table
+        self._signs = initialization.signs
+        self._xp: Any = arrays_of(batch.u0)
+        self._saves: Any = None
+        self._saved: Array = None
+        if settings.saveat is None:
+            self._saves = EveryStep(batch)
+        else:
+            shape = batch.size, settings.saveat.shape[-1] + 1, len(batch.u0)  # the last slot is for unneeded values
+            self._saved = self._xp.full(shape, np.nan, batch.u0.dtype)
+            if settings.saveat.shape[-1]:
+                self._saves = SaveTimes(settings.saveat, batch, self._signs, bool(settings.events))
+        self._examines_steps = settings.saveat is not None and self._saves is not None and self._saves.examines_steps
+        self._place: Array = None  # the number of saved values of each column, if steps are checked for saved times
+        self._watch = EventWatch(settings.events, table, batch.parameters) if settings.events else None
+        self._record = Record(batch, table, self._saves, settings.checkpoints) if settings.record else None
+
+    def enter(self, new: Entrants, joined: Joint, ids: Array, u: Array, p: Tree, t: Array, sign: Array | None) -> None:
+        """Begin a block of columns: see `StepObservers.enter`."""
+        if self._examines_steps:
+            first = on_device_of(self._saves.initial.sum(axis=1), u)[new.ids] if len(new.ids) else None
+            self._place = joined(self._place, first)
+        if self._watch is not None:
+            self._watch.enter(u, p, t if sign is None else t * sign)
+        if self._record is not None:
+            self._record.begin(ids, sign)
+
+    def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array) -> Stopped:
+        """Process a step: see `StepObservers.process`; `moving`: a mask of the columns that continue if no event occurs."""
+        crossed = [] if self._watch is None else self._watch.crossed(step, p)
+        place = self._place if self._examines_steps else step.number
+        alive, most, count, column_counts = self._read_counts(step, place, moving, crossed)
+        t_new, located, terminated = step.t_new, [], None
+        if any(column_counts):
+            columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, column_counts)]
+            found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
+            located, terminated = found.located, found.ended
+            if terminated is not None:  # events shorten steps
+                t_new = step.t_new.copy()
+                reached = step.t + np.where(terminated, found.part, 0.0) * (t_new - step.t)
+                np.copyto(step.t_new, reached, where=terminated)
+                np.copyto(step.new, found.states)
+                alive, most, count, _ = self._read_counts(step, place, moving & ~terminated, [])
+        if self._record is not None:
+            reached = None if terminated is None else step.t_new
+            saves = count if most else None
+            self._record.note(Round(step.t, step.h, t_new, step.accepted, step.u, place, saves, reached, most, located))
+        if self._settings.saveat is None:
+            self._saves.note(step)
+        elif most:
+            self._save(step, count, most)
+            self._place = place + count
+        return Stopped(terminated, alive=alive)
+
+    def _read_counts(
+        self, step: Step, place: Array, moving: Array, crossed: list[Array]
+    ) -> tuple[int, int, Any, list[int]]:
+        """Return the numbers of active trajectories, of saved times (largest; per column), and of columns per event."""
+        numbers, count = [np.sum(moving)], None
+        if self._examines_steps:
+            count = np.where(step.accepted, self._saves.passed(step.ids, step.t_new) - place, 0)
+            numbers.append(np.max(count))
+        numbers += [np.sum(mask) for mask in crossed]
+        counts = self._xp.to_host(np.stack(numbers) if len(numbers) > 1 else numbers[0]).reshape(-1).tolist()
+        if self._settings.saveat is None:
+            return counts[0], 1, step.accepted.astype(np.int64), counts[1:]
+        return counts[0], counts[1] if self._examines_steps else 0, count, counts[1 + self._examines_steps :]
+
+    def _save(self, step: Step, count: Array, most: int) -> None:
+        due = self._saves.due(step.ids, self._place, count, most, step.t, step.h, step.t_new)
+        real = self._table.real
+        terms = polynomials(self._table, step.u, step.h.astype(real), step.k)
+        for part in self._saves.groups(most, step.u.size):
+            inside = states_at(terms, due.x[part][:, None].astype(real))
+            states = np.where(due.at_end[part][:, None], step.new, inside)
+            self._saved[step.ids, due.slot[part]] = np.moveaxis(states, 1, -1)
+
+    def close(self, results: Array) -> None:
+        """Write saved states, events and the record to the outcome; `results`: see `WorkingSet`."""
+        outcome, events = self._outcome, self._settings.events
+        if self._settings.saveat is None:
+            outcome.saved, times = self._saves.collected(results, outcome.u_end, int(outcome.naccept.max(initial=0)))
+            outcome.saved_times = self._xp.to_host(times) * self._signs[:, None]
+        else:
+            outcome.saved = self._all_saved(outcome)
+        rows, order = None if self._watch is None else self._watch.rows(), np.empty(0, int)
+        if rows is not None:
+            table = self._xp.to_host(rows)
+            order = in_order(table)
+            outcome.event_table = table[:, order]
+        if self._record is not None:
+            self._record.close(outcome.failed)
+            outcome.record = self._record
+            if events:
+                rows = self._xp.empty((5, 0), float) if rows is None else rows
+                reached = results[0] * on_device_of(self._signs, self._batch.u0)
+                self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], order)
+
+    def _all_saved(self, outcome: Outcome) -> Array:
+        saves, saved = self._saves, self._saved[:, :-1]
+        if saves is None:
+            return saved
+        final = saves.final & (outcome.codes == ReturnCode.Success.code)[:, None]
+        for mask, states in ((saves.initial, self._batch.u0), (final, outcome.u_end)):
+            if mask.all():
+                saved = np.broadcast_to(states.T[:, None], saved.shape)
+            elif mask.any():
+                same = bool((mask == mask[:1]).all())
+                on_device = self._xp.to_device(np.ascontiguousarray(mask[:1] if same else mask))
+                saved = np.where(on_device[:, :, None], states.T[:, None], saved)
+        return self._xp.copy(saved)
