@@ -392,7 +392,7 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
 
 # The reverse kernel: each thread computes the adjoint of one trajectory's accepted steps.
 #
-# The stages are recomputed from the state before the step, and cotangents are propagated as in `transposed_step`. Each
+# The stages are recomputed from the state before the step, and cotangents are propagated as in `reverse_kernel`. Each
 # trajectory writes its cotangents of shared parameters to a separate column, so the order of the sum is fixed.
 
 _REVERSE = """
