@@ -23,11 +23,8 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     x, idx = args
     basic = is_basic(idx)
     shape, dtype = x.shape, x.dtype
-    if basic and type(ans) is np.ndarray and ans.ndim and ans.size == x.size:
-        # A basic index that takes all elements changes their order only if it has a negative step.
-        parts = idx if type(idx) is tuple else (idx,)
-        if not any(type(part) is slice and (part.step or 1) < 0 for part in parts):
-            return lambda g: (g.reshape(shape),)
+    if basic and type(ans) is np.ndarray and ans.ndim and ans.size == x.size and _keeps_order(idx):
+        return lambda g: (g.reshape(shape),)
     repeats = False
     if not basic:
         if isinstance(idx, list):  # NumPy would convert an empty list to floats
@@ -50,6 +47,14 @@ def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dic
     if argnums != (0,):
         return inherited_jvp(_getitem, argnums, gs, ans, args, kwargs)
     return gs[0][args[1]]
+
+
+def _keeps_order(idx: object) -> bool:
+    # A basic index that takes all elements changes their order only if it has a negative step.
+    for i in idx if type(idx) is tuple else (idx,):
+        if type(i) is slice and i.step is not None and i.step < 0:
+            return False
+    return True
 
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
