@@ -78,7 +78,7 @@ class _ValueReader(FunctionReader):
         if len(self.found) > _MAX_VALUES:
             raise Unknown
         place = len(self.found)
-        # Other objects are recorded each time, so that one object read twice has the fingerprint of two equal ones.
+        # Only functions are recorded once, so that another object read twice has the fingerprint of two equal objects.
         if not isinstance(value, FunctionType) or self._places.setdefault(id(value), place) == place:
             return False
         self.found.append(("again", self._places[id(value)]))

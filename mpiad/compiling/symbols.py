@@ -122,7 +122,7 @@ def _sqrt(z: Symbol) -> Symbol:
 
 
 def _by_parts(first: str, second: str, third: str, fourth: str, sign: float = 1.0) -> Callable[[Symbol], Symbol]:
-    """Return the rule of a function of a + ib with the parts first(a) second(b) and sign · third(a) fourth(b)."""
+    """Return the rule of a complex function: first(a) second(b) + i sign · third(a) fourth(b) at a + ib."""
 
     def rule(z: Symbol) -> Symbol:
         a, b = z.real, z.imag

@@ -178,7 +178,7 @@ class AdditiveSchwarz:
 
 
 def _algebraic_multigrid(matrix: Any, options: dict[str, Any]) -> Callable[[LocalArray, str], LocalArray]:
-    """Return a function that applies a V-cycle of PyAMG, or of the transposed matrix if `kind` is "T", to rows (k, n)."""
+    """Return ``cycle(rows, kind)``: PyAMG's V-cycle for the matrix ("N") or its transpose ("T"), on rows (k, n)."""
     try:
         import pyamg  # type: ignore[import-not-found]
     except ImportError as error:

@@ -411,8 +411,8 @@ class DistributedMatrix:
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:
         """Compute the matrix of an operator on a domain from products with fields.
 
-        The number of products is (2 halo + 1)ᵈ for d dimensions. Along a periodic dimension, 2 halo + 1 is replaced by
-        the smallest divisor of the number of points that isn't less.
+        The number of products is (2 halo + 1)ᵈ for d dimensions. Along a periodic dimension, the factor is
+        the smallest divisor of the number of points that is at least 2 halo + 1.
 
         Parameters
         ----------

@@ -294,7 +294,7 @@ def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
         return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
 
     u = find_root(lambda u: problem.at([u, *leaves]), linear, problem.start, problem.settings, failures)
-    if isinstance(kept, KeptFactors) and kept.factors is None:  # without a step; the derivatives need factors
+    if isinstance(kept, KeptFactors) and kept.factors is None:  # no step was taken, but derivatives need factors
         kept.update([u, *leaves])
     return u
 
@@ -358,8 +358,8 @@ def _jacobian_error(u0: Array, preconditioner: Function | None, settings: Settin
         return TypeError(f"{_CALL}: pattern and reuse are for jacobian='sparse' only.") if given else None
     if preconditioner is not None or settings.method == "cg":
         return ValueError(
-            f"{_CALL}: jacobian='sparse' takes no preconditioner, since the factors are one, and method='gmres' or "
-            f"'bicgstab', but got method={settings.method!r} and preconditioner={preconditioner!r}."
+            f"{_CALL}: jacobian='sparse' takes no preconditioner, since the factors precondition, and requires "
+            f"method='gmres' or 'bicgstab', but got method={settings.method!r} and preconditioner={preconditioner!r}."
         )
     error = host_error(f"{_CALL}: jacobian='sparse'", "u0", u0)
     return error or pattern_error(_CALL, "u0", np.shape(u0), pattern, channel(settings.comm, _CALL))

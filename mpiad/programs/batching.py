@@ -4,8 +4,8 @@ The later parts of a program are reverse passes, which are linear in their seeds
 in which the seeds, and all arrays that depend on them, have a first axis for the lanes. It computes arrays of earlier parts
 again, except for the results of communications: these are inputs, since the earlier parts have logged them.
 
-A communication takes the arrays of all lanes at once if interpreted lanes also do this (`Step.combined`). Otherwise there
-is no program for several lanes, since other ranks may interpret theirs. A function that NumPy runs on whole arrays is
+A communication takes the arrays of all lanes at once if it does so without a program (`Step.combined`). Otherwise there
+is no program for several lanes, since other ranks may run theirs without one. A function that NumPy runs on whole arrays is
 called once per lane.
 """
 

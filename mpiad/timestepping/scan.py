@@ -190,7 +190,7 @@ class Loop:
         # Whether further reverse passes use the stored states again; files are removed by a reverse pass.
         self._keeps = _is_for_products(tracing.tape) and not schedule.disk
         self._state = [spec_like(leaf) for leaf in args.state]
-        # The vector contains active arguments only, since the cotangents of all inputs could need much memory.
+        # The vector of cotangents contains active arguments only, since those of all inputs could need much memory.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
@@ -224,7 +224,7 @@ class Loop:
         args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
         parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
         states, observed = [each[:count] for each in parts], [each[count:] for each in parts]
-        # Otherwise the first reverse pass releases the stored states, and a second one runs the loop again.
+        # Unless the states are kept, this reverse pass releases them, and a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = run.shared(self) if self._keeps else None
         cotangents = [_Cotangents(args, self.active) for _ in parts]

@@ -174,7 +174,7 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
     try:
         with restoring_state():
-            # The missing methods are called after `looked_up` only.
+            # A scalar recorder lacks methods that are called only after `looked_up`, which refuses.
             around, tracing.recorder = tracing.recorder, recorder  # type: ignore[assignment]
             value = f(u, p.build(leaves), recorder.input("time", range(1), column))
             tracing.recorder = around
@@ -246,7 +246,7 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
     ids = np.resize(np.arange(batch.size), _COLUMNS)
     u, t = batch.u0[:, ids], batch.start[ids].astype(real_dtype(batch.u0.dtype))
     if is_complex(u):
-        # For real u, f and a trace that has lost imaginary parts would agree. For example, np.imag of symbols is zero.
+        # At real u, f agrees even with a trace that has lost imaginary parts: for example, np.imag of symbols is zero.
         u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t

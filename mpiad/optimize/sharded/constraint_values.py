@@ -1,7 +1,7 @@
 """Constraints of distributed variables: values and Jacobians, and the projection onto linear equality constraints.
 
-All ranks evaluate a constraint together, each with its own variables, like the objective. The Jacobian is this rank's
-columns, and has few rows.
+All ranks evaluate a constraint together, each with its own variables, like the objective. Each rank computes its
+columns of the Jacobian, which has few rows.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Identity(NamedTuple):
 
 
 class StateFiles:
-    """Writes and reads the files of states; it does nothing without a checkpoint, which all ranks or none have.
+    """Writes and reads the files of states. Without a checkpoint, which all ranks have or none, it does nothing.
 
     `iteration` is that of the last state that was written or read, or -1.
     """

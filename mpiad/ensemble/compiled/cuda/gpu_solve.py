@@ -42,7 +42,7 @@ class DeviceSolution(EnsembleSolution):
 
     @property
     def all_succeeded(self) -> bool:
-        """Whether all trajectories are known to have reached their ends, without copies to the host."""
+        """Whether all trajectories are known to have succeeded; nothing is copied to the host to find out."""
         return self.__dict__.get("failed") == 0
 
     def _surviving(self) -> Array:
@@ -196,8 +196,8 @@ def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
     if kernel.local_bytes <= MOST_LOCAL_BYTES:
         return True
     text = (
-        f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of local memory besides its "
-        f"{kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
+        f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of local memory, more than "
+        f"{MOST_LOCAL_BYTES}, and {kernel.registers} registers"
     )
     compiler.warn(batch.f, text if must else f"{text}, so EnsembleVectorized solves the problem by array operations")
     return must
