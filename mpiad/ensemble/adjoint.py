@@ -65,7 +65,7 @@ def pull_columns(
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of initial states, of the leaves `places` and, if `timed`, of tspan and given event times."""
     timed = timed or run.times_move
-    found = at_ends(run, seeds, places, timed)
+    found = cotangents_at_ends(run, seeds, places, timed)
     replay = Replay(run, timed, seeds)
     with np.errstate(all="ignore"):
         for sweep in run.sweeps(backwards=True):
@@ -79,7 +79,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     return found
 
 
-def at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
+def cotangents_at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of the states at the ends of the last steps; zero for failed trajectories.
 
     They include those of saved copies. If events act, they also include those of the final times that are times of events.

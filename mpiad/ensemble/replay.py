@@ -442,24 +442,12 @@ Replayed = Callable[[list], Array]
 def replayed_jvp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
     """Return the tangent of the results of `replay`, given the tangents `gs` of the arguments at `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
-    return trace_forwards(*_function_of(replay, argnums, args), tangents)[1]
+    return trace_forwards(replay, Variables(list(args), list(argnums), list), tangents)[1]
 
 
 def replayed_vjp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
     """Return the cotangents of the arguments at `argnums`, given the cotangent g of the results of `replay`."""
-    fun, variables = _function_of(replay, argnums, args)
-    traced = trace_backwards(fun, variables)
+    variables = Variables(list(args), list(argnums), list)
+    traced = trace_backwards(replay, variables)
     seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
     return cotangents_of_variables(traced, seeds, variables)
-
-
-def _function_of(replay: Replayed, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
-    """Return the results as a function of the arguments at `argnums`, and these arguments."""
-
-    def fun(values: Sequence[Any]) -> Array:
-        filled = list(args)
-        for k, value in zip(argnums, values):
-            filled[k] = value
-        return replay(filled)
-
-    return fun, Variables([args[k] for k in argnums], list(range(len(argnums))), list)

@@ -21,7 +21,9 @@ from mpiad.linalg.system import System
 from mpiad.linalg.vectors import are_within, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
-"""``method(system, x, r, norms, targets)`` improves x (k, n) with residual r in place; returns whether r is small enough.
+"""``method(system, x, r, norms, targets)`` improves x (k, n) in place; returns whether its residual is small enough.
+
+`r` is the residual at the start. The method must not change it, since it may be the right-hand side.
 
 `norms`, of shape (k,), are the norms of the residuals; `targets` are the norms to which these must fall. The method adds
 the norms to the history of the system. If it raises a ValueError or ConvergenceError, it does so on all ranks. If it

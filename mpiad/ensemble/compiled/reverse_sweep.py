@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, at_ends, pull_run, to_start
+from mpiad.ensemble.adjoint import Cotangents, cotangents_at_ends, pull_run, to_start
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_solver import Solver, Tape
@@ -42,8 +42,8 @@ class KernelSeeds(NamedTuple):
 def kernel_seeds(run: Run, seeds: Seeds, found: Cotangents, times: Array) -> KernelSeeds:
     """Return the kernel's seeds; `times`: the saved times, in 1 or N rows.
 
-    The cotangents of states at events are inserted among those of saved states. `found`: the result of `at_ends`, to whose
-    leaves those from events are added.
+    The cotangents of states at events are inserted among those of saved states. `found`: the result of
+    `cotangents_at_ends`, to whose leaves those from events are added.
     """
     save_step = np.empty((run.batch.size, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(found.u0, seeds.saved, save_step, times, run.outcome.t_reached)
@@ -236,7 +236,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
     count = batch.size
     outcome, real = solver.recorded(run.outcome), solver.spec.dtype
-    found = at_ends(run, seeds, places, timed)
+    found = cotangents_at_ends(run, seeds, places, timed)
     prepared = kernel_seeds(run, seeds, found, solver.times)
     jump_arguments = ()
     if run.jumps is not None:
