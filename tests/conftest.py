@@ -2,11 +2,11 @@
 
 A test runs on all ranks at once. The whole suite runs on one rank and on several: on three, or on two (`ON_TWO`); what
 differs on two or four ranks runs there, too (`ALSO_ON`). A test of three parameter sets or more runs with every fourth one
-on several ranks, and with the others on one and where it runs in addition. With `--thorough`, or if files are named, all
-tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank; `also_on(2)` for one
-that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do; `one_rank` for one
-whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one rank only);
-`thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
+on several ranks, with the others on one, and with another fourth where it runs in addition. With `--thorough`, or if
+files are named, all tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
+`also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do;
+`one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one
+rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
 MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
 
 In the whole suite, one, three and four ranks compile kernels without LLVM's optimizations, which take long, but for the
@@ -202,15 +202,23 @@ def _is_whole_suite(config: pytest.Config) -> bool:
 def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
     """Return what the whole suite runs elsewhere: several ranks take every fourth parameter set, and one rank the others.
 
-    A test that runs on one number of ranks only keeps all of them, and one of two sets both.
+    What runs on a number of ranks in addition has another fourth there. A test that runs on one number of ranks only keeps
+    all of them, and one of two sets both.
     """
     sets: dict[tuple, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
             sets.setdefault((item.path, item.originalname), []).append(item)
-    several = {path: WORLD.size == _several(config, path) for path, _ in sets}
+    chosen = {path: _fourths(config, path) for path, _ in sets}
     divided = {places: of_one for places, of_one in sets.items() if len(of_one) > 2}
-    return {item for (path, _), of_one in divided.items() for k, item in enumerate(of_one) if (k % 4 == 0) != several[path]}
+    return {item for (path, _), of_one in divided.items() for k, item in enumerate(of_one) if k % 4 not in chosen[path]}
+
+
+def _fourths(config: pytest.Config, path: Path) -> tuple[int, ...]:
+    """Return the places in each four parameter sets of those that the whole suite runs on this number of ranks."""
+    if WORLD.size == _several(config, path):
+        return (0,)
+    return (1, 2, 3) if WORLD.size == 1 else (2,)
 
 
 def _is_in(config: pytest.Config, path: Path, places: tuple[str, ...]) -> bool:
