@@ -187,3 +187,22 @@ def test_buffers_of_a_freed_communicator_come_back(no_collector):
     comm.Free()
     del received
     assert reference() is None
+
+
+@pytest.mark.one_rank
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
+def test_the_trace_of_a_program_holds_no_memory_for_its_values():
+    """Of the ten arrays in each of 30 steps and more in its reverse pass, the compiled gradient keeps one or two."""
+
+    def polynomials(x):
+        for _ in range(30):
+            x = (x + 0.25 * x * x - 0.125 * x * x * x + 0.5 - 0.3 * x) * 0.9
+        return anp.sum(x * x)
+
+    x = np.linspace(-1.0, 1.0, LENGTH)
+    gradient = mpiad.jit(mpiad.grad(polynomials), strict=True)
+    gradient(x[:20_000])  # imports the compiler
+    before = resident_bytes()
+    found = gradient(x)
+    assert (resident_bytes() - before) / ARRAY_BYTES < 70
+    np.testing.assert_allclose(found, mpiad.grad(polynomials)(x), rtol=1e-12, atol=1e-16)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -494,8 +496,8 @@ def _is_part(whole: Array, key: Any, part: Any) -> bool:
 
 # `ShapeRecorder`: a trace of shapes and dtypes, in which large arrays are neither computed nor communicated.
 #
-# Uninitialized memory stands for each result. So a function of large arrays is compiled before it runs, which takes
-# no longer than for small arrays. If an operation needs values of large arrays, or a message from another rank, this trace
+# Untouched memory stands for each large result. So a function of large arrays is compiled before it runs, which takes no
+# longer than for small arrays. If an operation needs values of large arrays, or a message from another rank, this trace
 # fails before it sends a message, and the function is traced while it runs (see `Recorder`).
 
 _LARGE = 1 << 13  # entries above which computing with an array takes longer than finding the shape of the result
@@ -524,16 +526,16 @@ class ShapeRecorder(Recorder):
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if fun is np.full:
-            return np.empty(args[0], args[2])
+            return _placeholder(args[0], args[2])
         by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun is np.where
         if by_entries and not kwargs and any(map(is_large, args)):
             shape = np.broadcast_shapes(*[np.shape(x) for x in args])
             made = fun(*[np.ones(1, x.dtype) if isinstance(x, np.ndarray) else x for x in args])
             several = isinstance(made, tuple)
-            return tuple([np.empty(shape, part.dtype) for part in made]) if several else np.empty(shape, made.dtype)
+            return tuple([_placeholder(shape, part.dtype) for part in made]) if several else _placeholder(shape, made.dtype)
         made = fun(*args, **kwargs)
         is_own = is_large(made) and made.base is None and not any(made is x for x in args)
-        return np.empty(made.shape, made.dtype) if is_own else made
+        return _placeholder(made.shape, made.dtype) if is_own else made
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         envelopes = envelopes_of(params)
@@ -554,16 +556,26 @@ class ShapeRecorder(Recorder):
     def _operated(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         x = args[0]
         if operator.preserves_spec and isinstance(x, np.ndarray):
-            return np.empty(x.shape, x.dtype)
+            return _placeholder(x.shape, x.dtype)
         if operator.in_place is None or kwargs or not isinstance(x, np.ndarray):
             return super()._operated(operator, args, kwargs)
         made = tuple(operator.in_place.made(*args[1:]))
-        return np.empty(x.shape[: x.ndim - len(made)] + made, x.dtype)
+        return _placeholder(x.shape[: x.ndim - len(made)] + made, x.dtype)
 
     def _untraced(self, fun: Callable, *args: Any) -> NoReturn:
         self.refuse(f"the result of {getattr(fun, '__name__', fun)} is known only in a run")
 
 
+def _placeholder(shape: Shape, dtype: DTypeLike) -> Array:
+    """Return an array of arbitrary values. The memory of a large one is a mapping of its own, without pages until written.
+
+    The heap would take pages that earlier arrays have written, and a trace keeps an array for each of its values.
+    """
+    dtype, size = np.dtype(dtype), math.prod(shape)
+    pages = mmap(-1, size * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS) if size > _LARGE else None
+    return np.ndarray(shape, dtype, pages)
+
+
 def like(spec: Spec) -> Any:
     """Return a placeholder for a value with this shape and dtype."""
-    return np.empty(spec.shape, spec.dtype) if spec.shape else spec.dtype.type(1)
+    return _placeholder(spec.shape, spec.dtype) if spec.shape else spec.dtype.type(1)
