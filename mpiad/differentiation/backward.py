@@ -20,11 +20,11 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array
 from mpiad.device.assembly import stack
-from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules.scatter_add import Scatter
-from mpiad.differentiation.tape import Recording
-from mpiad.primitives.cotangents import conform
+from mpiad.differentiation.tape import OrderedNode, Recording
+from mpiad.primitives.cotangents import conformed
 from mpiad.primitives.operation import BatchedVjp, VectorizedVjp
+from mpiad.transport import Spec
 from mpiad.transport.core.agreement import mark_left
 from mpiad.transport.core.tracing import restore_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -106,6 +106,15 @@ def run_backward(
     return totals[:variables]
 
 
+def cotangents_of(recording: Recording, seeds: Iterable[tuple[int, Array]], specs: Sequence[Spec]) -> list[Array]:
+    """Return the cotangents of the variables, which have the given specs, and keep the record; see `run_backward`.
+
+    The position of a result in `seeds` is -1 for a constant.
+    """
+    found = run_backward(recording, [(position, g) for position, g in seeds if position >= 0], len(specs), True)
+    return [conformed(g, spec) for g, spec in zip(found, specs)]
+
+
 class Lane(NamedTuple):
     """The totals of one of several reverse passes."""
 
@@ -160,9 +169,7 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             run_lanes(range(stop - 1, position, -1))
             stop, parts = position, None
             if type(node.pull) is VectorizedVjp:
-                like: Any = node.like
-                cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
-                stacked = node.pull(stack(cotangents))
+                stacked = node.pull(stack([conformed(lane.totals[position], node.like) for lane in lanes]))
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]
             elif type(node.pull) is BatchedVjp and (
                 node.like is not None or any(lane.totals[position] is not None for lane in lanes)
@@ -212,7 +219,7 @@ def sweep(nodes: list[Any], totals: list[Array], positions: range, keep: bool, o
                 continue
         elif like.dtype is not None:
             # The adjoint of a communication runs even if its cotangent is zero, since other ranks wait for its messages.
-            g = like.zeros() if g is None else conform(g, *like)
+            g = conformed(g, like)
         totals[position] = None  # frees the cotangent's memory after this step
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]

@@ -26,10 +26,11 @@ from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.closure import are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.fusion import Loop
-from mpiad.programs.message_numbers import message_counts
+from mpiad.programs.playback import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own, traced_parts
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.trace_run import Arguments, TraceRun, arguments_of
+from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.traced_array import Abandoned
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
@@ -264,12 +265,12 @@ class Jitted:
                 return self._replayed(entry, given)
             if watch is None:
                 return cache.interpreted(given.key, given)
-            trace = TraceRun(given)
+            recorder = Recorder()
             try:
-                parts, build = traced_parts(self.fun, trace)
+                parts, build = traced_parts(self.fun, given, recorder)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                return cache.run_again(trace, given.key, error)
-            cache.compile(given.key, trace.recorder, parts, build, watch)
+                return cache.run_again(recorder, given.key, given, error)
+            cache.compile(given.key, recorder, parts, build, watch)
             # Results of a trace may be views of arguments and of each other, and are therefore copied.
             return build([own(leaf) for leaf in parts[0]])
 

@@ -14,11 +14,11 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.differentiation.backward import cotangents_of
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangent
 from mpiad.programs.traced_array import TracedArray, hides_traced
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
@@ -81,7 +81,8 @@ class _Adjoint:
     def __call__(self, outcome: _Outcome, gs: list[Array]) -> tuple[Any, ...]:
         """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
         with suspended(body=False):
-            return *backwards(outcome.traced, [True] * len(gs), gs, self._specs), None  # type: ignore[arg-type]
+            traced: Any = outcome.traced
+            return *cotangents_of(traced.recording, zip(traced.places, gs), self._specs), None
 
 
 def _as_array(x: Any) -> Any:
@@ -100,14 +101,14 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
     if tape is None and not places:
         *values, outcome = recorder.opaque(call, (plain,))
         return outcome.build(values)
-    if not is_simple(tape, [leaves[k] for k in places]):
+    if tape is None or not tape.is_only_trace_of([leaves[k] for k in places]):
         recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
         return fun(*args, **kwargs)  # reached in a playback only
     nodes = [leaves[k]._node for k in places]
     if type(tape) is TangentTape:
         *made, outcome = recorder.opaque(call, (plain, places, [node.g for node in nodes]))
         half = len(made) // 2
-        return outcome.build([with_tangent(tape, x, tangent) for x, tangent in zip(made[:half], made[half:])])
+        return outcome.build(list(map(tape.variable, made[:half], made[half:])))
     *values, outcome = recorder.opaque(call, (plain, places))
     likes = [spec_like(plain[k]) for k in places]
     adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])
@@ -118,5 +119,4 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         return [conform(g, *like) for g, like in zip(found, likes)]
 
     indices, channels = [node.index for node in nodes], outcome.traced.recording.channels
-    made = put_on_tape(tape, channels, values, [True] * len(values), indices, pull, outcome.communicates)  # type: ignore[arg-type]
-    return outcome.build(made)
+    return outcome.build(tape.record_call(channels, values, [True] * len(values), indices, pull, outcome.communicates))

@@ -26,8 +26,9 @@ from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, spans_of
-from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
+from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
+from mpiad.programs.playback import logged
 from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
@@ -243,10 +244,39 @@ class Replay:
         self._in_kernels = {
             root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
         }
-        self._preparable, numbered = prepared_steps(self.schedule, self._is_large, self._in_kernels)
-        self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
+        found, numbered = self._preparable_steps()
+        self._preparable = found if prepared else set[int]()
         self._renumbers = bool(numbered - self._preparable)
         self.first, *self.later = self._functions()
+
+    def _preparable_steps(self) -> tuple[set[int], set[int]]:
+        """Return the communications that can be prepared, and the communications whose messages have numbers, by step.
+
+        A communication from one buffer into another can be prepared if both are small and at fixed addresses.
+        """
+        found: set[int] = set()
+        numbered: set[int] = set()
+        fixed: set[int] = set()  # result buffers at fixed addresses
+        for at, step in enumerate(self.schedule.steps):
+            if isinstance(step, Loop) or step.in_place:
+                continue
+            node = self.nodes[step.node]
+            if node.kind != "communicate" or node.data.kind != "communicate":
+                continue
+            call, results = node.data, step.results
+            if is_numbered(call.args[1]):
+                numbered.add(at)
+            if call.fun.prepared is None or len(results) != 1 or self._is_large(results[0]) or len(step.inputs) != 1:
+                continue
+            x = step.inputs[0]
+            kind = self.schedule.buffers[x].kind
+            if self._is_large(x) or kind == "alias" or kind == "result" and x not in fixed and x not in self._in_kernels:
+                continue
+            if call.fun.prepared(call.args[1], np.empty(0), np.empty(0)) is not None:
+                found.add(at)
+                fixed.add(results[0])
+        # Either all communications with message numbers are prepared, or none of them.
+        return (found if numbered <= found else found - numbered), numbered
 
     def _functions(self) -> list[Callable]:
         """Return a function for each part of the program."""
