@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpiad._typing import Function
-from mpiad.compiling.function_reader import FunctionReader, Unknown
+from mpiad.compiling.closure import FunctionReader, Unknown
 
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 

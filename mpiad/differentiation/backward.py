@@ -87,32 +87,27 @@ def run_backward(
 ) -> list:
     """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
 
-    `seeds`: pairs of a result's position and the result's cotangent. Unless `keep` is set, the pass frees the record's
-    memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
+    `seeds`: pairs of a result's position, -1 for a constant, and the result's cotangent. Unless `keep` is set, the pass
+    frees the record's memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
-    totals: list[Array] = [None] * len(recording.nodes)
-    for position, g in seeds:
-        totals[position] = g if totals[position] is None else totals[position] + g
+    nodes, lane = recording.nodes, Lane.of(recording.nodes)
+    lane.add(seeds)
     saved = tracing.__dict__.copy()
     try:
         if ready is None:
-            sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
+            sweep(nodes, lane.totals, range(len(nodes) - 1, variables - 1, -1), keep, lane.owned)
         else:
-            _sweep_with_callback(recording.nodes, totals, variables, keep, ready)
+            _sweep_with_callback(nodes, lane, variables, keep, ready)
     except BaseException as error:
         restore_state(saved, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
-    return totals[:variables]
+    return lane.totals[:variables]
 
 
 def cotangents_of(recording: Recording, seeds: Iterable[tuple[int, Array]], specs: Sequence[Spec]) -> list[Array]:
-    """Return the cotangents of the variables, which have the given specs, and keep the record; see `run_backward`.
-
-    The position of a result in `seeds` is -1 for a constant.
-    """
-    found = run_backward(recording, [(position, g) for position, g in seeds if position >= 0], len(specs), True)
-    return [conformed(g, spec) for g, spec in zip(found, specs)]
+    """Return the cotangents of the variables, which have the given specs, and keep the record; see `run_backward`."""
+    return [conformed(g, spec) for g, spec in zip(run_backward(recording, seeds, len(specs), True), specs)]
 
 
 class Lane(NamedTuple):
@@ -187,7 +182,7 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
 
 
 def _sweep_with_callback(
-    nodes: list[OrderedNode], totals: list[Array], variables: int, keep: bool, ready: Callable[[int, Array], None]
+    nodes: list[OrderedNode], lane: Lane, variables: int, keep: bool, ready: Callable[[int, Array], None]
 ) -> None:
     # The first node that uses a variable is the last node in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
@@ -198,13 +193,13 @@ def _sweep_with_callback(
     complete: dict[int, list[int]] = {}
     for variable in range(variables):
         complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)
-    owned, stop = bytearray(len(nodes)), len(nodes)
+    stop = len(nodes)
     for position in sorted(complete, reverse=True):
-        sweep(nodes, totals, range(stop - 1, position - 1, -1), keep, owned)
+        sweep(nodes, lane.totals, range(stop - 1, position - 1, -1), keep, lane.owned)
         for variable in complete[position]:
-            ready(variable, totals[variable])
+            ready(variable, lane.totals[variable])
         stop = min(position, stop)
-    sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
+    sweep(nodes, lane.totals, range(stop - 1, variables - 1, -1), keep, lane.owned)
 
 
 def sweep(nodes: list[Any], totals: list[Array], positions: range, keep: bool, owned: bytearray) -> None:

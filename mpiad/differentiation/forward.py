@@ -49,8 +49,7 @@ def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
 def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     adjoint, w = rule(argnums, ans, args, kwargs), np.zeros_like(getval(ans))
     _, places, recording = trace_list(lambda variables: tuple(adjoint(variables[0])), [w])
-    seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
-    tangent = run_backward(recording, seeds, 1)[0]
+    tangent = run_backward(recording, zip(places, gs), 1)[0]
     return w if tangent is None else tangent
 
 

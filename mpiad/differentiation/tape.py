@@ -326,14 +326,15 @@ def _close_number(tape: LibraryTape) -> None:
 
 
 def trace_list(
-    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
+    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tape: OrderedTape | None = None
 ) -> tuple[list[Any], list[int], Recording]:
     """Call a function of a list in reverse mode; return its results, their positions (-1 for constants), and the record."""
-    tape, saved = OrderedTape(), tracing.__dict__.copy()
+    tape, saved = tape or OrderedTape(), tracing.__dict__.copy()
     try:
         with tape:
-            number, node = tape.number, OrderedNode.on_tape
-            boxes = [new_box(x, number, node(tape)) for x in variables]
+            # Variables are the first nodes of the record, and the reverse pass stops before these nodes.
+            boxes = [new_box(x, tape.number, OrderedNode.on_tape(tape)) for x in variables]
+            # Results are unboxed inside the block, whose end turns them into constants. An error here ends the trace.
             results = [tape.value_and_place(value) for value in fun(boxes)]
         return [value for value, _ in results], [place for _, place in results], tape.close()
     except BaseException as error:

@@ -39,6 +39,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.compiling.closure import Watch
 from mpiad.differentiation.backward import Lane, cotangents_of, run_backward_together, sweep, sweep_together
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.tape import OrderedTape
@@ -46,7 +47,6 @@ from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.primitives.operation import Tape, suspended
-from mpiad.programs.closure import Watch
 from mpiad.programs.playback import PlayingBack, message_counts, result_of
 from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program, is_shown, own
 from mpiad.programs.recorder import Recorder

@@ -22,9 +22,9 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
+from mpiad.compiling.closure import are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
-from mpiad.programs.closure import are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.fusion import Loop
 from mpiad.programs.playback import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own, traced_parts

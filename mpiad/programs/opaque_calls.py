@@ -21,7 +21,6 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.traced_array import TracedArray, hides_traced
 from mpiad.pytrees import flatten
-from mpiad.transport import Spec
 from mpiad.transport.core.channels import communications
 from mpiad.transport.core.tracing import tracing
 
@@ -71,20 +70,6 @@ class _Call:
         return self._fun(*given[0], **given[1])
 
 
-class _Adjoint:
-    """The reverse pass of an opaque call."""
-
-    def __init__(self, call: _Call, specs: list[Spec]):
-        self._specs = specs
-        self.__name__ = f"adjoint of {call.__name__}"
-
-    def __call__(self, outcome: _Outcome, gs: list[Array]) -> tuple[Any, ...]:
-        """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
-        with suspended(body=False):
-            traced: Any = outcome.traced
-            return *cotangents_of(traced.recording, zip(traced.places, gs), self._specs), None
-
-
 def _as_array(x: Any) -> Any:
     return np.float64(x) if type(x) is float else x
 
@@ -111,7 +96,14 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         return outcome.build(list(map(tape.variable, made[:half], made[half:])))
     *values, outcome = recorder.opaque(call, (plain, places))
     likes = [spec_like(plain[k]) for k in places]
-    adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])
+    specs = [like._replace(arrays=None) for like in likes]
+
+    def adjoint(outcome: Any, gs: list[Array]) -> tuple[Any, ...]:
+        """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
+        with suspended(body=False):
+            return *cotangents_of(outcome.traced.recording, zip(outcome.traced.places, gs), specs), None
+
+    adjoint.__name__ = f"adjoint of {fun.__name__}"
 
     def pull(gs: list[Array]) -> list[Array]:
         recorder: Any = tracing.recorder

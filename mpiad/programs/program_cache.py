@@ -17,8 +17,8 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.compiling.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.batching import Batched
-from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.playback import PlayingBack
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large

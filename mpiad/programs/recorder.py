@@ -22,10 +22,10 @@ from numpy.typing import DTypeLike
 
 from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
+from mpiad.compiling.closure import is_writable, same_bits
 from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
-from mpiad.programs.closure import is_writable, same_bits
 from mpiad.programs.message_numbers import channels_of, envelopes_of
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.playback import logged, message_counts

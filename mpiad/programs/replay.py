@@ -231,7 +231,7 @@ class Replay:
         self.nodes: list[Node] = self.schedule.program.nodes
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
         self._blocks = _KernelBlocks(replays, self._actions)
-        self._numbers, self._prepared_numbers = MessageNumbers(), MessageNumbers()
+        self._numbers = MessageNumbers()
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
@@ -508,7 +508,7 @@ class Replay:
         node, (made,) = self.nodes[step.node], step.results
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
-            params, renewed = self._prepared_numbers.with_copies(params)
+            params, renewed = self._numbers.with_copies(params)
         for k, envelope in enumerate(renewed):
             self.names[f"e{at}_{k}"] = envelope.renew
             self._lines.append(f"e{at}_{k}()")

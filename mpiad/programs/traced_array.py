@@ -17,7 +17,7 @@ from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
-from mpiad.compiling.function_reader import content_of
+from mpiad.compiling.closure import content_of
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays

@@ -7,8 +7,8 @@ import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
+from mpiad.compiling.closure import Unfollowed, Watch
 from mpiad.programs import program_cache
-from mpiad.programs.closure import Unfollowed, Watch
 
 ROUNDING = {False: 1e-9, True: 1e-3}
 """By whether a program is in single precision; relative to the largest number of its kind on any rank, or to one."""

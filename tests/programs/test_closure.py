@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.compiling import cache
-from mpiad.programs.closure import Unfollowed, watch_of
+from mpiad.compiling.closure import Unfollowed, watch_of
 
 pytestmark = pytest.mark.serial
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpiad.compiling.closure import HoldsTraced, Unfollowed, watch_of
 from mpiad.compiling.function_fingerprint import fingerprint_of, text_of
-from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
 
 pytestmark = pytest.mark.serial
 
