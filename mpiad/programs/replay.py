@@ -50,8 +50,8 @@ class Replays:
         ]
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.uses = spans_of(schedule, self.texts)
-        self.allocations = allocate(schedule, self.uses)
-        self.scratch = Scratch(self.allocations)
+        self.allocations, self.own_bytes, scratch_bytes = allocate(schedule, self.uses)
+        self.scratch = Scratch(scratch_bytes)
         late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
         self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
@@ -238,7 +238,7 @@ class Replay:
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             "log": self.log, "logged": logged, "Changed": Changed,
         }  # fmt: skip
-        self._memories: dict[int, Array] = {}
+        self._memory = aligned(replays.own_bytes, np.dtype(np.uint8))
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
         self._in_kernels = {
@@ -286,7 +286,6 @@ class Replay:
         made = {b: schedule.part(at) for at, step in enumerate(steps) if isinstance(step, Run) for b in step.results}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
-        has_scratch = any(allocation.is_scratch for allocation in self.replays.allocations.values())
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
         parts = []
         ends = pairwise([0, *schedule.program.ends, len(schedule.outputs)])
@@ -302,7 +301,7 @@ class Replay:
                 if schedule.part(action.at) == part:
                     self._append_action(k, action)
             self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
-            if has_scratch:
+            if self.replays.scratch.size:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
             self._lines.append("return made")
             parts.append(self._lines)
@@ -338,13 +337,10 @@ class Replay:
         if found.kind == "constant":
             array = np.require(self.schedule.program.constants[found.data], found.dtype, ["C", "A"])
         elif b in self.replays.allocations:
-            allocation = self.replays.allocations[b]
-            if allocation.is_scratch:
+            if self.replays.allocations[b].is_scratch:
                 self._arrays[b] = f"b{b}"
                 return
-            if allocation.memory not in self._memories:
-                self._memories[allocation.memory] = aligned(allocation.nbytes, np.dtype(np.uint8))
-            array = self._in_memory(b, self._memories[allocation.memory])
+            array = self._in_memory(b, self._memory)
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
@@ -366,8 +362,7 @@ class Replay:
             memory = scratch.take()
             if memory is not bound["memory"]:
                 for b in buffers:
-                    part = scratch.part(memory, self.replays.allocations[b])
-                    self.names[f"b{b}"] = array = self._in_memory(b, part)
+                    self.names[f"b{b}"] = array = self._in_memory(b, memory)
                     self._blocks.bind(b, _address_of(array))
                 for at in exchanged:
                     self._prepare(at)
