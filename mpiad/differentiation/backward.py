@@ -22,7 +22,7 @@ from mpiad._typing import Array
 from mpiad.device.assembly import stack
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import OrderedNode, Recording
-from mpiad.primitives.cotangents import conformed
+from mpiad.primitives.cotangents import conform, conformed
 from mpiad.primitives.operation import BatchedVjp, VectorizedVjp
 from mpiad.transport import Spec
 from mpiad.transport.core.agreement import mark_left
@@ -90,19 +90,21 @@ def run_backward(
     `seeds`: pairs of a result's position, -1 for a constant, and the result's cotangent. Unless `keep` is set, the pass
     frees the record's memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
-    nodes, lane = recording.nodes, Lane.of(recording.nodes)
-    lane.add(seeds)
+    totals: list[Array] = [None] * len(recording.nodes)
+    for position, g in seeds:
+        if position >= 0:
+            totals[position] = g if totals[position] is None else totals[position] + g
     saved = tracing.__dict__.copy()
     try:
         if ready is None:
-            sweep(nodes, lane.totals, range(len(nodes) - 1, variables - 1, -1), keep, lane.owned)
+            sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
         else:
-            _sweep_with_callback(nodes, lane, variables, keep, ready)
+            _sweep_with_callback(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
         restore_state(saved, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
-    return lane.totals[:variables]
+    return totals[:variables]
 
 
 def cotangents_of(recording: Recording, seeds: Iterable[tuple[int, Array]], specs: Sequence[Spec]) -> list[Array]:
@@ -182,7 +184,7 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
 
 
 def _sweep_with_callback(
-    nodes: list[OrderedNode], lane: Lane, variables: int, keep: bool, ready: Callable[[int, Array], None]
+    nodes: list[OrderedNode], totals: list[Array], variables: int, keep: bool, ready: Callable[[int, Array], None]
 ) -> None:
     # The first node that uses a variable is the last node in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
@@ -193,13 +195,13 @@ def _sweep_with_callback(
     complete: dict[int, list[int]] = {}
     for variable in range(variables):
         complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)
-    stop = len(nodes)
+    owned, stop = bytearray(len(nodes)), len(nodes)
     for position in sorted(complete, reverse=True):
-        sweep(nodes, lane.totals, range(stop - 1, position - 1, -1), keep, lane.owned)
+        sweep(nodes, totals, range(stop - 1, position - 1, -1), keep, owned)
         for variable in complete[position]:
-            ready(variable, lane.totals[variable])
+            ready(variable, totals[variable])
         stop = min(position, stop)
-    sweep(nodes, lane.totals, range(stop - 1, variables - 1, -1), keep, lane.owned)
+    sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
 
 
 def sweep(nodes: list[Any], totals: list[Array], positions: range, keep: bool, owned: bytearray) -> None:
@@ -214,7 +216,7 @@ def sweep(nodes: list[Any], totals: list[Array], positions: range, keep: bool, o
                 continue
         elif like.dtype is not None:
             # The adjoint of a communication runs even if its cotangent is zero, since other ranks wait for its messages.
-            g = conformed(g, like)
+            g = like.zeros() if g is None else conform(g, *like)
         totals[position] = None  # frees the cotangent's memory after this step
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]
