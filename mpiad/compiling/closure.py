@@ -399,10 +399,6 @@ _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
 _MAX_OBJECTS = 2000
 
 
-class Unfollowed(Exception):
-    """Raised for an object that can't be followed."""
-
-
 class HoldsTraced(Exception):
     """Raised for a traced value of an enclosing derivative, which can't be a constant of a program."""
 
@@ -427,7 +423,7 @@ class Watch:
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
-    """Return the watch of a function; may raise HoldsTraced or Unfollowed.
+    """Return the watch of a function; may raise HoldsTraced or Unknown.
 
     `args`: its positional arguments. `objects`: those leaves of its arguments that are constants of the trace.
     """
@@ -443,7 +439,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
                 reader.read(value)
         reader.check_communicators()
     except Unknown as error:
-        raise Unfollowed(reader.reading or str(error)) from None
+        raise Unknown(reader.reading or str(error)) from None
     return reader.watch
 
 

@@ -166,7 +166,8 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             run_lanes(range(stop - 1, position, -1))
             stop, parts = position, None
             if type(node.pull) is VectorizedVjp:
-                stacked = node.pull(stack([conformed(lane.totals[position], node.like) for lane in lanes]))
+                like: Any = node.like
+                stacked = node.pull(stack([conformed(lane.totals[position], like) for lane in lanes]))
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]
             elif type(node.pull) is BatchedVjp and (
                 node.like is not None or any(lane.totals[position] is not None for lane in lanes)

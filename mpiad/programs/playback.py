@@ -21,19 +21,12 @@ from mpiad.transport.core.channels import Channel, Counts, live_channels
 from mpiad.transport.core.tracing import tracing
 
 
-class WildcardMessage(NamedTuple):
-    """A message that was received from any rank or with any tag: its contents, sender and tag."""
+class Logged(NamedTuple):
+    """A logged result with data that its playback restores."""
 
     value: Any
-    peer: int
-    tag: int
-
-
-class Uncounted(NamedTuple):
-    """A logged result, and the message counts after the operation, which a playback of the result restores."""
-
-    made: Any
-    counts: list[tuple[Channel, Counts]]
+    sender: tuple[int, int] | None = None  # rank and tag of a message that was received from any rank or with any tag
+    counts: Sequence[tuple[Channel, Counts]] = ()  # the message counts after an operation that has its own messages
 
 
 def message_counts() -> list[tuple[Channel, Counts]]:
@@ -47,15 +40,15 @@ def logged(made: Any, params: Any = None) -> Any:
     envelopes = envelopes_of(params)
     for envelope in envelopes:
         if min(envelope.asked) < 0:
-            return WildcardMessage(kept, envelope.peer, envelope.tag)
+            return Logged(kept, (envelope.peer, envelope.tag))
     # A playback counts messages when it creates the envelopes of communications again. It doesn't create the envelopes
     # inside operators and solves, so the counts after them are logged.
-    return kept if envelopes or channels_of(params) else Uncounted(kept, message_counts())
+    return kept if envelopes or channels_of(params) else Logged(kept, counts=message_counts())
 
 
 def result_of(entry: Any) -> Any:
     """Return the result of an operation, given its log entry."""
-    return entry.made if isinstance(entry, Uncounted) else entry.value if isinstance(entry, WildcardMessage) else entry
+    return entry.value if isinstance(entry, Logged) else entry
 
 
 class PlayingBack:
@@ -97,11 +90,10 @@ class PlayingBack:
 
     def communicate(self, operation: Any, x: Array, params: Any) -> Any:
         """Return the logged result of a communication."""
-        params = on_host(params)
+        params, entry = on_host(params), self._rest[-1] if self._rest else None
+        if isinstance(entry, Logged) and entry.sender is not None:
+            envelopes_of(params)[0].answered_from(*entry.sender)
         made = self._next(operation.forward, plain(x), params)
-        if isinstance(made, WildcardMessage):
-            envelopes_of(params)[0].answered_from(made.peer, made.tag)
-            return made.value
         return made.again() if isinstance(made, Request) else made
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -121,12 +113,10 @@ class PlayingBack:
     def _next(self, fun: Callable, *args: Any) -> Any:
         if not self._rest:
             return self._untraced(fun, *args)
-        made = self._rest.pop()
-        if not isinstance(made, Uncounted):
-            return made
-        for channel, counts in made.counts:
+        entry = self._rest.pop()
+        for channel, counts in entry.counts if isinstance(entry, Logged) else ():
             channel.count_from(counts)
-        return made.made
+        return result_of(entry)
 
     def _untraced(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder = None

@@ -17,7 +17,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.compiling.closure import HoldsTraced, Unfollowed, Watch, watch_of
+from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
 from mpiad.programs.batching import Batched
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.playback import PlayingBack
@@ -259,7 +259,7 @@ class ProgramCache:
             return watch_of(self.fun, given.args, objects)
         except HoldsTraced:  # other calls may be compiled
             return None
-        except Unfollowed as error:
+        except Unknown as error:
             self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
             return None
 

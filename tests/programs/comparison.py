@@ -7,7 +7,7 @@ import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
-from mpiad.compiling.closure import Unfollowed, Watch
+from mpiad.compiling.closure import Unknown, Watch
 from mpiad.programs import program_cache
 
 ROUNDING = {False: 1e-9, True: 1e-3}
@@ -89,7 +89,7 @@ def watching_nothing():
     bare = program_cache.watch_of
 
     def watch(*args):
-        with suppress(Unfollowed):
+        with suppress(Unknown):
             bare(*args)  # tells of traced values from around it
         return Watch()
 
