@@ -342,10 +342,7 @@ def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
 
 @lru_cache(maxsize=256)
 def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the chains of attributes that a method reads from its first parameter, `self`.
-
-    Raise Unknown if a nested function uses `self`, or the method assigns to it.
-    """
+    """Return the chains of attributes read from `self`; raise Unknown if a nested function uses it or it is assigned."""
     first = code.co_varnames[:1]
     if not first or first[0] in code.co_cellvars:
         raise Unknown
@@ -423,10 +420,7 @@ class Watch:
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
-    """Return the watch of a function; may raise HoldsTraced or Unknown.
-
-    `args`: its positional arguments. `objects`: those leaves of its arguments that are constants of the trace.
-    """
+    """Return the watch of a function; `objects`: leaves of `args` that are constants. May raise HoldsTraced or Unknown."""
     reader = _WatchReader()
     try:
         reader.read(fun)

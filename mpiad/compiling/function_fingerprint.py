@@ -26,10 +26,7 @@ _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
 def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
-    """Return a function's fingerprint; None if the fingerprint can't be determined.
-
-    `given`: further values that enter the fingerprint, such as descriptions of the arguments.
-    """
+    """Return the fingerprint of a function and of further values; None if the fingerprint can't be determined."""
     reader = _ValueReader()
     try:
         reader.read(f)

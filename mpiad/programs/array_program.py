@@ -126,10 +126,7 @@ def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
-    """Return the inverse of a view's map; None unless the view has each source entry exactly once and reverses no axis.
-
-    `shape`: of the source. `made`: of the view.
-    """
+    """Return the inverse of a view's map, None if the view lacks or repeats entries of its source, or reverses an axis."""
     back: list[Axis] = [Axis(None, 0, 0)] * len(made)
     for k, (source, stride, offset) in enumerate(map):
         if source is None:

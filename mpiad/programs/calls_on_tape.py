@@ -346,10 +346,7 @@ def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recor
 
 
 def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, boxed: Sequence[int]) -> tuple[Tree] | None:
-    """Call a compiled function on a tape whose reverse pass may be differentiated or run several times.
-
-    Return the result in a tuple, or None if the function must be interpreted.
-    """
+    """Call a function whose reverse pass may be differentiated or repeated; return its result in a tuple, or None."""
     tape: Any = tracing.tape
     variables, leaves, outer_leaves = without_tape(given, boxed)
     by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
@@ -415,10 +412,7 @@ class _Call:
         self._run: Any = None
 
     def first(self, places: list[int]) -> list[Array]:
-        """Run the function, record it on the outer tape, and return the leaves of its result.
-
-        `places`: the nodes of the outer tape's variables.
-        """
+        """Run the function, record it on the outer tape with variables at `places`, and return the result's leaves."""
         made, self._played = self._played_part(0)
         values, outer = self._entry.leaves(made), self._outer
         self._likes = [spec_like(x) for x, is_in in zip(values, self._inside) if is_in]

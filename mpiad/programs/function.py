@@ -104,10 +104,7 @@ _PLAIN = (np.ndarray, float, np.float64)
 
 
 def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
-    """Return a fast call for positional arguments with the signature of `args`; None if it needs `Jitted.__call__`.
-
-    `made`: outputs of the program.
-    """
+    """Return a fast call for the signature of `args`, None if it needs `Jitted.__call__`; `made`: the program's outputs."""
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
     names: dict[str, Any] = {
@@ -350,10 +347,7 @@ _MOST_CHANGING = 16
 
 
 def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | None:
-    """Return the function that takes as arguments the numbers that have changed since the first call.
-
-    Return None if no number has changed, or if the function can't be compiled with the numbers as arguments.
-    """
+    """Return the function of the numbers that have changed since the first call; None if there is none, or it fails."""
     known = _changing.pop(fun.__code__, None)
     if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):
         known = _ByNumbers(with_numbers(fun, dict.fromkeys(numbers, 0.0)), numbers, [], Jitted(fun))

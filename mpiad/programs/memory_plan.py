@@ -71,10 +71,7 @@ class Scratch:
 
 
 def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int, Allocation], int, int]:
-    """Return the memory of each temporary buffer, and the bytes of a replay's memory and of scratch memory.
-
-    `spans`: see `spans_of`.
-    """
+    """Return the memory of temporary buffers with these `spans_of`, and the bytes of a replay's and of scratch memory."""
     layouts = _layouts(schedule, spans)
     last = len(schedule.steps)
     sizes = {False: 0, True: 0}

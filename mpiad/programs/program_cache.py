@@ -93,10 +93,7 @@ class Entry:
 
 
 def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | None:
-    """Compile a function from the shapes of its arguments, without running it; return None if that fails.
-
-    Return None also if all arguments are small.
-    """
+    """Compile a function from the shapes of its arguments, without running it; None if that fails or all are small."""
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     return _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder))
@@ -106,10 +103,7 @@ _Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
 
 
 def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None]) -> Entry | None:
-    """Compile a trace, given the function that makes it; return None if the function can't be traced.
-
-    ``traced(recorder)`` returns the arguments `parts` and `build` of `Entry`, or None.
-    """
+    """Compile the trace made by ``traced(recorder)``, which returns `parts` and `build` of `Entry`; None if that fails."""
     recorder = ShapeRecorder()
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory

@@ -182,10 +182,7 @@ class Recorder:
             self.mark()
 
     def raise_own(self, error: BaseException) -> None:
-        """Raise the exception that ended the trace if it comes from a communication, the user's code or a signal handler.
-
-        Another exception is due to the trace: the function will run again on plain arrays.
-        """
+        """Raise the exception that ended a trace, unless it is due to the trace: then the function will run again."""
         has_traced = any(isinstance(getval(part), TracedArray) for part in error.args)
         if error is self.failed or not has_traced and calls.is_raised_by_user(error):
             self.mark()

@@ -192,10 +192,7 @@ def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = 
 
 
 def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
-    """Return a function that makes a call, and if calls are recorded, records it as part of an adjoint or tangent rule.
-
-    The recorded line is that of the call that computes the derivative.
-    """
+    """Return a function that makes a call, and records it, on request, at the line of the derivative's call."""
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
         if not calls.is_noting():
@@ -250,10 +247,7 @@ class Replay:
         self.first, *self.later = self._functions()
 
     def _preparable_steps(self) -> tuple[set[int], set[int]]:
-        """Return the communications that can be prepared, and the communications whose messages have numbers, by step.
-
-        A communication from one buffer into another can be prepared if both are small and at fixed addresses.
-        """
+        """Return the communications that can be prepared, between small buffers at fixed addresses, and the numbered ones."""
         found: set[int] = set()
         numbered: set[int] = set()
         fixed: set[int] = set()  # result buffers at fixed addresses

@@ -55,10 +55,7 @@ _COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type
 
 
 def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Hashable, int]] = ()) -> Arguments:
-    """Flatten the arguments of a call.
-
-    `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
-    """
+    """Flatten a call's arguments; `asked`: integers on which the function branches, as pairs (form, leaf's position)."""
     if not kwargs and LEAF_TYPES.issuperset(map(type, args)):  # the most common case
         leaves, build, form = list(args), lambda new: (tuple(new), {}), len(args)
     else:

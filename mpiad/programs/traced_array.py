@@ -54,10 +54,7 @@ class Step(NamedTuple):
 
 
 class Abandoned(BaseException):
-    """Raised to leave a trace if the operation in the user's `line` can't be compiled.
-
-    It isn't an Exception, so handlers in the user's function don't catch it.
-    """
+    """Raised to leave a trace at the user's `line`; not an Exception, so that the user's handlers don't catch it."""
 
     def __init__(self, reason: str, line: str):
         super().__init__(f"{line}: {reason}")
