@@ -247,7 +247,7 @@ class Replay:
         self.first, *self.later = self._functions()
 
     def _preparable_steps(self) -> tuple[set[int], set[int]]:
-        """Return the communications that can be prepared, between small buffers at fixed addresses, and the numbered ones."""
+        """Return the communications that can be prepared (between small buffers at fixed places), and the numbered ones."""
         found: set[int] = set()
         numbered: set[int] = set()
         fixed: set[int] = set()  # result buffers at fixed addresses
