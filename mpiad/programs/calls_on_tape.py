@@ -52,7 +52,7 @@ from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program,
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
-from mpiad.programs.traced_array import Abandoned
+from mpiad.programs.traced_array import Abandoned, TracedArray
 from mpiad.programs.transforms import Program, jvp_of_vjp, vjp, vjp_of_vjp
 from mpiad.pytrees import flatten
 from mpiad.transport.core.channels import live_channels
@@ -111,7 +111,7 @@ def is_simple(tape: Any, boxes: Sequence[Box]) -> bool:
     """Return whether exactly one derivative encloses a call, and this library computes it; `boxes`: its variables."""
     if type(tape) not in (OrderedTape, TangentTape) or not tape.is_only_trace_of(boxes):
         return False
-    return all(isinstance(box._value, (np.ndarray, np.generic)) for box in boxes)
+    return all(isinstance(box._value, (np.ndarray, np.generic, TracedArray)) for box in boxes)
 
 
 def is_above(tape: Tape, boxes: Sequence[Box]) -> bool:
