@@ -43,7 +43,7 @@ from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import calls_on_tape, function, program_cache, recorder, trace_run, traced_array, transforms
+from mpiad.programs import calls_on_tape, function, playback, program_cache, recorder, traced_array, transforms
 from mpiad.transport import channel
 from mpiad.transport.core import calls, channels, collectives, messages, tracing
 from mpiad.transport.devices import device_settings
@@ -868,16 +868,16 @@ NAMED = {
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
     backward: "run_backward run_backward_together sweep sweep_together",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
-    trace_run: "TraceRun.run_on_tape raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
-    "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
+    playback: "PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end message_counts "
     "PlayingBack.communicate PlayingBack._next PlayingBack._untraced",
     function: "Jitted.__call__ Jitted._replayed",
     program_cache: "ProgramCache.entry_or_watch ProgramCache.derived_entry "
     "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current Entry.__init__ count "
     "optional_program traced_parts",
-    calls_on_tape: "_traced_on_tape",
+    calls_on_tape: "_run_on_tape _traced_on_tape",
     transforms: "Evaluation.run Evaluation._called _Parts.run recorded vjp jvp_of_vjp vjp_of_vjp",
-    recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
+    recorder: "Recorder.__enter__ Recorder.__exit__ Recorder.end Recorder.raise_own Recorder.arguments Recorder.call "
+    "Recorder._run Recorder._untraced Recorder._step _report_recording",
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",
     channels: "report_to_recorders Channel.begin Channel.leave Channel._drop_sent",
@@ -990,7 +990,7 @@ def state():
     waits = timed_waits.waits_by_thread
     return {
         "thread": dict(tracing.tracing.__dict__), "open traces": dict(tape._open), "counter": trace_stack.top,
-        "recorders": set(trace_run._recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
+        "recorders": set(recorder._open_recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
         "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
         "alone": used.alone, "looking": used._test_lock._is_owned(),
         "started": [kind for kind, _, _ in used.started.values() if kind != "background send"],

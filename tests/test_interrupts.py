@@ -11,13 +11,13 @@ from interrupts import MINE, TOTAL, WORLD
 import mpiad
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.operation import suspended
-from mpiad.programs.trace_run import Noting
+from mpiad.programs.recorder import Recorder
 from mpiad.transport.core.tracing import restore_state
 
 EXITS = {
     "a trace": (OrderedTape, interrupts.gradient),
     "an operator": (suspended, interrupts.operator),
-    "a trace for jit": (Noting, interrupts.compiled_on_tape),
+    "a trace for jit": (Recorder, interrupts.compiled_on_tape),
 }
 
 

@@ -42,10 +42,7 @@ def _divide(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
 
 
 def _largest(*arguments: Symbol) -> list[Partial]:
-    """Return the derivatives of the largest or smallest of several arguments; equal arguments share the derivative equally.
-
-    The last of `arguments` is the largest or smallest value.
-    """
+    """Return the derivatives of the largest or smallest value, the last argument; equal arguments share the derivative."""
     *given, r = arguments
     ties = [choose(x == r, 1.0, 0.0) for x in given]
     count = reduce(Symbol.__add__, ties)
@@ -161,10 +158,7 @@ def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 
 
 def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) -> dict[tuple[int, int], int]:
-    """Append a program's partial derivatives to a builder, and return their numbers by (output, input).
-
-    Inputs are counted in the order of `wanted`. Derivatives that are structurally zero are omitted.
-    """
+    """Append the nonzero partial derivatives to a builder; return their numbers by (output, place in `wanted`)."""
     new, found = copy_program(builder, program), {}
     size, one = max(new, default=-1) + 1, Symbol(builder, builder.constant(1.0))
     for j, place in enumerate(_inputs(program, wanted)):

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpiad._typing import Function
-from mpiad.compiling.function_reader import FunctionReader, Unknown
+from mpiad.compiling.closure import FunctionReader, Unknown
 
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
@@ -26,10 +26,7 @@ _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
 def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
-    """Return a function's fingerprint; None if the fingerprint can't be determined.
-
-    `given`: further values that enter the fingerprint, such as descriptions of the arguments.
-    """
+    """Return the fingerprint of a function and of further values; None if the fingerprint can't be determined."""
     reader = _ValueReader()
     try:
         reader.read(f)

@@ -337,10 +337,7 @@ def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Pr
 def copy_program(
     builder: Builder, program: Program, known: Mapping[Input, float] | None = None, call: Callable[..., int] | None = None
 ) -> list[int]:
-    """Append a program's instructions to a builder, and return the new numbers of the values.
-
-    `call` appends the operations; by default it is ``builder.call``.
-    """
+    """Append a program's instructions to a builder, operations by `call` if given, and return the values' new numbers."""
     new, call = list[int](), call or builder.call
     for operation, arguments, value in program.instructions:
         if operation == "constant":

@@ -20,11 +20,11 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array
 from mpiad.device.assembly import stack
-from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules.scatter_add import Scatter
-from mpiad.differentiation.tape import Recording
-from mpiad.primitives.cotangents import conform
+from mpiad.differentiation.tape import OrderedNode, Recording
+from mpiad.primitives.cotangents import conform, conformed
 from mpiad.primitives.operation import BatchedVjp, VectorizedVjp
+from mpiad.transport import Spec
 from mpiad.transport.core.agreement import mark_left
 from mpiad.transport.core.tracing import restore_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -87,12 +87,13 @@ def run_backward(
 ) -> list:
     """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
 
-    `seeds`: pairs of a result's position and the result's cotangent. Unless `keep` is set, the pass frees the record's
-    memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
+    `seeds`: pairs of a result's position, -1 for a constant, and the result's cotangent. Unless `keep` is set, the pass
+    frees the record's memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
     totals: list[Array] = [None] * len(recording.nodes)
     for position, g in seeds:
-        totals[position] = g if totals[position] is None else totals[position] + g
+        if position >= 0:
+            totals[position] = g if totals[position] is None else totals[position] + g
     saved = tracing.__dict__.copy()
     try:
         if ready is None:
@@ -104,6 +105,11 @@ def run_backward(
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return totals[:variables]
+
+
+def cotangents_of(recording: Recording, seeds: Iterable[tuple[int, Array]], specs: Sequence[Spec]) -> list[Array]:
+    """Return the cotangents of the variables, which have the given specs, and keep the record; see `run_backward`."""
+    return [conformed(g, spec) for g, spec in zip(run_backward(recording, seeds, len(specs), True), specs)]
 
 
 class Lane(NamedTuple):
@@ -161,8 +167,7 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             stop, parts = position, None
             if type(node.pull) is VectorizedVjp:
                 like: Any = node.like
-                cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
-                stacked = node.pull(stack(cotangents))
+                stacked = node.pull(stack([conformed(lane.totals[position], like) for lane in lanes]))
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]
             elif type(node.pull) is BatchedVjp and (
                 node.like is not None or any(lane.totals[position] is not None for lane in lanes)

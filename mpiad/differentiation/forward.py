@@ -18,7 +18,6 @@ from autograd.tracer import Box, getval, new_box, notrace_primitives
 from mpiad._typing import Array, Function
 from mpiad.differentiation.advice import itself, refuse_pickling
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.nodes import DetachedNode, all_on, still_traced
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.protocol import (
     Argnums,
@@ -30,8 +29,10 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
     refusal,
 )
-from mpiad.differentiation.tape import LibraryTape, trace_list
+from mpiad.differentiation.tape import DetachedNode, LibraryTape, all_on, still_traced, trace_list
+from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Recorded, suspended
+from mpiad.pytrees import is_variable
 
 _box_types = Box.types
 
@@ -48,8 +49,7 @@ def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
 def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     adjoint, w = rule(argnums, ans, args, kwargs), np.zeros_like(getval(ans))
     _, places, recording = trace_list(lambda variables: tuple(adjoint(variables[0])), [w])
-    seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
-    tangent = run_backward(recording, seeds, 1)[0]
+    tangent = run_backward(recording, zip(places, gs), 1)[0]
     return w if tangent is None else tangent
 
 
@@ -101,6 +101,16 @@ class TangentTape(LibraryTape):
         with suspended(self.outer, body=False):
             tangent = operator.jvp(tangents, ans, args, params, self.number)
         return TangentNode.on_tape(self, tangent) if hasattr(ans, "dtype") else None
+
+    def variable(self, x: Array, tangent: Array) -> Array:
+        """Return a value with a tangent on this tape; x itself if it can't have a tangent."""
+        return new_box(x, self.number, TangentNode.on_tape(self, tangent)) if is_variable(x) else x
+
+    def value_and_tangent(self, x: Array) -> tuple[Array, Array]:
+        """Return a value and its tangent: zeros if it has none, and the value itself if it can't have one."""
+        if type(x) in _box_types and x._trace == self.number:
+            return x._value, conform(x._node.g, *spec_like(x._value))
+        return x, spec_like(x).zeros() if is_variable(x) else x
 
 
 # Derivatives of a function in several directions, from one evaluation.

@@ -18,9 +18,9 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array, Function, Index
 from mpiad.differentiation.forward import BundleNode
-from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT, Tangent
+from mpiad.differentiation.tape import OrderedNode
 
 _ndarray = np.ndarray
 # Exact types only, since subclasses of ndarray may define other operators.

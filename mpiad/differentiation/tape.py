@@ -1,7 +1,13 @@
 """The ordered tape: the steps of one trace in execution order, including every communication.
 
+Autograd creates the node of an operation's result, with the type of the first traced input's node. The node appends itself
+to the tape. It uses mpiad's rule for the function, or else autograd's, and refers to its inputs by their positions on the
+tape: otherwise a value that exists after the trace would keep the whole record in memory.
+
 While a trace is open, its nodes and its tape refer to each other. At the end the tape drops its reference to the nodes;
-otherwise this reference cycle would keep the memory allocated.
+otherwise this reference cycle would keep the memory allocated. The trace's values are then constants. But a later trace may
+have the same number, and an operation may then have inputs from both traces. Therefore the nodes of a trace become
+`DetachedNode` at its end. The constructor of this type creates a node of the type of an input that is still traced.
 
 An inner trace must have a higher number than the outer trace, even if one of the two is a trace of plain autograd.
 Therefore the numbers come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an
@@ -12,16 +18,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
-from autograd.tracer import Box, new_box, trace_stack
+from autograd.core import VJPNode, primitive_vjps
+from autograd.tracer import Box, new_box, notrace_primitives, trace_stack
 
-from mpiad._typing import Array
-from mpiad.differentiation.advice import explain
-from mpiad.differentiation.nodes import DetachedNode, OrderedNode
-from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Recorded, Tape, VectorizedVjp
+from mpiad._typing import Array, Function
+from mpiad.differentiation.advice import explain, itself, refuse_pickling
+from mpiad.differentiation.rules import VJP_RULES
+from mpiad.differentiation.rules.protocol import inherited_vjp, refusal
+from mpiad.primitives.cotangents import conformed, spec_like
+from mpiad.primitives.operation import BatchedVjp, Recorded, Tape, VectorizedVjp
+from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
 from mpiad.transport.core.agreement import mark_left
 from mpiad.transport.core.channels import Used
@@ -30,6 +39,99 @@ from mpiad.transport.core.tracing import restore_state, tracing
 _box_types = Box.types
 
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
+
+
+class OrderedNode(VJPNode):
+    """A step of a program in reverse mode.
+
+    - `index`, `inputs`: positions of the node and of its traced inputs on the tape. (`parents` is for plain autograd.)
+    - `pull`: the function that maps the node's cotangent to the cotangents of its inputs; None for variables.
+    - `like`: the spec of the result of a communication (`Spec(None, None)` if it isn't an array); None for local steps.
+    """
+
+    __slots__ = ("index", "inputs", "like", "pull", "tape")
+    parents: Any = ()
+    __reduce_ex__, __deepcopy__ = refuse_pickling, itself
+
+    def __init__(
+        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
+    ):
+        tape = parents[0].tape
+        if len(parents) == 1:
+            self.inputs = (parents[0].index,)
+        else:
+            if not all_on(tape, parents):
+                parent_argnums, parents = still_traced(parent_argnums, parents)
+            self.inputs = tuple([parent.index for parent in parents])
+        rule = VJP_RULES.get(fun)
+        if rule is not None:
+            self.pull = rule(parent_argnums, value, args, kwargs)
+        elif fun in primitive_vjps:
+            self.pull = inherited_vjp(fun, parent_argnums, value, args, kwargs)
+        else:
+            raise refusal(fun, f"with respect to argument {parent_argnums}: it has no adjoint")
+        record = tape.record
+        self.tape, self.like, self.index = tape, None, len(record)
+        record.append(self)
+
+    @staticmethod
+    def vjp(g: Array) -> tuple:
+        """Return no cotangents; plain autograd calls this for a value whose trace has ended."""
+        return ()
+
+    @classmethod
+    def on_tape(
+        cls, tape: Any, inputs: tuple[int, ...] = (), pull: Function | None = None, like: Spec | None = None
+    ) -> OrderedNode:
+        """Make a node, by default the node of a variable, and append it to the tape."""
+        node = cls.__new__(cls)
+        node.tape, node.inputs, node.pull, node.like = tape, inputs, pull, like
+        node.index = len(tape.record)
+        tape.record.append(node)
+        return node
+
+
+def all_on(tape: object, parents: Sequence[Any]) -> bool:
+    """Return whether all nodes are on this tape."""
+    for parent in parents:
+        if parent.tape is not tape:
+            return False
+    return True
+
+
+def still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Return argument numbers and nodes of those inputs whose traces haven't ended."""
+    active = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
+    return tuple([argnums[k] for k in active]), tuple([parents[k] for k in active])
+
+
+# Substitutes for the tape: `_ENDED` for an ended trace, `_OPEN` for plain autograd, whose traces have no tape.
+_ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
+
+
+class DetachedNode(OrderedNode):
+    """A node of an ended trace; the constructor makes a node of the type of an input that is still traced."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
+        """Make a node of the type of the first input that is still traced; return `_CONSTANT` if no input is."""
+        parent_argnums, parents = still_traced(parent_argnums, parents)
+        if parents:
+            return type(parents[0])(value, fun, args, kwargs, parent_argnums, parents)
+        return _CONSTANT
+
+    def __init__(self, *args: Any):
+        """Do nothing; Python calls this method also for `_CONSTANT`."""
+
+
+_CONSTANT: Any = object.__new__(DetachedNode)
+_CONSTANT.tape = _ENDED
+
+
+# As in autograd, functions without a derivative (comparisons, rounding) aren't recorded.
+notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
+notrace_primitives[DetachedNode] = notrace_primitives[VJPNode]
 
 
 class Recording(NamedTuple):
@@ -95,6 +197,13 @@ class LibraryTape(Tape):
     def end_values(self) -> None:
         """Turn the values of this trace into constants."""
 
+    def is_only_trace_of(self, boxes: Sequence[Box]) -> bool:
+        """Return whether no tape is around this one, and all boxes are values of this trace and of no other."""
+        return self.outer is None and all(
+            box._trace == self.number and getattr(box._node, "tape", None) is self and type(box._value) not in _box_types
+            for box in boxes
+        )
+
 
 class OrderedTape(LibraryTape):
     """The tape of a reverse-mode trace."""
@@ -117,6 +226,66 @@ class OrderedTape(LibraryTape):
             vjp = VectorizedVjp(vjp)
         node = OrderedNode.on_tape(self, tuple([position for _, position in inputs]), vjp, like)
         return None if dtype is None else node
+
+    def record_call(
+        self, channels: set[Used], values: Sequence[Array], is_traced: Sequence[bool], inputs: Sequence[int],
+        pull: Callable[[list[Array]], list[Array]], communicates: bool, pull_all: Callable | None = None,
+    ) -> list[Array]:  # fmt: skip
+        """Record a call as one node, and return its results as values of this trace.
+
+        A node for each result stores the cotangent of the result, and the node for the call runs the reverse pass.
+
+        `channels`: those of the call. `is_traced`: for each result, whether it depends on the variables. `inputs`: the
+        nodes of the variables. `pull`: returns their cotangents, given those of the traced results. `pull_all`: does the
+        same for the cotangents of several reverse passes that run together ("lanes"), or returns None if each of them must
+        run alone.
+        """
+        self.channels |= channels
+        slots: dict[int, list[Any]] = {}  # the cotangents of the results, by lane
+        specs = [spec_like(x) for x, traced in zip(values, is_traced) if traced]
+
+        def given(lane: int) -> list[Array]:
+            return [conformed(g, spec) for g, spec in zip(slots.pop(lane, None) or [None] * len(specs), specs)]
+
+        def pulled(g: Array) -> Sequence[Array]:
+            return pull(given(tracing.lane))
+
+        def all_pulled(lanes: int) -> Sequence[list[Array]] | None:
+            gs = [given(lane) for lane in range(lanes)]
+            found = pull_all(gs)  # type: ignore[misc]
+            if found is None:
+                slots.update(enumerate(gs))
+            return found
+
+        def kept(place: int) -> Callable[[Array], tuple[int]]:
+            def keep(g: Array) -> tuple[int]:
+                slots.setdefault(tracing.lane, [None] * len(specs))[place] = g
+                return (1,)  # a cotangent other than None, so that the reverse pass runs the call's node
+
+            return keep
+
+        # A reverse pass always runs a node that communicates, since other ranks wait for its messages.
+        like = _NO_VALUE if communicates else None
+        run = pulled if pull_all is None else BatchedVjp(pulled, all_pulled)
+        main = OrderedNode.on_tape(self, tuple(inputs), run, like)
+        made, k = [], 0
+        for value, traced in zip(values, is_traced):
+            if traced and is_variable(value):
+                made.append(new_box(value, self.number, OrderedNode.on_tape(self, (main.index,), kept(k), None)))
+            else:
+                made.append(value)
+            k += traced
+        return made
+
+    def variable(self, x: Array) -> Array:
+        """Return x as a variable, or x itself if it can't be a variable; the tape has a node in either case."""
+        node = OrderedNode.on_tape(self)
+        return new_box(x, self.number, node) if is_variable(x) else x
+
+    def value_and_place(self, x: Array) -> tuple[Any, int]:
+        """Return a result's value and the position of its node on this tape; -1 for a constant."""
+        value, node = unboxed(x, self)
+        return value, -1 if node is None else node.index
 
 
 _lock = threading.Lock()
@@ -157,16 +326,17 @@ def _close_number(tape: LibraryTape) -> None:
 
 
 def trace_list(
-    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
+    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tape: OrderedTape | None = None
 ) -> tuple[list[Any], list[int], Recording]:
     """Call a function of a list in reverse mode; return its results, their positions (-1 for constants), and the record."""
-    tape, saved = OrderedTape(), tracing.__dict__.copy()
+    tape, saved = tape or OrderedTape(), tracing.__dict__.copy()
     try:
         with tape:
-            number, node = tape.number, OrderedNode.on_tape
-            results = [unboxed(value, tape) for value in fun([new_box(x, number, node(tape)) for x in variables])]
-        places = [-1 if node is None else node.index for _, node in results]
-        return [value for value, _ in results], places, tape.close()
+            # Variables are the first nodes of the record, and the reverse pass stops before these nodes.
+            boxes = [new_box(x, tape.number, OrderedNode.on_tape(tape)) for x in variables]
+            # Results are unboxed inside the block, whose end turns them into constants. An error here ends the trace.
+            results = [tape.value_and_place(value) for value in fun(boxes)]
+        return [value for value, _ in results], [place for _, place in results], tape.close()
     except BaseException as error:
         restore_state(saved, error)
         raise

@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import Box, getval, new_box
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Argnum, Array, Shape, Tree
-from mpiad.differentiation.forward import TangentNode, TangentTape
-from mpiad.differentiation.nodes import OrderedNode
+from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.objective import PendingError
-from mpiad.differentiation.tape import OrderedTape, Recording, unboxed, without_ended_traces
+from mpiad.differentiation.tape import OrderedTape, Recording, trace_list, unboxed, without_ended_traces
 from mpiad.errors import RequestError
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import Tape
 from mpiad.pytrees import flatten, is_variable, refuse_objects
-from mpiad.transport.core.tracing import restore_state, restoring_state, tracing
+from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import discover, is_device_array
 
 _box_types = Box.types
@@ -108,21 +107,15 @@ def trace_backwards(
 ) -> Traced:
     """Run a function in reverse mode, with its variables traced; `of_cotangents` and `passes` as in `Tape`."""
     discover()
-    tape, saved = OrderedTape(of_cotangents, passes), tracing.__dict__.copy()
-    try:
-        with tape:
-            # Variables are the first nodes of the record, and the reverse pass stops before these nodes.
-            boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.on_tape(tape)) for k in variables.places]
-            out = fun(variables.filled(boxes))
-            # Leaves are unboxed inside the block, whose end turns them into constants. An error here ends the trace.
-            leaves, build = flatten(out)
-            results = [unboxed(leaf, tape) for leaf in leaves]
-            places = [-1 if node is None else node.index for _, node in results]
-        recording = tape.close()
-    except BaseException as error:
-        restore_state(saved, error)
-        raise
-    return Traced([value for value, _ in results], places, build, recording, _unfinished(tape))
+    tape, builds = OrderedTape(of_cotangents, passes), list[Any]()
+
+    def called(boxes: list[Any]) -> list[Any]:
+        leaves, build = flatten(fun(variables.filled(boxes)))
+        builds.append(build)
+        return leaves
+
+    values, places, recording = trace_list(called, [variables.leaves[place] for place in variables.places], tape)
+    return Traced(values, places, builds[0], recording, _unfinished(tape))
 
 
 def trace_forwards(fun: Callable[[Tree], Tree], variables: Variables, tangents: Sequence[Array]) -> tuple[Tree, Tree]:
@@ -131,10 +124,7 @@ def trace_forwards(fun: Callable[[Tree], Tree], variables: Variables, tangents: 
     tape = TangentTape()
     with restoring_state():
         with tape:
-            boxes = [
-                new_box(variables.leaves[place], tape.number, TangentNode.on_tape(tape, tangent))
-                for place, tangent in zip(variables.places, tangents)
-            ]
+            boxes = [tape.variable(variables.leaves[place], g) for place, g in zip(variables.places, tangents)]
             out = fun(variables.filled(boxes))
             problem = _unfinished(tape)
             if problem is not None:
@@ -160,8 +150,7 @@ def no_derivative(leaf: Array) -> Array:
 def _tangent(value: Array, node: Any) -> Array:
     if not is_variable(value):
         return no_derivative(value)
-    spec = spec_like(value)
-    return spec.zeros() if node is None else conform(node.g, *spec)
+    return conformed(None if node is None else node.g, spec_like(value))
 
 
 def _unfinished(tape: Tape) -> PendingError | None:

@@ -23,7 +23,7 @@ from mpiad.programs.function import Jitted
 from mpiad.programs.program_cache import Entry, is_shown, optional_program
 from mpiad.programs.program_cache import count as count_communications
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.trace_run import Arguments, arguments_of
+from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.core.tracing import tracing
 

@@ -23,6 +23,7 @@ import scipy.sparse
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
+from mpiad.compiling.closure import Unknown, Watch, same_bits, watch_of
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together
@@ -43,7 +44,6 @@ from mpiad.linalg.vectors import block_error
 from mpiad.primitives import mpi_allgather, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
-from mpiad.programs.closure import Unfollowed, Watch, same_bits, watch_of
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
@@ -178,7 +178,7 @@ class _Factors:
                 self._inverse = AdditiveSchwarz(matrix, restricted=True)
         try:
             self._watch: Watch | None = watch_of(operator.matvec, (), given)
-        except Unfollowed:
+        except Unknown:
             self._watch = None
 
     def is_current(self) -> bool:

@@ -55,7 +55,11 @@ def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayM
     return g * arrays.full(shape, 1, dtype)
 
 
+def conformed(g: Array, spec: Spec) -> Array:
+    """Return a cotangent or tangent with the given shape, dtype and device; zeros for None."""
+    return spec.zeros() if g is None else conform(g, *spec)
+
+
 def tangent_of(x: Array, dx: Array) -> Array:
     """Return the tangent of x in the shape and dtype of x; zeros if `dx` is None."""
-    spec = spec_like(x)
-    return spec.zeros() if dx is None else conform(dx, *spec)
+    return conformed(dx, spec_like(x))

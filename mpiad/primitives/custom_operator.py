@@ -23,7 +23,8 @@ _box_types = Box.types
 class InPlace(NamedTuple):
     """A variant of an operator for compiled programs: its first argument and its result are in the same buffer.
 
-    Each function takes `rest`, the operator's arguments after the first. Shapes and indices omit leading (batch) axes.
+    Its messages have no numbers (see `transport.core.messages.Envelope`). Each function takes `rest`, the operator's
+    arguments after the first. Shapes and indices omit leading (batch) axes.
 
     Parameters
     ----------

@@ -126,10 +126,7 @@ def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
-    """Return the inverse of a view's map; None unless the view has each source entry exactly once and reverses no axis.
-
-    `shape`: of the source. `made`: of the view.
-    """
+    """Return the inverse of a view's map, None if the view lacks or repeats entries of its source, or reverses an axis."""
     back: list[Axis] = [Axis(None, 0, 0)] * len(made)
     for k, (source, stride, offset) in enumerate(map):
         if source is None:
@@ -343,13 +340,20 @@ class ArrayProgram:
                 return self.join([before, updated, after], axis)
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
 
-    def needed(self) -> list[int]:
-        """Return the outputs, the inputs, the communications, and all nodes on which these depend, in order."""
-        found = {*self.outputs, *self.inputs}
+    def needed(self, outputs: Sequence[int] | None = None, parts: range | None = None) -> list[int]:
+        """Return the outputs, the communications of the parts, and all nodes on which these depend, in order.
+
+        By default all parts are needed, and all inputs. Otherwise the program's later `parts` are, which have the given
+        outputs; the communications of earlier parts are inputs for them.
+        """
+        parts = parts or range(len(self.ends) + 1)
+        found = {*self.outputs, *self.inputs} if outputs is None else set(outputs)
         for number in range(len(self.nodes) - 1, -1, -1):
-            if number in found or self.nodes[number].kind == "communicate":
+            node = self.nodes[number]
+            is_message = node.kind == "communicate"
+            if number in found or is_message and node.part in parts:
                 found.add(number)
-                found.update(self.nodes[number].inputs)
+                found.update(() if is_message and node.part < parts.start else node.inputs)
         return sorted(found)
 
     def precision(self, x: int) -> np.dtype | None:

@@ -39,7 +39,7 @@ class Batched:
         ends = [0, *program.ends, len(program.outputs)]
         outputs = [program.outputs[ends[part] : ends[part + 1]] for part in parts]
         before = [n for n, node in enumerate(program.nodes) if node.kind == "communicate" and node.part < parts.start]
-        needed = self._needed([n for part in outputs for n in part], parts)
+        needed = set(program.needed([n for part in outputs for n in part], parts))
         self.logged = [k for k, n in enumerate(before) if n in needed]
         for n in program.inputs[:seeds]:
             self._input(n, program.nodes[n])
@@ -59,17 +59,6 @@ class Batched:
         sizes = np.cumsum([len(part) for part in outputs])
         self.program.ends = [0] * parts.start + sizes[:-1].tolist()
         self.replays = Replays(Schedule(self.program))
-
-    def _needed(self, outputs: Sequence[int], parts: range) -> set[int]:
-        """Return the outputs, the communications of the parts, and all nodes on which these depend."""
-        found = set(outputs)
-        for n in range(len(self.old.nodes) - 1, -1, -1):
-            node = self.old.nodes[n]
-            is_message = node.kind == "communicate"
-            if n in found or is_message and node.part in parts:
-                found.add(n)
-                found.update(() if is_message and node.part < parts.start else node.inputs)
-        return found
 
     def _input(self, n: int, node: Node) -> None:
         if node.dtype == object:

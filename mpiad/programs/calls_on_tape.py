@@ -36,39 +36,25 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from autograd.tracer import Box, getval, new_box
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.differentiation.backward import Lane, run_backward, run_backward_together, sweep, sweep_together
+from mpiad.compiling.closure import Watch
+from mpiad.differentiation.backward import Lane, cotangents_of, run_backward_together, sweep, sweep_together
 from mpiad.differentiation.forward import TangentTape
-from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trace import Traced as TracedRun
-from mpiad.differentiation.trace import Variables, trace_forwards
-from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import suspended
-from mpiad.programs.closure import Watch
-from mpiad.programs.message_numbers import message_counts, result_of
+from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
+from mpiad.primitives.cotangents import conform, conformed, spec_like
+from mpiad.primitives.operation import Tape, suspended
+from mpiad.programs.playback import PlayingBack, message_counts, result_of
 from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program, is_shown, own
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.tape_node import (
-    Lease,
-    backwards,
-    conformed,
-    is_above,
-    is_gradient_within,
-    is_simple,
-    put_on_tape,
-    require_of,
-    value_and_node,
-    value_and_tangent,
-    with_tangent,
-)
-from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, as_value, raise_own
-from mpiad.programs.traced_array import Abandoned
+from mpiad.programs.signature import Arguments
+from mpiad.programs.traced_array import Abandoned, TracedArray
 from mpiad.programs.transforms import Program, jvp_of_vjp, vjp, vjp_of_vjp
-from mpiad.pytrees import flatten, is_variable
+from mpiad.pytrees import flatten
 from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.tracing import tracing
 
@@ -110,6 +96,59 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
     return _traced_on_tape(cache, key, given, boxed, watch)
 
 
+class Lease:
+    """Keeps a replay in use as long as its reverse pass may run."""
+
+    def __init__(self, replays: Replays):
+        self.replays, self.replay = replays, replays.take()
+
+    def __del__(self) -> None:
+        if hasattr(self, "replay"):  # an interrupt may have prevented the assignment
+            self.replays.give_back(self.replay)
+
+
+def is_simple(tape: Any, boxes: Sequence[Box]) -> bool:
+    """Return whether exactly one derivative encloses a call, and this library computes it; `boxes`: its variables."""
+    if type(tape) not in (OrderedTape, TangentTape) or not tape.is_only_trace_of(boxes):
+        return False
+    return all(isinstance(box._value, (np.ndarray, np.generic, TracedArray)) for box in boxes)
+
+
+def is_above(tape: Tape, boxes: Sequence[Box]) -> bool:
+    """Return whether the tape has an outer tape, and all boxes belong to this tape or to traces around it."""
+    return tape.outer is not None and all(
+        getattr(box._node, "tape", None) is tape if box._trace == tape.number else box._trace < tape.number for box in boxes
+    )
+
+
+def is_gradient_within(outer: type, tape: Tape | None, boxes: Sequence[Box]) -> bool:
+    """Return whether exactly two tapes enclose a call: the tape of a gradient, and around it a tape of type `outer`."""
+    if type(tape) is not OrderedTape or type(tape.outer) is not outer or not is_above(tape, boxes):
+        return False
+    below = [box._value if box._trace == tape.number else box for box in boxes]
+    return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
+
+
+def require_of(tape: Tape | None, gs: Sequence[Array], name: str) -> None:
+    """Raise a TypeError for traced cotangents, except for cotangents on `tape`: programs take plain arrays."""
+    if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
+        raise TypeError(
+            f"jit: the reverse pass of {name} is differentiated with respect to its cotangent, in a derivative that began "
+            "after the call of the compiled function; its program takes plain numbers only. Call make_vjp inside of this "
+            "derivative, or use linearize instead."
+        )
+
+
+def _seeds(run: TracedRun, inside: Sequence[bool], gs: Sequence[Array]) -> Iterable[tuple[int, Array]]:
+    """Return the seeds of a reverse pass: `gs` are the cotangents of those results that are `inside` of the program."""
+    return zip([place for place, is_in in zip(run.places, inside) if is_in], gs)
+
+
+def _run_on_tape(fun: Function, given: Arguments, leaves: list[Any], variables: Sequence[int]) -> TracedRun:
+    """Call a function on a tape of its own; `variables`: their positions among the leaves."""
+    return trace_backwards(lambda call: fun(*call[0], **call[1]), Variables(leaves, list(variables), given.build))
+
+
 def _run(
     cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, variables: list[int], tangents: Sequence[Array] = ()
 ) -> Tree:
@@ -131,7 +170,7 @@ def _run(
     if outer is not None:
         half = len(inside) // 2
         triples, inside = zip(values, values[half:], inside), inside[:half]
-        values = [with_tangent(outer, x, tangent) if is_in else x for x, tangent, is_in in triples]
+        values = [outer.variable(x, tangent) if is_in else x for x, tangent, is_in in triples]
     specs = [spec_like(getval(given.leaves[k])) for k in variables]
     # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
     kept_inputs = [x if k in entry.replays.read_later else None for k, x in enumerate(inputs)]
@@ -140,23 +179,23 @@ def _run(
     def pull(gs: list[Array]) -> list[Array]:
         require_of(outer, gs, cache.name)
         count(entry.communications)
-        pairs = [] if outer is None else [value_and_tangent(g, outer) for g in gs]
+        pairs = [] if outer is None else [outer.value_and_tangent(g) for g in gs]
         try:
             found = lease.replay.later[0](*kept_inputs, *([x for part in zip(*pairs) for x in part] if pairs else gs))
         except Changed as change:
             if all_arguments is None:
                 raise
             with suspended(body=False), cache.changed(key, change, counts):
-                second_run = TraceRun(all_arguments).run_on_tape(cache.fun, variables, all_arguments.values())
-                return backwards(second_run, inside, gs, specs)
+                second_run = _run_on_tape(cache.fun, all_arguments, all_arguments.values(), variables)
+                return cotangents_of(second_run.recording, _seeds(second_run, inside, gs), specs)
         cotangents = [conform(g, *spec) for g, spec in zip(found, specs)]
         if outer is None:
             return cotangents
         tangents = [conform(g, *spec) for g, spec in zip(found[len(specs) :], specs)]
-        return [with_tangent(outer, g, tangent) for g, tangent in zip(cotangents, tangents)]
+        return [outer.variable(g, tangent) for g, tangent in zip(cotangents, tangents)]
 
     places = [given.leaves[k]._node.index for k in variables]
-    return entry.build(put_on_tape(tape, entry.channels, values, inside, places, pull, entry.communicates))
+    return entry.build(tape.record_call(entry.channels, values, inside, places, pull, entry.communicates))
 
 
 def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int], derived: _Derived) -> Tree:
@@ -170,7 +209,7 @@ def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int
     with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (tangents, _) = map(flatten, made)
-    return build([with_tangent(tape, x, tangent) for x, tangent in zip(values, tangents, strict=True)])
+    return build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
 
 
 def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int]) -> Function:
@@ -186,41 +225,43 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
 
 def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], watch: Watch) -> Tree:
     """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
-    tape, trace = tracing.tape, TraceRun(given)
+    tape, recorder = tracing.tape, Recorder()
     try:
-        with suspended(body=False), Noting(trace.recorder):
-            run = trace.run_on_tape(cache.fun, boxed)
+        with suspended(body=False), recorder:
+            run = _run_on_tape(cache.fun, given, recorder.arguments(given), boxed)
     except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-        return cache.run_again(trace, key, error)
-    cache.pending[key] = trace
+        return cache.run_again(recorder, key, given, error)
+    cache.pending[key] = recorder
     inside = in_program(run.values)
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
-    log_of_run = list(trace.recorder.log)
+    log_of_run = list(recorder.log)
 
     def pull(gs: list[Array]) -> list[Array]:
         require_of(None, gs, cache.name)
         log = log_of_run
         with suspended(body=False):
-            if cache.pending.pop(key, None) is trace:
+            if cache.pending.pop(key, None) is recorder:
+                recorder.part = 1
                 try:
-                    with Noting(trace.recorder, 1):
-                        seeds = [trace.recorder.input(as_value(g)) for g in gs]
-                        cotangents = backwards(run, inside, seeds, specs)
+                    with recorder:
+                        inputs = [recorder.input(g) for g in gs]
+                        cotangents = cotangents_of(run.recording, _seeds(run, inside, inputs), specs)
                 except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                    raise_own(trace.recorder, error)
+                    recorder.raise_own(error)
                     cache.give_up(key, error)
-                    log = trace.recorder.log
+                    log = recorder.log
                 else:
-                    cache.compile(key, trace.recorder, [run.values, cotangents], run.build, watch)
+                    cache.compile(key, recorder, [run.values, cotangents], run.build, watch)
                     return [own(g) for g in cotangents]
             # This reverse pass can't be traced, or isn't the first one.
-            with PlayingBack(log, trace.counts):
-                return backwards(trace.run_on_tape(cache.fun, boxed, given.values()), inside, gs, specs)
+            with PlayingBack(log, recorder.counts):
+                second_run = _run_on_tape(cache.fun, given, given.values(), boxed)
+                return cotangents_of(second_run.recording, _seeds(second_run, inside, gs), specs)
 
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
     channels = run.recording.channels
-    return run.build(put_on_tape(tape, channels, out, inside, places, pull, trace.recorder.communicates))  # type: ignore[arg-type]
+    return run.build(tape.record_call(channels, out, inside, places, pull, recorder.communicates))
 
 
 # Second derivatives.
@@ -248,7 +289,7 @@ def called_with_tangents_of_gradients(cache: ProgramCache, given: Arguments, box
     entry, _ = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive), optional=True)
     if entry is None:
         return cache.fun(*given.args, **given.kwargs)
-    tangents = [value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
+    tangents = [tape.outer.value_and_tangent(leaves[k])[1] for k in outer_leaves]
     return _run(cache, key, entry, given, variables, tangents)
 
 
@@ -291,12 +332,6 @@ class _Record(NamedTuple):
             sweep(self.nodes, lane.totals, places[::-1], True, lane.owned)
 
 
-def _variable(tape: OrderedTape, x: Array) -> Array:
-    """Return x as a variable of the tape, or x itself if it can't be a variable; the tape has a node in either case."""
-    node = OrderedNode.on_tape(tape)
-    return new_box(x, tape.number, node) if is_variable(x) else x
-
-
 def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> list[list[Array]]:
     """Return the results of the first `by.parts` of the four parts (see the module's docstring).
 
@@ -311,10 +346,7 @@ def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recor
 
 
 def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, boxed: Sequence[int]) -> tuple[Tree] | None:
-    """Call a compiled function on a tape whose reverse pass may be differentiated or run several times.
-
-    Return the result in a tuple, or None if the function must be interpreted.
-    """
+    """Call a function whose reverse pass may be differentiated or repeated; return its result in a tuple, or None."""
     tape: Any = tracing.tape
     variables, leaves, outer_leaves = without_tape(given, boxed)
     by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
@@ -327,7 +359,7 @@ def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, bo
     values = call.first([leaves[k]._node.index for k in outer_leaves])
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
-    return (entry.build(call.put_on_tape(tape, values, entry.inside, places, call.pull, together)),)
+    return (entry.build(call.record_on(tape, values, entry.inside, places, call.pull, together)),)
 
 
 class _Played(NamedTuple):
@@ -380,24 +412,21 @@ class _Call:
         self._run: Any = None
 
     def first(self, places: list[int]) -> list[Array]:
-        """Run the function, record it on the outer tape, and return the leaves of its result.
-
-        `places`: the nodes of the outer tape's variables.
-        """
+        """Run the function, record it on the outer tape with variables at `places`, and return the result's leaves."""
         made, self._played = self._played_part(0)
         values, outer = self._entry.leaves(made), self._outer
         self._likes = [spec_like(x) for x, is_in in zip(values, self._inside) if is_in]
         if outer is None:
             return values
         self._place = len(outer.record)
-        return self.put_on_tape(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
+        return self.record_on(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
 
-    def put_on_tape(
+    def record_on(
         self, tape: OrderedTape, values: list[Array], inside: list[bool], places: list[int], *pulls: Callable | None
     ) -> list[Array]:
-        """Record values on a tape; `pulls`: the arguments `pull` and `pull_all` of `tape_node.put_on_tape`."""
+        """Record values on a tape; `pulls`: the arguments `pull` and `pull_all` of `OrderedTape.record_call`."""
         entry, (pull, together) = self._entry, pulls
-        return put_on_tape(tape, entry.channels, values, inside, places, pull, entry.communicates, together)  # type: ignore[arg-type]
+        return tape.record_call(entry.channels, values, inside, places, pull, entry.communicates, together)  # type: ignore[arg-type]
 
     def _part(self, number: int, *given: Sequence[Array]) -> list[Array]:
         """Run a part of the program; `given`: the inputs after the arguments."""
@@ -421,7 +450,8 @@ class _Call:
         elif boxed or tape is not None:
             of_products = self._by.parts == 3 and type(tape) is OrderedTape and tape.of_cotangents
             if not of_products or not is_simple(tape, [gs[k] for k in boxed]):
-                return backwards(self._interpreted(), self._inside, gs, self._specs)
+                run = self._interpreted()
+                return cotangents_of(run.recording, _seeds(run, self._inside, gs), self._specs)
         of = _Pass([g._value if type(g) in _boxes else g for g in gs])
         found = self._run_pass(of)
         if tape is None:
@@ -431,7 +461,7 @@ class _Call:
             self._pass = of
             places.append(self._place)  # the function's node, which `_pull_second` activates
         pull, together = partial(self._pull_second, of, boxed), partial(self._pull_second_together, of, boxed)
-        return self.put_on_tape(tape, found, [True] * len(found), places, pull, together)
+        return self.record_on(tape, found, [True] * len(found), places, pull, together)
 
     def _batch(self, first: int, lanes: list[list[Array]], of: _Pass | None = None) -> _Batch | None:
         """Return a run of the program for several lanes, from the part `first` on; None if it can't be used."""
@@ -449,8 +479,7 @@ class _Call:
         if not self._meets_others:
             return None
         run = self._interpreted()
-        places = [place for place, is_in in zip(run.places, self._inside) if is_in]
-        seeds = [[(place, g) for place, g in zip(places, gs) if place >= 0] for gs in lanes]
+        seeds = [_seeds(run, self._inside, gs) for gs in lanes]
         return [self._conformed(found) for found in run_backward_together(run.recording, seeds, len(self._specs))]
 
     def _run_pass(self, of: _Pass) -> list[Array]:
@@ -532,26 +561,25 @@ class _Call:
     def _record(self, of: _Pass) -> _Record:
         """Run the function and its reverse pass on an outer tape, without repeating communications."""
         if of.record is None:
-            given, by, trace = iter(of.gs), self._by, TraceRun(self._given)
+            by = self._by
             first, second = self._playing_back(self._played), self._playing_back(of.played)
             with suspended(), OrderedTape() as tape:
-                leaves = [_variable(tape, x) if k in by.outer else x for k, x in enumerate(self._values)]
+                leaves = [tape.variable(x) if k in by.outer else x for k, x in enumerate(self._values)]
                 with first:
-                    run = trace.run_on_tape(self._cache.fun, by.inner, leaves)
-                values, end = [value_and_node(x, tape) for x in run.values], len(tape.record)
-                gs = [_variable(tape, next(given)) if is_in else None for is_in in self._inside]
+                    run = _run_on_tape(self._cache.fun, self._given, leaves, by.inner)
+                values, end = [tape.value_and_place(x) for x in run.values], len(tape.record)
+                gs = [tape.variable(g) for g in of.gs]
                 start = len(tape.record)
                 with second:
-                    pairs = [(place, g) for place, g in zip(run.places, gs) if place >= 0 and g is not None]
-                    found = self._conformed(run_backward(run.recording, pairs, len(by.inner), True))
-                    cotangents = [value_and_node(g, tape) for g in found]
+                    found = cotangents_of(run.recording, _seeds(run, self._inside, gs), self._specs)
+                    cotangents = [tape.value_and_place(g) for g in found]
             of.record = _Record(tape.close().nodes, values, cotangents, end, start)
         return of.record
 
     def _interpreted(self) -> TracedRun:
         if self._run is None:
             with suspended(), self._playing_back(self._played):
-                self._run = TraceRun(self._given).run_on_tape(self._cache.fun, self._by.inner, self._values)
+                self._run = _run_on_tape(self._cache.fun, self._given, self._values, self._by.inner)
         return self._run
 
     def _playing_back(self, played: _Played) -> PlayingBack:

@@ -22,14 +22,15 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
+from mpiad.compiling.closure import are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
-from mpiad.programs.closure import are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.fusion import Loop
-from mpiad.programs.message_numbers import message_counts
+from mpiad.programs.playback import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own, traced_parts
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.trace_run import Arguments, TraceRun, arguments_of
+from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.traced_array import Abandoned
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
@@ -103,10 +104,7 @@ _PLAIN = (np.ndarray, float, np.float64)
 
 
 def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
-    """Return a fast call for positional arguments with the signature of `args`; None if it needs `Jitted.__call__`.
-
-    `made`: outputs of the program.
-    """
+    """Return a fast call for the signature of `args`, None if it needs `Jitted.__call__`; `made`: the program's outputs."""
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
     names: dict[str, Any] = {
@@ -264,12 +262,12 @@ class Jitted:
                 return self._replayed(entry, given)
             if watch is None:
                 return cache.interpreted(given.key, given)
-            trace = TraceRun(given)
+            recorder = Recorder()
             try:
-                parts, build = traced_parts(self.fun, trace)
+                parts, build = traced_parts(self.fun, given, recorder)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                return cache.run_again(trace, given.key, error)
-            cache.compile(given.key, trace.recorder, parts, build, watch)
+                return cache.run_again(recorder, given.key, given, error)
+            cache.compile(given.key, recorder, parts, build, watch)
             # Results of a trace may be views of arguments and of each other, and are therefore copied.
             return build([own(leaf) for leaf in parts[0]])
 
@@ -349,10 +347,7 @@ _MOST_CHANGING = 16
 
 
 def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | None:
-    """Return the function that takes as arguments the numbers that have changed since the first call.
-
-    Return None if no number has changed, or if the function can't be compiled with the numbers as arguments.
-    """
+    """Return the function of the numbers that have changed since the first call; None if there is none, or it fails."""
     known = _changing.pop(fun.__code__, None)
     if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):
         known = _ByNumbers(with_numbers(fun, dict.fromkeys(numbers, 0.0)), numbers, [], Jitted(fun))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -518,16 +518,12 @@ class Schedule:
 
     def _group(self, items: list[Item]) -> None:
         pending = sorted(items, key=lambda item: (item.node, item.copies))
-        computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
+        computed = {item.node for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
         # A read of a node that isn't an item itself, such as a join or a reshaped array, waits for all stores to its
         # buffer.
         wholes = {n for buffer in written for n in self._nodes_in.get(buffer, ()) if n not in computed}
-        # But a read of an item's node in another shape waits for that item only.
-        shapes = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
-        sources = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}
-        wholes -= sources.keys()
-        reads = {id(item): self._needs(item, computed.keys() | wholes, sources) for item in pending}
+        reads = {id(item): self._needs(item, computed | wholes) for item in pending}
         while pending:
             loop: list[Item] = []
             inside: dict[int, IndexMap] = {}
@@ -550,8 +546,7 @@ class Schedule:
             if shape is None:
                 raise AssertionError(f"no order of loops for {pending}")
             pending = [item for item in pending if item not in loop]
-            for n in (*inside, *(n for n, x in sources.items() if x in inside)):
-                self.since[n] = len(self.steps)
+            self.since.update(dict.fromkeys(inside, len(self.steps)))
             self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))
             # The next loops may read a buffer after all stores to it.
             left = {self._root(item.place.buffer) for item in pending}
@@ -562,18 +557,7 @@ class Schedule:
     def _root(self, buffer: int) -> int:
         return root_of(self.buffers, buffer)
 
-    def _computed_as(self, n: int, computed: Container[int]) -> int | None:
-        """Return the node in `computed` that has the same entries as a view; None if there is none."""
-        while self.nodes[n].kind == "view":
-            (x,) = self.nodes[n].inputs
-            if inverse(self.nodes[n].data, self.nodes[x].shape, self.nodes[n].shape) is None:
-                return None
-            if x in computed:
-                return x
-            n = x
-        return None
-
-    def _needs(self, item: Item, written: set[int], sources: dict[int, int]) -> set[tuple[int, IndexMap]]:
+    def _needs(self, item: Item, written: set[int]) -> set[tuple[int, IndexMap]]:
         """Return the nodes that an item reads from memory and that are in `written`, with their index maps."""
         if item.copies:
             return {(item.node, item.reads)}
@@ -581,5 +565,5 @@ class Schedule:
             starts = [(item.of, item.reads)]
         else:
             starts = [(x, composed(map, item.reads)) for x, map in reads_of(self.program, self.nodes[item.node])]
-        visited = nodes_read(self.program, starts, lambda n: n in self.places and n not in sources)
+        visited = nodes_read(self.program, starts, self.places.__contains__)
         return {(n, map) for n, map in visited if n in written and n in self.places}

@@ -26,35 +26,28 @@ _LINE, _SHORT, _PAGE = 64, 1024, 4096  # bytes in a cache line, in the longest r
 
 
 class Allocation(NamedTuple):
-    """The memory of a temporary buffer, which begins at a cache line."""
+    """The place of a temporary buffer in memory."""
 
-    memory: int  # number of a piece of memory; buffers with the same number share it
-    nbytes: int
-    is_scratch: bool
+    is_scratch: bool  # whether it is in scratch memory, otherwise in memory of the replay
+    start: int  # the first byte of the array in that memory
     pitch: int  # entries from one row to the next
-    shift: int  # bytes before the array
 
     def array(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
         """Return the buffer's array in the given memory."""
         rows = math.prod(shape[:-1])
-        whole = memory[self.shift :][: rows * self.pitch * dtype.itemsize].view(dtype)
+        whole = memory[self.start :][: rows * self.pitch * dtype.itemsize].view(dtype)
         return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
 
 
 class Scratch:
-    """Scratch memory for the runs of a program."""
+    """Scratch memory for the runs of a program, which needs `size` bytes."""
 
     # The free scratch memory of all programs. The references are weak: replays that have used a piece of memory keep it
     # alive.
     _free: ClassVar[list[ReferenceType[Array]]] = []
 
-    def __init__(self, allocations: dict[int, Allocation]):
-        self._places: dict[int, int] = {}
-        self._size = 0
-        for allocation in allocations.values():
-            if allocation.is_scratch and allocation.memory not in self._places:
-                self._places[allocation.memory] = self._size
-                self._size += allocation.nbytes + -allocation.nbytes % _LINE
+    def __init__(self, size: int):
+        self.size = size
 
     def take(self) -> Array:
         """Return the free memory of suitable size that was used last and is likely in a cache, or allocate some."""
@@ -63,12 +56,12 @@ class Scratch:
             while True:
                 reference = self._free.pop()
                 memory = reference()
-                if memory is not None and self._size <= memory.nbytes <= _LARGER * self._size:
+                if memory is not None and self.size <= memory.nbytes <= _LARGER * self.size:
                     return memory
                 others += [reference] * (memory is not None)
         except IndexError:
             # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
-            return aligned(2 * self._size, np.dtype(np.uint8))
+            return aligned(2 * self.size, np.dtype(np.uint8))
         finally:
             self._free.extend(others[::-1])
 
@@ -76,17 +69,14 @@ class Scratch:
         """Return memory to the free list."""
         self._free.append(ref(memory))
 
-    def part(self, memory: Array, allocation: Allocation) -> Array:
-        """Return the piece of scratch memory for an allocation."""
-        return memory[self._places[allocation.memory] :][: allocation.nbytes]
 
-
-def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> dict[int, Allocation]:
-    """Return the memory of each temporary buffer; `spans`: see `spans_of`."""
+def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int, Allocation], int, int]:
+    """Return the memory of temporary buffers with these `spans_of`, and the bytes of a replay's and of scratch memory."""
     layouts = _layouts(schedule, spans)
     last = len(schedule.steps)
-    ends: list[int] = []  # the last step that uses each memory
-    memories: list[tuple[int, bool]] = []  # bytes, and whether it is scratch
+    sizes = {False: 0, True: 0}
+    ends: list[int] = []  # the last step that uses each piece of memory
+    pieces: list[tuple[bool, int, int]] = []  # whether it is scratch, first byte, bytes
     allocations: dict[int, Allocation] = {}
     for buffer in sorted((b for b in spans if schedule.buffers[b].kind == "temporary"), key=lambda b: spans[b][0]):
         found, (pitch, shift) = schedule.buffers[buffer], layouts[buffer]
@@ -97,20 +87,21 @@ def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> dict[int, Alloc
         is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
         if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
-        free = [k for k, memory in enumerate(memories) if ends[k] < start and memory[1] == is_scratch]
-        fitting = [k for k in free if nbytes <= memories[k][0] <= 2 * nbytes]
+        free = [k for k, piece in enumerate(pieces) if ends[k] < start and piece[0] == is_scratch]
+        fitting = [k for k in free if nbytes <= pieces[k][2] <= 2 * nbytes]
         # The memory that was used last is likely in a cache.
-        memory = max(fitting, key=lambda k: (memories[k][0] == nbytes, ends[k]), default=len(memories))
-        if memory == len(memories):
-            memories.append((nbytes, is_scratch))
+        piece = max(fitting, key=lambda k: (pieces[k][2] == nbytes, ends[k]), default=len(pieces))
+        if piece == len(pieces):
+            pieces.append((is_scratch, sizes[is_scratch], nbytes))
+            sizes[is_scratch] += nbytes + -nbytes % _LINE
             ends.append(end)
-        ends[memory] = end
-        allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, pitch, shift)
-    return allocations
+        ends[piece] = end
+        allocations[buffer] = Allocation(is_scratch, pieces[piece][1] + shift, pitch)
+    return allocations, sizes[False], sizes[True]
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Return for each buffer the `pitch` and `shift` with which rows written by loops begin at cache lines."""
+    """Return for each buffer the pitch, and the bytes before it, with which rows written by loops begin at cache lines."""
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
     dense = {found.data for found in buffers if found.kind == "alias"}

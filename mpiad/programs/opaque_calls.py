@@ -14,14 +14,13 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.differentiation.backward import cotangents_of
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangent
 from mpiad.programs.traced_array import TracedArray, hides_traced
 from mpiad.pytrees import flatten
-from mpiad.transport import Spec
 from mpiad.transport.core.channels import communications
 from mpiad.transport.core.tracing import tracing
 
@@ -71,19 +70,6 @@ class _Call:
         return self._fun(*given[0], **given[1])
 
 
-class _Adjoint:
-    """The reverse pass of an opaque call."""
-
-    def __init__(self, call: _Call, specs: list[Spec]):
-        self._specs = specs
-        self.__name__ = f"adjoint of {call.__name__}"
-
-    def __call__(self, outcome: _Outcome, gs: list[Array]) -> tuple[Any, ...]:
-        """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
-        with suspended(body=False):
-            return *backwards(outcome.traced, [True] * len(gs), gs, self._specs), None  # type: ignore[arg-type]
-
-
 def _as_array(x: Any) -> Any:
     return np.float64(x) if type(x) is float else x
 
@@ -100,17 +86,24 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
     if tape is None and not places:
         *values, outcome = recorder.opaque(call, (plain,))
         return outcome.build(values)
-    if not is_simple(tape, [leaves[k] for k in places]):
+    if tape is None or not tape.is_only_trace_of([leaves[k] for k in places]):
         recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
         return fun(*args, **kwargs)  # reached in a playback only
     nodes = [leaves[k]._node for k in places]
     if type(tape) is TangentTape:
         *made, outcome = recorder.opaque(call, (plain, places, [node.g for node in nodes]))
         half = len(made) // 2
-        return outcome.build([with_tangent(tape, x, tangent) for x, tangent in zip(made[:half], made[half:])])
+        return outcome.build(list(map(tape.variable, made[:half], made[half:])))
     *values, outcome = recorder.opaque(call, (plain, places))
     likes = [spec_like(plain[k]) for k in places]
-    adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])
+    specs = [like._replace(arrays=None) for like in likes]
+
+    def adjoint(outcome: Any, gs: list[Array]) -> tuple[Any, ...]:
+        """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
+        with suspended(body=False):
+            return *cotangents_of(outcome.traced.recording, zip(outcome.traced.places, gs), specs), None
+
+    adjoint.__name__ = f"adjoint of {fun.__name__}"
 
     def pull(gs: list[Array]) -> list[Array]:
         recorder: Any = tracing.recorder
@@ -118,5 +111,4 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         return [conform(g, *like) for g, like in zip(found, likes)]
 
     indices, channels = [node.index for node in nodes], outcome.traced.recording.channels
-    made = put_on_tape(tape, channels, values, [True] * len(values), indices, pull, outcome.communicates)  # type: ignore[arg-type]
-    return outcome.build(made)
+    return outcome.build(tape.record_call(channels, values, [True] * len(values), indices, pull, outcome.communicates))

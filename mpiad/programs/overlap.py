@@ -116,10 +116,7 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
 
 
 def _unchanged_block(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
-    """Return the block of the buffer, a range along each of the last axes, that an exchange doesn't change.
-
-    Return None if the step isn't an exchange, or sends nothing.
-    """
+    """Return the range along each of the last axes that an exchange doesn't change; None if the step sends nothing."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or not step.in_place:
         return None

@@ -17,12 +17,13 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
 from mpiad.programs.batching import Batched
-from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.fusion import Schedule
+from mpiad.programs.playback import PlayingBack
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, raise_own
+from mpiad.programs.signature import Arguments
 from mpiad.programs.trace_translation import program_of
 from mpiad.programs.traced_array import Abandoned, TracedArray
 from mpiad.programs.transforms import Program, recorded
@@ -92,31 +93,25 @@ class Entry:
 
 
 def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | None:
-    """Compile a function from the shapes of its arguments, without running it; return None if that fails.
-
-    Return None also if all arguments are small.
-    """
+    """Compile a function from the shapes of its arguments, without running it; None if that fails or all are small."""
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
-    trace = TraceRun(given, ShapeRecorder)
-    return _entry_of_shapes(trace.recorder, watch, lambda: traced_parts(fun, trace))
+    return _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder))
 
 
 _Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
 
 
-def _entry_of_shapes(recorder: Recorder, watch: Watch, traced: Callable[[], _Parts | None]) -> Entry | None:
-    """Compile a trace, given the function that makes it; return None if the function can't be traced.
-
-    ``traced()`` returns the arguments `parts` and `build` of `Entry`, or None.
-    """
+def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None]) -> Entry | None:
+    """Compile the trace made by ``traced(recorder)``, which returns `parts` and `build` of `Entry`; None if that fails."""
+    recorder = ShapeRecorder()
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-            found = traced()
+            found = traced(recorder)
             # For complex numbers a warning must be logged, which the trace that runs the function does.
             return None if found is None or recorder.complex_line() else Entry(recorder, *found, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
-        raise_own(recorder, error)
+        recorder.raise_own(error)
         return None
 
 
@@ -127,18 +122,18 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
     besides its arguments; if its trace changes one of them, for example a counter of calls, it isn't compiled.
     """
     try:
-        watch, trace = watch_of(lambda: None, (), objects), TraceRun(given, ShapeRecorder)
-        entry = _entry_of_shapes(trace.recorder, watch, lambda: traced_parts(fun, trace))
+        watch = watch_of(lambda: None, (), objects)
+        entry = _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder))
     except Exception:  # noqa: BLE001
         return None
     is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
     return entry if is_usable else None
 
 
-def traced_parts(fun: Function, trace: TraceRun) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def traced_parts(fun: Function, given: Arguments, recorder: Recorder) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Trace a function, and return the arguments `parts` and `build` of `Entry`."""
-    with Noting(trace.recorder):
-        args, kwargs = trace.given.build(trace.leaves())
+    with recorder:
+        args, kwargs = given.build(recorder.arguments(given))
         leaves, build = flatten(fun(*args, **kwargs))
     return [leaves], build
 
@@ -181,7 +176,7 @@ class ProgramCache:
         self.traces = 0
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self.asked: set[Any] = set()
-        self.pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
+        self.pending: WeakValueDictionary[Any, Recorder] = WeakValueDictionary()  # traces before their reverse pass
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
     def entry_or_watch(
@@ -217,17 +212,17 @@ class ProgramCache:
         """
         if is_shown():
             return None
-        key, recorder = (given.key, tuple(sorted(set(variables)))), ShapeRecorder()
+        key = given.key, tuple(sorted(set(variables)))
 
-        def traced() -> _Parts | None:
+        def traced(recorder: Recorder) -> _Parts | None:
             program, valid = self._programs.get(key, (None, None))
             if valid is None or not valid.is_the_same():
                 self._programs[key] = None, watch
-                program = recorded(self.fun, TraceRun(given, ShapeRecorder), set(variables))
+                program = recorded(self.fun, given, variables)
                 self._programs[key] = program, watch
             return None if program is None else (derive(program, recorder), program.build)
 
-        return _entry_of_shapes(recorder, watch, traced)
+        return _entry_of_shapes(watch, traced)
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
         """Compile a trace, and store the entry of the signature; `made`: the further arguments of `Entry`."""
@@ -258,18 +253,17 @@ class ProgramCache:
             return watch_of(self.fun, given.args, objects)
         except HoldsTraced:  # other calls may be compiled
             return None
-        except Unfollowed as error:
+        except Unknown as error:
             self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
             return None
 
-    def run_again(self, trace: TraceRun, key: Hashable, error: BaseException) -> Tree:
+    def run_again(self, recorder: Recorder, key: Hashable, given: Arguments, error: BaseException) -> Tree:
         """Interpret the function after its trace has failed, without repeating communications.
 
         If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
         """
-        given, recorder = trace.given, trace.recorder
-        raise_own(recorder, error)
-        with PlayingBack(recorder.log, trace.counts):
+        recorder.raise_own(error)
+        with PlayingBack(recorder.log, recorder.counts):
             made = self.fun(*given.args, **given.kwargs)
         integers = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
         if recorder.asked is None or not integers:

@@ -11,22 +11,27 @@ import functools
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from types import TracebackType
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 import numpy as np
+from autograd.tracer import getval
 from numpy.typing import DTypeLike
 
 from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
+from mpiad.compiling.closure import is_writable, same_bits
 from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
-from mpiad.programs.closure import is_writable, same_bits
-from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
+from mpiad.programs.message_numbers import channels_of, envelopes_of
 from mpiad.programs.opaque_calls import opaque_call
+from mpiad.programs.playback import logged, message_counts
+from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
     CONTROL_FLOW,
     Abandoned,
@@ -35,6 +40,7 @@ from mpiad.programs.traced_array import (
     Step,
     TracedArray,
     hides_traced,
+    let_arrays_be_traced,
     mapped,
     on_host,
     plain,
@@ -43,7 +49,7 @@ from mpiad.programs.traced_array import (
 from mpiad.transport import Spec, channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
-from mpiad.transport.core.channels import Used, communications
+from mpiad.transport.core.channels import Used, communications, report_to_recorders
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -99,8 +105,21 @@ _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNR
 )
 
 
+_lock = threading.Lock()
+_open_recorders: set[Recorder] = set()
+
+
+def _report_recording(on: bool) -> None:
+    """Notify channels and autograd.numpy whether some thread has a trace."""
+    report_to_recorders(on)
+    let_arrays_be_traced(on)
+
+
 class Recorder:
-    """A trace in progress."""
+    """The trace of a call, and the context in which operations on traced arrays are recorded.
+
+    The context is entered once for the function, and possibly again, with another `part`, for its reverse pass.
+    """
 
     ended = False  # see `ProgramRecorder`
 
@@ -115,19 +134,61 @@ class Recorder:
         self.inputs: list[int] = []  # the numbers of the arguments
         self.weak: set[int] = set()  # the numbers of values that are Python scalars
         self.steps: list[Step] = []
-        self.open = True  # whether operations are still recorded
+        self.open = False  # whether operations are recorded
         self.part = 0  # the part of the program to which steps are appended
         self.combined = False  # see `Step`
         self.logged = 0  # the number of parts of the program whose communications a replay logs
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
         self.failed: BaseException | None = None  # an exception of a communication or another untraced function
-        self.log: list[Any] = []  # the results of communications and other untraced functions, for playback
+        # For playback: the results of communications and other untraced functions, and the message counts before them.
+        self.log: list[Any] = []
+        self.counts = message_counts()
         # If the trace failed because the function needs the value of a traced integer: the integer's `Ref.number`.
         self.asked: int | None = None
         self.channels: set[Used] = set()
         self._inside = False  # whether an untraced function is running
         self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
         self._marks: list[tuple[Any, str, bool]] = []
+
+    def __enter__(self) -> None:
+        self.open = True
+        self.around, tracing.contexts = tracing.contexts, self
+        calls.note(self)  # so that communications of adjoints are attributed to their forward calls
+        with _lock:
+            _open_recorders.add(self)
+            _report_recording(True)
+        tracing.recorder = self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        tracing.recorder = None
+        self.end(error, trace)
+        tracing.contexts, self.around = self.around, None
+        # The exception that ended the trace is raised again, since the function may have caught it.
+        if error is None and self.refused is not None:
+            raise self.refused
+
+    def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop recording; from now on, computations with traced arrays are errors. A second call has no effect."""
+        for request in [found for found, _ in self._objects.values() if isinstance(found, Request)]:
+            reason = f"it starts a request and doesn't wait for it: {request!r}"
+            self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
+        calls.forget(self)
+        with _lock:
+            if _open_recorders == {self}:
+                _report_recording(False)
+            _open_recorders.discard(self)
+        self.open = False
+        for kept in (self._constant_of, self._holders, self._inputs):
+            kept.clear()
+        if not isinstance(error, (Abandoned, Exception, type(None))):  # KeyboardInterrupt, after which nothing runs again
+            self.mark()
+
+    def raise_own(self, error: BaseException) -> None:
+        """Raise the exception that ended a trace, unless it is due to the trace: then the function will run again."""
+        has_traced = any(isinstance(getval(part), TracedArray) for part in error.args)
+        if error is self.failed or not has_traced and calls.is_raised_by_user(error):
+            self.mark()
+            raise error
 
     def refuse(self, reason: str) -> NoReturn:
         """End the trace in failure: raise Abandoned."""
@@ -147,13 +208,6 @@ class Recorder:
             self.ask(x, f"{reason} np.concatenate or np.stack of autograd.numpy")
         return np.asarray(x.value, dtype)
 
-    def close(self) -> None:
-        """End the trace; from now on, computations with its arrays are errors."""
-        self.open = False
-        self._constant_of.clear()
-        self._holders.clear()
-        self._inputs.clear()
-
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
         if call not in _NOTED:
@@ -165,6 +219,15 @@ class Recorder:
 
     # A traced array that is written to gets the number of the result. Other traced arrays with the same memory become
     # stale: reading them ends the trace.
+
+    def arguments(self, given: Arguments) -> list[Any]:
+        """Return the leaves of a call's arguments, with traced arrays in place of those that are traced."""
+        leaves = list(given.leaves)
+        for place in given.traced:
+            value = getval(leaves[place])
+            number = value if isinstance(value, (np.ndarray, np.generic)) else np.asarray(value)[()]
+            leaves[place] = self.input(number, type(value) in (int, float))
+        return leaves
 
     def input(self, value: Any, weak: bool = False) -> Any:
         """Return a traced array for an argument; `weak`: whether the argument is a Python scalar."""
@@ -276,12 +339,6 @@ class Recorder:
             self._step("communicate", operation, references, (self._number_of_object(made),))
             return made
         return self._recorded("communicate", operation, references, {}, made)
-
-    def check_requests(self) -> None:
-        """End the trace in failure if a request is pending at its end."""
-        for request in [found for found, _ in self._objects.values() if isinstance(found, Request)]:
-            reason = f"it starts a request and doesn't wait for it: {request!r}"
-            self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
 
     def settle(self, fun: Callable, args: tuple) -> Any:
         """Run and record a function whose result determines how a call continues; replays compare their result with it."""

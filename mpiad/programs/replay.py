@@ -26,8 +26,9 @@ from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, spans_of
-from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
+from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
+from mpiad.programs.playback import logged
 from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
@@ -49,8 +50,8 @@ class Replays:
         ]
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.uses = spans_of(schedule, self.texts)
-        self.allocations = allocate(schedule, self.uses)
-        self.scratch = Scratch(self.allocations)
+        self.allocations, self.own_bytes, scratch_bytes = allocate(schedule, self.uses)
+        self.scratch = Scratch(scratch_bytes)
         late = [schedule.buffers[b] for b, at in self.uses.items() if schedule.part(at[-1]) > 0]
         self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
@@ -191,10 +192,7 @@ def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = 
 
 
 def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
-    """Return a function that makes a call, and if calls are recorded, records it as part of an adjoint or tangent rule.
-
-    The recorded line is that of the call that computes the derivative.
-    """
+    """Return a function that makes a call, and records it, on request, at the line of the derivative's call."""
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
         if not calls.is_noting():
@@ -230,23 +228,49 @@ class Replay:
         self.nodes: list[Node] = self.schedule.program.nodes
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
         self._blocks = _KernelBlocks(replays, self._actions)
-        self._numbers, self._prepared_numbers = MessageNumbers(), MessageNumbers()
+        self._numbers = MessageNumbers()
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             "log": self.log, "logged": logged, "Changed": Changed,
         }  # fmt: skip
-        self._memories: dict[int, Array] = {}
+        self._memory = aligned(replays.own_bytes, np.dtype(np.uint8))
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
         self._in_kernels = {
             root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
         }
-        self._preparable, numbered = prepared_steps(self.schedule, self._is_large, self._in_kernels)
-        self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
+        found, numbered = self._preparable_steps()
+        self._preparable = found if prepared else set[int]()
         self._renumbers = bool(numbered - self._preparable)
         self.first, *self.later = self._functions()
+
+    def _preparable_steps(self) -> tuple[set[int], set[int]]:
+        """Return the communications that can be prepared (between small buffers at fixed places), and the numbered ones."""
+        found: set[int] = set()
+        numbered: set[int] = set()
+        fixed: set[int] = set()  # result buffers at fixed addresses
+        for at, step in enumerate(self.schedule.steps):
+            if isinstance(step, Loop) or step.in_place:
+                continue
+            node = self.nodes[step.node]
+            if node.kind != "communicate" or node.data.kind != "communicate":
+                continue
+            call, results = node.data, step.results
+            if is_numbered(call.args[1]):
+                numbered.add(at)
+            if call.fun.prepared is None or len(results) != 1 or self._is_large(results[0]) or len(step.inputs) != 1:
+                continue
+            x = step.inputs[0]
+            kind = self.schedule.buffers[x].kind
+            if self._is_large(x) or kind == "alias" or kind == "result" and x not in fixed and x not in self._in_kernels:
+                continue
+            if call.fun.prepared(call.args[1], np.empty(0), np.empty(0)) is not None:
+                found.add(at)
+                fixed.add(results[0])
+        # Either all communications with message numbers are prepared, or none of them.
+        return (found if numbered <= found else found - numbered), numbered
 
     def _functions(self) -> list[Callable]:
         """Return a function for each part of the program."""
@@ -256,7 +280,6 @@ class Replay:
         made = {b: schedule.part(at) for at, step in enumerate(steps) if isinstance(step, Run) for b in step.results}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
-        has_scratch = any(allocation.is_scratch for allocation in self.replays.allocations.values())
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
         parts = []
         ends = pairwise([0, *schedule.program.ends, len(schedule.outputs)])
@@ -272,7 +295,7 @@ class Replay:
                 if schedule.part(action.at) == part:
                     self._append_action(k, action)
             self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
-            if has_scratch:
+            if self.replays.scratch.size:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
             self._lines.append("return made")
             parts.append(self._lines)
@@ -308,13 +331,10 @@ class Replay:
         if found.kind == "constant":
             array = np.require(self.schedule.program.constants[found.data], found.dtype, ["C", "A"])
         elif b in self.replays.allocations:
-            allocation = self.replays.allocations[b]
-            if allocation.is_scratch:
+            if self.replays.allocations[b].is_scratch:
                 self._arrays[b] = f"b{b}"
                 return
-            if allocation.memory not in self._memories:
-                self._memories[allocation.memory] = aligned(allocation.nbytes, np.dtype(np.uint8))
-            array = self._in_memory(b, self._memories[allocation.memory])
+            array = self._in_memory(b, self._memory)
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
@@ -336,8 +356,7 @@ class Replay:
             memory = scratch.take()
             if memory is not bound["memory"]:
                 for b in buffers:
-                    part = scratch.part(memory, self.replays.allocations[b])
-                    self.names[f"b{b}"] = array = self._in_memory(b, part)
+                    self.names[f"b{b}"] = array = self._in_memory(b, memory)
                     self._blocks.bind(b, _address_of(array))
                 for at in exchanged:
                     self._prepare(at)
@@ -396,7 +415,7 @@ class Replay:
             call, shape = self.nodes[step.node].data, self.nodes[step.node].shape
             starts = call.fun.in_place.result(*call.args[1:])
             cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
-            self._lines.append(f"log.append(logged({self._array(step.inputs[0])}[..., {cut}]))")
+            self._lines.append(f"log.append({self._array(step.inputs[0])}[..., {cut}].copy())")
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
@@ -478,7 +497,7 @@ class Replay:
         node, (made,) = self.nodes[step.node], step.results
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
-            params, renewed = self._prepared_numbers.with_copies(params)
+            params, renewed = self._numbers.with_copies(params)
         for k, envelope in enumerate(renewed):
             self.names[f"e{at}_{k}"] = envelope.renew
             self._lines.append(f"e{at}_{k}()")

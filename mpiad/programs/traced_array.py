@@ -17,7 +17,7 @@ from autograd.tracer import Box, getval
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
-from mpiad.compiling.function_reader import content_of
+from mpiad.compiling.closure import content_of
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays
@@ -54,10 +54,7 @@ class Step(NamedTuple):
 
 
 class Abandoned(BaseException):
-    """Raised to leave a trace if the operation in the user's `line` can't be compiled.
-
-    It isn't an Exception, so handlers in the user's function don't catch it.
-    """
+    """Raised to leave a trace at the user's `line`; not an Exception, so that the user's handlers don't catch it."""
 
     def __init__(self, reason: str, line: str):
         super().__init__(f"{line}: {reason}")

@@ -17,7 +17,7 @@ other; each part is the list of its results:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -27,15 +27,13 @@ from autograd.tracer import Box, new_box, notrace_primitives
 from mpiad._typing import Array, Function
 from mpiad.differentiation.backward import Lane, sweep
 from mpiad.differentiation.forward import TangentTape
-from mpiad.differentiation.nodes import OrderedNode
-from mpiad.differentiation.tape import OrderedTape
-from mpiad.primitives.cotangents import spec_like
+from mpiad.differentiation.tape import OrderedNode, OrderedTape
+from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.noting import recorded_call
 from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, suspended
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
-from mpiad.programs.recorder import Recorder, like
-from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
-from mpiad.programs.trace_run import Noting, TraceRun
+from mpiad.programs.recorder import Recorder, ShapeRecorder, like
+from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
@@ -83,7 +81,7 @@ class ProgramTape(OrderedTape):
 
     def with_indices(self, values: Sequence[Array]) -> list[tuple[Ref, int]]:
         """Return references to values, each with the index of its node, -1 for a constant."""
-        return [(self.referenced(x), index) for x, index in [value_and_node(x, self) for x in values]]
+        return [(self.referenced(x), index) for x, index in map(self.value_and_place, values)]
 
     def _argument(self, x: Any) -> Any:
         if type(x) not in _boxes and not isinstance(x, (TracedArray, VSpace)) and hides_traced(x):
@@ -133,17 +131,18 @@ def _spec(x: Array) -> Spec:
     return spec_like(x.value if isinstance(x, TracedArray) else x)
 
 
-def recorded(fun: Function, trace: TraceRun, variables: Collection[int]) -> Program:
+def recorded(fun: Function, given: Arguments, variables: Iterable[int]) -> Program:
     """Record the program of a function; `variables`: positions of the leaves with respect to which it is differentiated."""
-    with Noting(trace.recorder), suspended(body=False), ProgramTape(trace.recorder) as tape:
-        leaves = trace.leaves()
-        for k in variables:
+    recorder = ShapeRecorder()
+    with recorder, suspended(body=False), ProgramTape(recorder) as tape:
+        leaves = recorder.arguments(given)
+        for k in set(variables):
             leaves[k] = new_box(leaves[k], tape.number, CallNode.on_tape(tape))
-        inputs = tape.with_indices([leaves[k] for k in trace.given.traced])
-        args, kwargs = trace.given.build(leaves)
+        inputs = tape.with_indices([leaves[k] for k in given.traced])
+        args, kwargs = given.build(leaves)
         values, build = flatten(fun(*args, **kwargs))
         outputs = tape.with_indices(values)
-    return Program(trace.recorder, tape.close().nodes, inputs, outputs, build)
+    return Program(recorder, tape.close().nodes, inputs, outputs, build)
 
 
 class Evaluation:
@@ -260,8 +259,8 @@ class _Parts:
         specs = [_spec(given[k]) for k in inner]
         with OrderedTape() as tape:
             for k in inner:
-                given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape))
-            pairs = [value_and_node(x, tape) for x in evaluation.run(given)]
+                given[k] = tape.variable(given[k])
+            pairs = [tape.value_and_place(x) for x in evaluation.run(given)]
         nodes = tape.close().nodes
         self.end([x for x, _ in pairs])
         recorder.part = 1
@@ -282,11 +281,11 @@ class _PartsWithTangents(_Parts):
 
     def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
         for k in chosen:
-            values[k] = with_tangent(self._tape, values[k], self.recorder.input(like(_spec(values[k]))))
+            values[k] = self._tape.variable(values[k], self.recorder.input(like(_spec(values[k]))))
         return values
 
     def end(self, results: Sequence[Array]) -> None:
-        pairs = [value_and_tangent(x, self._tape) for x in results]
+        pairs = [self._tape.value_and_tangent(x) for x in results]
         self.made.append([x for x, _ in pairs] + [tangent for _, tangent in pairs])
 
 
@@ -305,13 +304,13 @@ class _PartsWithReversePasses(_Parts):
         tape, variables = self._tape, []
         for k in chosen:
             variables.append((len(tape.record), _spec(values[k])))
-            values[k] = new_box(values[k], tape.number, OrderedNode.on_tape(tape))
+            values[k] = tape.variable(values[k])
         self._variables.append(variables)
         self._starts.append(len(tape.record))
         return values
 
     def end(self, results: Sequence[Array]) -> None:
-        pairs = [value_and_node(x, self._tape) for x in results]
+        pairs = [self._tape.value_and_place(x) for x in results]
         self.made.append([x for x, _ in pairs])
         self._results.append([(index, _spec(x)) for x, index in pairs if isinstance(_innermost(x), TracedArray)])
         self._ranges.append(range(self._starts[-1], len(self._tape.record)))
@@ -333,14 +332,14 @@ def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list
     The inputs of the reverse pass are the cotangents of the traced results, and its results those of the variables.
     """
     parts = _Parts(recorder)
-    with Noting(recorder), suspended(body=False):
+    with recorder, suspended(body=False):
         parts.run(program, inner)
     return parts.made
 
 
 def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int]) -> list[list[Array]]:
     """Return the parts of `vjp` with tangents, with respect to the inputs `outer` and the cotangents of the results."""
-    with Noting(recorder), suspended(body=False), TangentTape() as tape:
+    with recorder, suspended(body=False), TangentTape() as tape:
         parts = _PartsWithTangents(recorder, tape)
         parts.run(program, inner, outer)
     tape.close()
@@ -351,7 +350,7 @@ def vjp_of_vjp(
     program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int], last: int
 ) -> list[list[Array]]:
     """Return the two parts of `vjp`, and the reverse pass of part 1, followed by that of part 0 if `last` is 0."""
-    with Noting(recorder), suspended(body=False):
+    with recorder, suspended(body=False):
         with OrderedTape() as tape:
             parts = _PartsWithReversePasses(recorder, tape)
             parts.run(program, inner, outer)

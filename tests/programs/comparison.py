@@ -7,8 +7,8 @@ import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
+from mpiad.compiling.closure import Unknown, Watch
 from mpiad.programs import program_cache
-from mpiad.programs.closure import Unfollowed, Watch
 
 ROUNDING = {False: 1e-9, True: 1e-3}
 """By whether a program is in single precision; relative to the largest number of its kind on any rank, or to one."""
@@ -89,7 +89,7 @@ def watching_nothing():
     bare = program_cache.watch_of
 
     def watch(*args):
-        with suppress(Unfollowed):
+        with suppress(Unknown):
             bare(*args)  # tells of traced values from around it
         return Watch()
 

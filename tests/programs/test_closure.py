@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.compiling import cache
-from mpiad.programs.closure import Unfollowed, watch_of
+from mpiad.compiling.closure import Unknown, watch_of
 
 pytestmark = pytest.mark.serial
 
@@ -306,7 +306,7 @@ def test_a_watch_sees_what_changes_and_nothing_else():
     assert watch.is_the_same()
     table.append(0.0)
     assert not watch.is_the_same()
-    with pytest.raises(Unfollowed, match="RANDOM"):
+    with pytest.raises(Unknown, match="RANDOM"):
         watch_of(draws)
 
 
@@ -451,5 +451,5 @@ def test_names_of_communication_are_those_of_a_communicators_methods_only():
     lambda x, send=MPI.COMM_SELF: (lambda given: given.bcast(x))(send),
 ])  # fmt: skip
 def test_communicators_under_other_names_communicate_still(fun):
-    with pytest.raises(Unfollowed, match="bare communication"):
+    with pytest.raises(Unknown, match="bare communication"):
         watch_of(fun)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpiad.compiling.closure import HoldsTraced, Unknown, watch_of
 from mpiad.compiling.function_fingerprint import fingerprint_of, text_of
-from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
 
 pytestmark = pytest.mark.serial
 
@@ -205,7 +205,7 @@ def test_a_change_is_seen_or_the_function_is_not_followed(case, by_fingerprint, 
     assert (REFUSED if found is None else SEEN) == by_fingerprint
     assert fingerprint_of(fun) == found
     if by_watch == REFUSED:
-        with pytest.raises(Unfollowed):
+        with pytest.raises(Unknown):
             watch_of(fun)
         watch = None
     else:
@@ -284,7 +284,7 @@ def test_aliases_do_not_matter_and_names_do():
 def test_all_methods_of_a_communicator_communicate(name):
     fun = eval(f"lambda x, comms: comms[0].{name}(x)", {})
     fun.__defaults__ = ([MPI.COMM_SELF],)
-    with pytest.raises(Unfollowed, match="bare communication"):
+    with pytest.raises(Unknown, match="bare communication"):
         watch_of(fun)
 
 

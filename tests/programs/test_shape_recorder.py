@@ -8,7 +8,6 @@ from jitted import assert_same, check_jit
 import mpiad
 from mpiad.domain import Domain
 from mpiad.programs import function, recorder
-from mpiad.programs.trace_run import TraceRun
 from mpiad.transport.core.channels import live_channels
 
 pytestmark = pytest.mark.unguarded  # under watch nothing is traced by shapes
@@ -17,13 +16,13 @@ pytestmark = pytest.mark.unguarded  # under watch nothing is traced by shapes
 @pytest.fixture
 def traces(monkeypatch):
     """Let all arrays be large, and return the kinds of the recorders that are made."""
-    kinds, init = [], TraceRun.__init__
+    kinds, arguments = [], recorder.Recorder.arguments
 
-    def noted(self, given, *recorder):
-        kinds.append("shapes" if recorder else "values")
-        init(self, given, *recorder)
+    def noted(self, given):
+        kinds.append("shapes" if isinstance(self, recorder.ShapeRecorder) else "values")
+        return arguments(self, given)
 
-    monkeypatch.setattr(TraceRun, "__init__", noted)
+    monkeypatch.setattr(recorder.Recorder, "arguments", noted)
     monkeypatch.setattr(recorder, "_LARGE", 0)
     return kinds
 

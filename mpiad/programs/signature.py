@@ -1,0 +1,85 @@
+"""The signature of a call: structure, shapes and dtypes of the arguments, and the values of untraced arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+from autograd.tracer import Box, getval
+
+from mpiad._typing import Tree
+from mpiad.pytrees import LEAF_TYPES, flatten
+
+_boxes = Box.types
+_MOST = 2**62
+_NUMBERS = (float, np.floating, np.complexfloating, complex)
+
+
+class Arguments(NamedTuple):
+    """The flattened arguments of a call."""
+
+    leaves: list[Any]
+    build: Any  # function that assembles (args, kwargs) from leaves
+    traced: list[int]  # positions of the leaves that are traced; the other leaves are constants of the trace
+    key: tuple[Any, ...]  # the signature; calls with equal keys can use the same program
+    form: Hashable  # the structure of the pytree, as a hashable object
+    args: tuple  # the arguments of the call
+    kwargs: dict[str, Any]
+
+    def constants(self) -> list[Any]:
+        """Return the leaves that are constants of a trace."""
+        return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced]
+
+    def values(self) -> list[Any]:
+        """Return the leaves without autograd's boxes."""
+        return [getval(leaf) for leaf in self.leaves]
+
+
+class _Object:
+    """An object in a signature, which is compared by identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type(...), slice, range)
+
+
+def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Hashable, int]] = ()) -> Arguments:
+    """Flatten a call's arguments; `asked`: integers on which the function branches, as pairs (form, leaf's position)."""
+    if not kwargs and LEAF_TYPES.issuperset(map(type, args)):  # the most common case
+        leaves, build, form = list(args), lambda new: (tuple(new), {}), len(args)
+    else:
+        (leaves, build), form = flatten((args, kwargs)), _form((args, kwargs))
+    traced: list[int] = []
+    key: list[Any] = [form]
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray) or type(leaf) in _boxes:
+            traced.append(place)
+            key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
+            continue
+        integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < _MOST
+        if isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked:
+            traced.append(place)
+            key.append(type(leaf))
+        else:
+            key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
+    return Arguments(leaves, build, traced, tuple(key), form, args, kwargs)
+
+
+def _form(tree: Tree) -> Hashable:
+    """Return the structure of a pytree as nested tuples."""
+    if isinstance(tree, dict):
+        return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
+    if isinstance(tree, (list, tuple)):
+        return type(tree), tuple([_form(part) for part in tree])
+    return None
