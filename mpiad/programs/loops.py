@@ -11,6 +11,7 @@ can vectorize it. For a given shape, the order of the operations is the same on 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect
 from collections.abc import Sequence
 from functools import reduce
@@ -71,13 +72,23 @@ class LoopText:
         # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array of a divisible
         # loop has the boxes without branches. If there are boxes at the edges, the last array has these.
         self.boxes = tuple(boxes.values())
-        names = [*self.buffers.values(), *boxes]
-        kinds = [*(self._kind(buffer) for buffer in self.buffers), *["int64[:, ::1]"] * len(boxes)]
-        if self.lanes:
-            names.append("w")
-            kinds.append("float64[::1]")
-        self.text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
-        self.signature = f"linked({', '.join(kinds)})"  # for `kernel_of`
+        self._others = dict.fromkeys(boxes, "int64[:, ::1]") | ({"w": "float64[::1]"} if self.lanes else {})
+        self._body = "\n".join(indented(body or ["pass"]))
+
+    @property
+    def text(self) -> str:
+        """The kernel's function."""
+        return f"def {NAME}({', '.join([*self.buffers.values(), *self._others])}):\n{self._body}\n"
+
+    @property
+    def signature(self) -> str:
+        """The types of the arguments, for `kernel_of`."""
+        return f"linked({', '.join([*map(self._kind, self.buffers), *self._others.values()])})"
+
+    def overwrite(self, c: int, b: int) -> None:
+        """Store array b in buffer c, whose entries the loop reads at the indices at which it writes b."""
+        self._body = re.sub(rf"\b{self.buffers.pop(b)}\b", self.buffers[c], self._body)
+        self.written = self.written - {b} | {c}
 
     def _ranges(self, boxes: str) -> list[str]:
         return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]

@@ -1,5 +1,8 @@
 """Allocation of memory for a program's temporary buffers. Buffers that aren't used at the same time share memory.
 
+If a loop is the last step that uses an array, and reads its entries only at the indices that it writes, it overwrites the
+array. For example, the field at time n + 1 overwrites that at time n - 1, so that the loop accesses one array less.
+
 A replay (an executable instance of a program) that waits for its reverse pass needs the arrays that this pass reads. Its
 other large arrays are in scratch memory, which all replays of all programs share. For example, the gradient of a time loop
 with a hundred steps needs a hundred replays, but scratch memory for one.
@@ -16,7 +19,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import aligned
-from mpiad.programs.fusion import Run, Schedule, root_of
+from mpiad.programs.fusion import Buffer, Run, Schedule, root_of
 from mpiad.programs.loops import LoopText
 
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
@@ -61,13 +64,36 @@ class Scratch:
                 others += [reference] * (memory is not None)
         except IndexError:
             # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
-            return aligned(2 * self.size, np.dtype(np.uint8))
+            return aligned(2 * self.size, np.dtype(np.uint8), np.empty)
         finally:
             self._free.extend(others[::-1])
 
     def give_back(self, memory: Array) -> None:
         """Return memory to the free list."""
         self._free.append(ref(memory))
+
+
+def overwrite(schedule: Schedule, texts: Sequence[LoopText | None]) -> None:
+    """Change loops so that they overwrite large arrays that aren't used afterwards."""
+    buffers, spans = schedule.buffers, spans_of(schedule, texts)
+    has_other_shapes = {found.data for found in buffers if found.kind == "alias"}
+    own = {b for b in spans if buffers[b].kind == "temporary" and buffers[b].nbytes > SMALL} - has_other_shapes
+    for at, text in enumerate(texts):
+        if text is None:
+            continue
+        # A later part of the program may run again, and then needs the buffers of an earlier part once more.
+        here = [b for b in text.buffers if b in own and schedule.part(spans[b][0]) == schedule.part(at)]
+        dead = [c for c in here if spans[c][-1] == at and c not in text.written]
+        maps = {c: {map for b, map in text.loads if b == c} for c in dead}
+        for b in [b for b in here if spans[b][0] == at and b in text.written]:
+            # A reduction updates its result repeatedly. Two items write two parts of an array, at different indices.
+            items = [item for item in text.loop.items if item.place.buffer == b]
+            is_plain = len(items) == 1 and not items[0].reduction
+            c = next((c for c in dead if is_plain and buffers[b] == buffers[c] and maps[c] == {items[0].place.map}), None)
+            if c is not None:
+                dead.remove(c)
+                text.overwrite(c, b)
+                buffers[b] = Buffer("alias", buffers[b].shape, buffers[b].dtype, c)
 
 
 def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int, Allocation], int, int]:
@@ -104,15 +130,16 @@ def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, tuple[int, i
     """Return for each buffer the pitch, and the bytes before it, with which rows written by loops begin at cache lines."""
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
-    dense = {found.data for found in buffers if found.kind == "alias"}
+    roots = {b: root_of(buffers, b) for b, found in enumerate(buffers) if found.kind == "alias"}
+    dense = {root for b, root in roots.items() if buffers[b].shape != buffers[root].shape}
     for step in schedule.steps:
         if isinstance(step, Run):
-            dense |= set() if step.in_place else set(step.inputs)
+            dense |= set() if step.in_place else {roots.get(b, b) for b in step.inputs}
             continue
         for item in step.items:
             b, map = item.place
             if map and map[-1].source is not None:
-                shifts.setdefault(b, -map[-1].offset * buffers[b].dtype.itemsize % _LINE)
+                shifts.setdefault(roots.get(b, b), -map[-1].offset * buffers[b].dtype.itemsize % _LINE)
     made = {}
     for b in spans:
         shape, itemsize = buffers[b].shape, buffers[b].dtype.itemsize

@@ -131,7 +131,7 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
     """
     if text is None or not text.divisible or at + 1 in schedule.part_starts:
         return None
-    unchanged, buffer = _unchanged_block(schedule, at), schedule.steps[at].inputs[0]
+    unchanged, buffer = _unchanged_block(schedule, at), root_of(schedule.buffers, schedule.steps[at].inputs[0])
     inner = None if unchanged is None else _inner(schedule, at + 1, text, buffer, unchanged)
     if inner is None:
         return None
@@ -161,7 +161,7 @@ def _inner(
     for b, map in text.loads:
         if root_of(schedule.buffers, b) != buffer:
             continue
-        if b != buffer:  # the loop reads the buffer in another shape
+        if schedule.buffers[b].shape != schedule.buffers[buffer].shape:
             return None
         for (source, stride, offset), (low, high) in zip(map[len(map) - len(unchanged) :], unchanged):
             if source is None:

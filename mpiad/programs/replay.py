@@ -25,7 +25,7 @@ from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
-from mpiad.programs.memory_plan import SMALL, Scratch, allocate, spans_of
+from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.playback import logged
@@ -48,6 +48,7 @@ class Replays:
             LoopText(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
         ]
+        overwrite(schedule, self.texts)
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.uses = spans_of(schedule, self.texts)
         self.allocations, self.own_bytes, scratch_bytes = allocate(schedule, self.uses)
@@ -133,9 +134,10 @@ class _KernelBlocks:
                 self._starts[k, thread] = len(words)
                 words += [0, 0]
                 for b in text.buffers:  # type: ignore[union-attr]
-                    self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
-                    shape = schedule.buffers[b].shape
-                    words += [0, *shape[:-1], allocations[b].pitch if b in allocations else (shape or (1,))[-1]]
+                    shape, root = schedule.buffers[b].shape, root_of(schedule.buffers, b)
+                    self._places.setdefault(root, []).append(len(words))
+                    is_padded = root in allocations and schedule.buffers[root].shape == shape
+                    words += [0, *shape[:-1], allocations[root].pitch if is_padded else (shape or (1,))[-1]]
                 for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
                     self._held.append(np.ascontiguousarray(array))
                     words += [self._held[-1].ctypes.data, *array.shape]
@@ -235,7 +237,7 @@ class Replay:
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             "log": self.log, "logged": logged, "Changed": Changed,
         }  # fmt: skip
-        self._memory = aligned(replays.own_bytes, np.dtype(np.uint8))
+        self._memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
         self._in_kernels = {
@@ -348,7 +350,9 @@ class Replay:
         """Return a function that takes scratch memory for a run, and binds buffers to it unless the last run used it."""
         buffers = [b for b, allocation in self.replays.allocations.items() if allocation.is_scratch]
         in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
-        exchanged = [at for at, step in in_place if self.prepared and step.inputs[0] in buffers]
+        exchanged = [
+            at for at, step in in_place if self.prepared and root_of(self.schedule.buffers, step.inputs[0]) in buffers
+        ]
         scratch = self.replays.scratch
         bound: dict[str, Any] = {"memory": None}
 
@@ -437,7 +441,7 @@ class Replay:
     def _prepare(self, at: int) -> None:
         step = self.schedule.steps[at]
         call: Step = self.nodes[step.node].data
-        self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
+        self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[self._array(step.inputs[0])], *call.args[1:])
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]

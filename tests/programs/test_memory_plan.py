@@ -23,18 +23,18 @@ def replays_of(fun, *args):
     return entry.replays
 
 
-def wave(domain, u, s):
+def wave(domain, last, u, s):
     before, u = u * 0.5, anp.cos(u)
     for _ in range(4):
         p = domain.exchange(u)
         around = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2]
-        u, before = 2 * u - before + s * (around - 4 * u), u
+        u, before = 2 * u - last(before) + s * (around - 4 * u), u
     return u, domain.sum(u)
 
 
 @pytest.mark.one_rank
-def test_fields_of_later_steps_take_the_memory_of_earlier_ones(size):
-    """Three fields with a halo for any number of steps: of the last step, of this one, and of the next one."""
+def test_fields_overwrite_those_that_are_not_needed_any_more(size):
+    """Two fields of a wave in turn; three if the field before the last is also read at other indices."""
     domain, rng = Domain((9 * size, 150), periodic=True, dims=(size, 1)), np.random.default_rng(3)
     u, s = rng.standard_normal((2, *domain.shape))
     expected, before = np.cos(u), u * 0.5
@@ -42,18 +42,41 @@ def test_fields_of_later_steps_take_the_memory_of_earlier_ones(size):
         around = sum(np.roll(expected, by, axis) for axis in (0, 1) for by in (1, -1))
         expected, before = 2 * expected - before + s * (around - 4 * expected), expected
     given = u[domain.owned].copy(), s[domain.owned].copy()
-    plain = lambda u, s: wave(domain, u, s)  # noqa: E731
-    replays = replays_of(plain, *given)
-    padded = {b for b, found in enumerate(replays.schedule.buffers) if found.shape[:1] == (11,)}
-    places = {allocation[:2] for b, allocation in replays.allocations.items() if b in padded}
-    assert len({(is_scratch, start // 64) for is_scratch, start in places}) == 3
-    jitted = mpiad.jit(plain, strict=True)
-    pair = [mpiad.value_and_grad(lambda u, s, f=f: f(u, s)[1]) for f in (jitted, plain)]
-    for factor in (1.0, 0.5):
-        again = given[0] * factor, given[1]
-        assert_same(jitted(*again), plain(*again), 1e-11)
-        assert_same(pair[0](*again), pair[1](*again), 1e-10)
-    assert_same(jitted(*given)[0], expected[domain.owned], 1e-10)
+    for last, fields in ((lambda x: x, 2), (lambda x: x[::-1], 3)):
+        plain = lambda u, s, last=last: wave(domain, last, u, s)  # noqa: E731
+        replays = replays_of(plain, *given)
+        padded = {b for b, found in enumerate(replays.schedule.buffers) if found.shape[:1] == (11,)}
+        places = {allocation[:2] for b, allocation in replays.allocations.items() if b in padded}
+        assert len({(is_scratch, start // 64) for is_scratch, start in places}) == fields
+        jitted = mpiad.jit(plain, strict=True)
+        pair = [mpiad.value_and_grad(lambda u, s, f=f: f(u, s)[1]) for f in (jitted, plain)]
+        for factor in (1.0, 0.5):
+            again = given[0] * factor, given[1]
+            assert_same(jitted(*again), plain(*again), 1e-11)
+            assert_same(pair[0](*again), pair[1](*again), 1e-10)
+        if fields == 2:
+            assert_same(jitted(*given)[0], expected[domain.owned], 1e-10)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("length", [40, 150])
+def test_loops_that_overwrite_several_arrays(size, length):
+    """In the reverse pass of two fields a loop makes two arrays, and ends the use of two others."""
+    domain = Domain((9 * size, length), periodic=True, dims=(size, 1))
+    u = np.random.default_rng(3).standard_normal(domain.shape)[domain.owned]
+
+    def loss(u):
+        fields, before = [anp.cos(u), anp.cos(2 * u)], [0.5 * u, 1.5 * u]
+        for _ in range(4):
+            halos = [domain.exchange(field) for field in fields]
+            around = [halos[0][2:, 1:-1] + 0.3 * halos[0][:-2, 1:-1], halos[1][2:, 1:-1] + 0.4 * halos[1][1:-1, 2:]]
+            new = [anp.where(a > b, 0.3 * a, 0.2 * b + field) for a, b, field in zip(around, before, fields)]
+            fields, before = new, fields
+        return domain.sum(anp.sin(fields[0]) + fields[1] * before[0] + anp.sin(before[1]) * u)
+
+    pair = [mpiad.value_and_grad(f) for f in (mpiad.jit(loss, strict=True), loss)]
+    for factor in (1.0, 0.5, 2.0):
+        assert_same(pair[0](factor * u), pair[1](factor * u), 1e-11)
 
 
 def test_rows_begin_at_lines_of_the_cache():
