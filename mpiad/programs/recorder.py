@@ -287,6 +287,7 @@ class Recorder:
         if known is None or not same_bits(self.constants[known[1]], x):
             can_stay = x.flags.c_contiguous and x.flags.aligned and not is_writable(x)
             self.constants.append(x if can_stay else x.copy())
+            self.constants[-1].flags.writeable = False  # so that programs of derivatives share the copy
             known = self._constant_of[id(x)] = x, len(self.constants) - 1
         return Constant(known[1])
 
