@@ -272,10 +272,7 @@ class _KrylovSpace:
         return values, vectors, inside, others, self.projected[others] @ vectors
 
     def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> tuple[list[int], np.ndarray]:
-        """Add directions of vectors, orthonormalized; return their positions, and the coefficients of the vectors.
-
-        `weighted` = B vectors; directions are omitted if they are rounding errors of vectors or of `scale`.
-        """
+        """Add orthonormalized vectors, except rounding errors of `scale`; return their positions and coefficients."""
         coefficients = _gram(self.group, self.basis, weighted)
         scale = max(scale, np.max(np.abs(coefficients), initial=0.0))
         vectors, factor = vectors - coefficients.T @ self.basis, np.eye(len(vectors))

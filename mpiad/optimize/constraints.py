@@ -164,10 +164,7 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
-    """Return one of the root's constraints as a function of the vector of variables; raise if it is invalid.
-
-    `used` is the channel of the user's communicator, on which communication is refused during a call of a constraint.
-    """
+    """Return a constraint as a function of the vector, which may not communicate on `used`; raise if it is invalid."""
     if isinstance(given, scipy.optimize.LinearConstraint):
         return Constraint(given, lambda x: np.asarray(given.A @ x), given.lb, given.ub)
     parts = UserConstraint.of(given)

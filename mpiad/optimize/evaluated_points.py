@@ -83,10 +83,7 @@ class Point:
 
 
 class Points:
-    """Values and gradients at points, evaluated on all ranks unless they are stored.
-
-    `together`: whether the method always needs the gradient together with the value.
-    """
+    """Values and gradients, stored or evaluated on all ranks; `together`: the method needs both at each point."""
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
         self._evaluation, self._instructions = evaluation, instructions

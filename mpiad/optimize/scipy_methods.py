@@ -177,10 +177,7 @@ def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 
 
 def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
-    """Correct a result of SciPy, in place, if values aren't finite or an earlier point is better.
-
-    With constraints, a finite result of a successful method isn't replaced, since lower points may violate them.
-    """
+    """Correct a result in place if values aren't finite or an earlier point is better, which may violate constraints."""
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.counts.of_objective)
     best, value = points.best, float(result.fun)

@@ -424,10 +424,7 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
 
 
 def _norms(arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays, with one copy from each device unless squares overflow.
-
-    If any entry is infinite or NaN, return the largest absolute value of each array instead; not all of them are finite.
-    """
+    """Return the arrays' norms, one copy per device unless squares overflow; largest entries if any isn't finite."""
 
     def on_host(numbers: list[Array]) -> np.ndarray:
         return np.array(fetched([number.astype(float) for number in numbers]))

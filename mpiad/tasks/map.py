@@ -91,10 +91,7 @@ def require_plain(value: object, source: str) -> None:
 
 
 def work(mailbox: Mailbox, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
-    """Evaluate batches until the root stops this rank; return the outcome.
-
-    `root`: its rank in the map's communicator. `rank`: this rank in the user's communicator.
-    """
+    """Evaluate batches until the root, `root` in the map's communicator, stops `rank` of the user's; return the outcome."""
     waiting: deque[Batch] = deque()
     outcome: Outcome | None = None
     has_failed = False

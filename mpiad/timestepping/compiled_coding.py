@@ -45,10 +45,7 @@ def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.nd
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write differences of rows of the field (minus `before`) in units of `step`; return the maximum absolute difference.
-
-    The first rows, which have too few preceding rows, are omitted.
-    """
+    """Write differences of rows (not of the first) minus `before`, in units of `step`; return the largest one."""
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     width, ring = field.size // len(field), np.zeros(_RING)

@@ -173,10 +173,7 @@ def _is_for_products(tape: Any) -> bool:
 
 
 class Loop:
-    """A loop of time steps as a differentiable operator; `args` determines the structure of the arguments.
-
-    `schedule` limits the states that are stored for the reverse pass.
-    """
+    """A time loop as a differentiable operator; `args`: the arguments' structure; `schedule`: limits the stored states."""
 
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule, args: Arguments):
         self.stepping, self.steps, self.schedule, self._like = stepping, steps, schedule, args
@@ -217,10 +214,7 @@ class Loop:
         return self._results.vector([*state, *observed.arrays])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
-        """Return the cotangents of the active arguments as one vector, given plain arguments.
-
-        If `g` has a first axis, for several reverse passes ("lanes"), they run together, and the result also has this axis.
-        """
+        """Return the active arguments' cotangents as one vector, or one per entry of g's first axis ("lanes")."""
         args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
         parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
         states, observed = [each[:count] for each in parts], [each[count:] for each in parts]
@@ -284,10 +278,7 @@ class Loop:
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def tangents(self, leaves: Sequence[Any], vectors: Array) -> Array:
-        """Return the tangents of the results along several directions, given plain arguments, in one run of the loop.
-
-        Forward mode has no batches, so each step is linearized, and its Jacobian multiplied with all directions.
-        """
+        """Return tangents along several directions: each step's Jacobian times all, since forward mode has no batches."""
         args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
         state, rows = args.state, []
         zeros = [spec_like(leaf)._replace(shape=(lanes, *np.shape(leaf))).zeros() for leaf in state]
@@ -319,10 +310,7 @@ class Loop:
         return [*after, *chain.from_iterable(rows)]
 
     def directions(self, vector: Array) -> list[Array]:
-        """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active.
-
-        If the vector has a first axis, for lanes, so have the directions.
-        """
+        """Split a vector of cotangents, or several, into one direction per leaf, None for inactive leaves."""
         directions: list[Any] = [None] * len(self._like.all())
         parts = self._cotangents.parts
         is_block = len(spec_like(vector).shape) > 1

@@ -34,11 +34,7 @@ class Evaluations(NamedTuple):
 
 
 class Model:
-    """The user's loss, evaluated draw by draw; `trace` is the traceback of the first exception on this rank.
-
-    `differentiated`: whether gradients with respect to theta are computed. `device`: the GPU to which draws are copied; by
-    default the device of `data`.
-    """
+    """The user's loss per draw; `trace`: this rank's first traceback; `device`: of the draws, by default of `data`."""
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device

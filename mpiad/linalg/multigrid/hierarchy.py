@@ -81,10 +81,7 @@ class Agglomeration:
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return this rank's old block, with a layer around it, from the new blocks, with layers; all owners call it.
-
-        `whole` is this rank's new block, or None if it owns none; `block` is an array like the old block without the layer.
-        """
+        """Return this rank's old block, shaped like `block` plus a layer, from the new blocks; all owners call it."""
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange of halos.

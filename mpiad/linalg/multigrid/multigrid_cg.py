@@ -32,10 +32,7 @@ def preconditioned_cg(
     level: Level, r: LocalArray, group: Channel, settings: Settings, slowness_reason: Callable[[], str],
     b: LocalArray | None = None,
 ) -> tuple[LocalArray, list[float]]:  # fmt: skip
-    """Return the solutions and the history of norms; `r` is overwritten. For errors see `Multigrid.solve`.
-
-    `slowness_reason` is a collective function that returns a possible reason for slow convergence, for an error message.
-    """
+    """Return the solutions and norms; `r` is overwritten. ``slowness_reason()``, collective, explains slow convergence."""
     # `r`, of shape (systems, colors, size), contains the right-hand sides or, if `b` is passed, the residuals of x0.
     norms = _norms(group, r, _RIGHT if b is None else "the residual of x0")
     targets = np.maximum(settings.rtol * (norms if b is None else _norms(group, b, _RIGHT)), settings.atol)

@@ -37,10 +37,7 @@ _SUPPORTED = {
 
 
 def local_constraints(given: object, size: int, method: str) -> list[UserConstraint]:
-    """Return the constraints of a sharded method; raise a TypeError or ValueError on invalid ones.
-
-    `size` is the number of this rank's variables.
-    """
+    """Return a sharded method's constraints on `size` local variables; raise a TypeError or ValueError if invalid."""
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return []
     found = [UserConstraint.of(each) for each in (given if isinstance(given, (list, tuple)) else [given])]

@@ -172,10 +172,7 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def store_trial(self, gradient: Array, direction: int, out: int) -> list[float]:
-        """Copy a gradient g to row `out`; return its largest absolute entry, g·d and d·d for the row d = `direction`.
-
-        The largest entry is infinite if an entry isn't finite.
-        """
+        """Copy a gradient g to row `out`; return its largest absolute entry (infinite if not finite), g·d and d·d."""
         found = np.zeros(3)
         for part, tile in self:
             copied, d = tile[out], tile[direction]

@@ -50,10 +50,7 @@ class Sample(NamedTuple):
 
 
 class LineSearch:
-    """One search along a direction of descent, with value and slope at step zero, and the first step to try.
-
-    `step` is the next step to try; `stuck` is true if the interval can't be reduced any further.
-    """
+    """A search for a descent step; `step` is tried next; `stuck`: the interval can't be reduced any further."""
 
     def __init__(self, value: float, slope: float, first: float):
         self.step, self.stuck = first, False
@@ -285,10 +282,7 @@ class LBFGS:
         return State(self.count, new, value_before, slope, grad_norm, stopped)
 
     def _search(self, iterate: Point, slope: float, grad_norm: float) -> Point:
-        """Return the point that a line search accepts, or the best trial point.
-
-        Return `iterate` if no trial is better, or a rank received SIGTERM before a trial was accepted.
-        """
+        """Return the accepted point, or the best trial; `iterate` if none is better, or after SIGTERM."""
         self._barrier = math.inf
         line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, grad_norm)), iterate
         for _ in range(self._settings.maxls):

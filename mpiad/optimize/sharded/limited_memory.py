@@ -148,10 +148,7 @@ class LimitedMemory:
         with_gradient[rows[-1]] = sums[2 * len(rows) - 1]
 
     def advance(self, current: Point, step: float, out: Array) -> None:
-        """Write the point ``x + step * direction`` to the vector `out`, with x of `current`, the current point.
-
-        The first call after `update` also computes the direction.
-        """
+        """Write ``x + step * direction`` to `out`; the first call after `update` computes the direction."""
         ring, vectors = self.ring, self.vectors
         if not self._direction_computed:
             vectors.combine(ring.parts(), self._coefficients, ring.direction)

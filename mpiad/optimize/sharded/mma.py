@@ -211,10 +211,7 @@ class MMA:
         return point
 
     def _next_point(self, point: MMAPoint) -> MMAPoint | None:
-        """Return the minimizer of the approximation, or a closer point at which the functions are finite, or None.
-
-        Raise a ValueError on all ranks if the constraints can't be met.
-        """
+        """Return the approximation's minimizer, or a closer point with finite functions, or None; raise if infeasible."""
         scales = point.scales + np.append(0.0, np.abs(point.constraints))
         scales[scales == 0.0] = 1.0
         values, per_multiplier = point.constraints / scales[1:], scales[1:] / scales[0]

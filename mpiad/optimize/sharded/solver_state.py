@@ -66,10 +66,7 @@ class Identity(NamedTuple):
 
 
 class StateFiles:
-    """Writes and reads the files of states. Without a checkpoint, which all ranks have or none, it does nothing.
-
-    `iteration` is that of the last state that was written or read, or -1.
-    """
+    """The files of states, without effect if there is no checkpoint; `iteration`: of the last state, or -1."""
 
     def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
         self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement

@@ -38,11 +38,7 @@ class Layout(NamedTuple):
 
 
 def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
-    """Write a file from the blocks of all ranks, and replace an older file at the end; collective.
-
-    `shape`: of the whole array. `starts`: the indices at which this rank's block begins. `block`: contiguous, with the same
-    dtype on all ranks. Raises an OSError on all ranks if the file can't be written; an older file is then kept.
-    """
+    """Write the ranks' blocks, which begin at `starts`; if an OSError is raised, an older file is kept; collective."""
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, described)

@@ -79,10 +79,7 @@ def _shortened(x: Array) -> str:
 
 
 def private_copy(array: Array, x: Array) -> Array:
-    """Return `array`, made from `x` by `outgoing`, in memory that the user can't change.
-
-    A device array is returned unchanged, since the function that sends it makes a copy.
-    """
+    """Return `array`, of `outgoing(x)`, in memory that the user can't change; the sender of device arrays copies them."""
     if type(array) is not np.ndarray:
         return array
     # For a subclass of ndarray, asarray returns a new object that is a view of the user's memory.

@@ -75,10 +75,7 @@ def has_ended(reduction: Request) -> bool:
 
 
 def give_back(comms: list[Comm], unended: bool) -> None:
-    """Free communicators, unless an incomplete collective is pending (`unended`); collective.
-
-    The messages of that collective could be received on a new communicator with the same context.
-    """
+    """Free communicators, unless an `unended` collective could receive its messages on a new one; collective."""
     if unended:
         ABANDONED.append(tuple(comms))
         return

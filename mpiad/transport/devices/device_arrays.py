@@ -129,10 +129,7 @@ _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, comp
 
 
 def arrays_of(x: Array) -> ArrayModule | None:
-    """Return the module for arrays of the kind and device of `x`, an untraced value; None if `x` isn't a device array.
-
-    Raises a TypeError for a device array of an unregistered kind.
-    """
+    """Return the module for arrays of the kind and device of `x`, which is untraced; None if it isn't a device array."""
     kind = type(x)
     if kind in _on_host:
         return None
@@ -328,10 +325,7 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
 
 
 def selected_arrays(device: int | None = None) -> ArrayModule:
-    """Return the module for arrays on a device; by default on the current one.
-
-    An ImportError without CuPy; a RuntimeError if this process sees no GPU.
-    """
+    """Return the module for arrays on a device, by default the current one; ImportError or RuntimeError without any."""
     if find_spec("cupy") is None:
         raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")
     from mpiad.transport.devices.cupy_arrays import current_arrays

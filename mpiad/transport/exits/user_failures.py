@@ -255,10 +255,7 @@ class StageFailures:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """Drop pending messages after `NotConverged`, on the communicators whose ranks are all in `members`; collective.
-
-        The ranks may have left the stage at different points, and old messages mustn't be received later.
-        """
+        """Drop the messages of an abandoned stage on communicators among `members`, before later receives; collective."""
         inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
         every = self._comm.allgather(list(inside))
         held = dict(zip(members, map(set, every)))
@@ -294,10 +291,7 @@ class DeferredFailures:
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
-        """Return ``fun(*args)``, or None if it raises an exception that the other ranks don't know yet.
-
-        `name`: of the function. `again`: returns an argument with which the function may be called again.
-        """
+        """Return ``fun(*args)``, or None after an exception; ``again()``: a valid argument for another call."""
         fault, start = self._used.fault, next(communications)
         try:
             out = fun(*args)
@@ -346,10 +340,7 @@ class DeferredFailures:
             raise raised from self.error
 
     def raise_together(self) -> None:
-        """Raise a failed rank's exception on that rank, and one of its type and text on all others; collective.
-
-        This takes one small reduction. After a sum without NaN it isn't necessary, since no rank has failed.
-        """
+        """Raise a failed rank's exception on all ranks; collective, and unnecessary after a sum without NaN."""
         under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
         with self:
