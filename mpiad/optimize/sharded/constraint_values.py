@@ -24,6 +24,7 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.primitives import stop_gradient
+from mpiad.pytrees import put
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import agreed
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -107,7 +108,7 @@ class ConstraintValues:
     def _local(self, constraint: UserConstraint, x: Array) -> tuple[np.ndarray, Callable[[], list[Array]]]:
         """Return this rank's terms of the values, and a function that returns its columns of the Jacobian, by rows."""
         if constraint.matrix is not None:
-            columns = [_like(row, x) for row in constraint.matrix]
+            columns = put(list(constraint.matrix), [arrays_of(x)] * len(constraint.matrix))
             return np.array([local_dot(row, x) for row in columns]), lambda: columns
         run, tree = self._evaluation.agreement.run, self._packing.unpack(x)
 
@@ -150,7 +151,7 @@ class LinearEquality:
         matrices = [cast(np.ndarray, constraint.matrix) for constraint in constraints]
         matrix = np.vstack(matrices)
         self._target = np.concatenate([np.broadcast_to(c.low, len(rows)) for c, rows in zip(constraints, matrices)])
-        self._rows, self._evaluation, self._totals = [_like(row, like) for row in matrix], evaluation, totals
+        self._rows, self._evaluation, self._totals = put(list(matrix), [arrays_of(like)] * len(matrix)), evaluation, totals
         gram = totals.decide_on_root((matrix @ matrix.T).ravel(), len(matrix) ** 2, lambda sums: sums)
         self._inverse = scipy.linalg.pinvh(gram.reshape(len(matrix), len(matrix)), rtol=1e-12)
 
@@ -177,8 +178,3 @@ class LinearEquality:
     def _projected(self, x: Array, target: Array | float) -> Array:
         multipliers = self._inverse @ self._residual(x, target)
         return sum((-y * row for y, row in zip(multipliers.tolist(), self._rows)), x)
-
-
-def _like(row: np.ndarray, x: Array) -> Array:
-    xp = arrays_of(x)
-    return row if xp is None else xp.to_device(row)

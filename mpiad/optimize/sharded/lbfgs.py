@@ -14,9 +14,10 @@ from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.sharded.constraint_values import LinearEquality
-from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, Settings, ending_at
+from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, Settings, ending_at
+from mpiad.optimize.sharded.iteration import ShardedMethod
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
-from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
+from mpiad.optimize.sharded.solver_state import Point, StateFiles
 
 # A line search for the strong Wolfe conditions, which all ranks run with the same scalars.
 #
@@ -192,8 +193,8 @@ def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
     return theta, scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
 
 
-class LBFGS:
-    """The L-BFGS iteration; `count` is the number of evaluations so far."""
+class LBFGS(ShardedMethod):
+    """The L-BFGS iteration."""
 
     def __init__(
         self,
@@ -203,23 +204,24 @@ class LBFGS:
         settings: Settings,
         files: StateFiles,
     ):
-        self._evaluation, self._memory, self._iterates = evaluation, memory, iterates
-        self._settings, self._files = settings, files
-        self._bounded = memory.vectors.box is not None
-        self.count, self._iteration = 0, 0
+        super().__init__(iterates, files, memory.vectors.box)
+        self._evaluation, self._memory, self._settings = evaluation, memory, settings
         self._barrier = math.inf  # length of the shortest step of the last search without a finite value
+        # At the current iterate: the number of evaluations (without those of a search that SIGTERM interrupts and that is
+        # repeated); the previous objective, infinite if no better point was found; slope along the direction; norm.
+        self._count_here, self._value_before, self._slope, self._grad_norm = 0, math.inf, math.nan, math.nan
+        self._stopped = False  # whether a callback has raised StopIteration
 
     def _along(self, iterate: Point, step: float) -> Point:
         """Evaluate the point at a step along the direction, projected onto the bounds."""
-        point = Point(self._memory.vectors.new())
-        point.step = step
-        self._memory.advance(iterate, step, point.x)
-        return self._evaluated(point, iterate)
+        x = self._memory.vectors.new()
+        self._memory.advance(iterate, step, x)
+        return self._evaluated(x, iterate, step)
 
-    def _evaluated(self, point: Point, iterate: Point | None) -> Point:
+    def _evaluated(self, x: Array, iterate: Point | None, step: float = math.nan) -> Point:
         # This takes three small collective operations in addition to those of the objective.
         self.count += 1
-        value, gradient = self._evaluation.both(point.x)
+        point, (value, gradient) = Point(x, step=step), self._evaluation.both(x)
         largest, *terms, clipped = self._memory.measure(point, iterate, gradient)
         # MPI doesn't specify the maximum of NaN.
         broken = not math.isfinite(largest)
@@ -231,66 +233,44 @@ class LBFGS:
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
         return point
 
-    def run(self, start: Array) -> tuple[Point, Ending]:
-        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.load()
-        if found is not None:
-            return self._descend(self._restored(found))
-        if self._bounded:
-            self._memory.vectors.box.project(start)  # type: ignore[union-attr]
-        iterate = self._evaluated(Point(start), None)
-        self._iterates.record.add(iterate, self.count, iterate.length)
-        if not iterate.finite:
-            return iterate, NOT_FINITE
-        return self._descend(self._state_at(iterate, None))
+    def _next_point(self, iterate: Point) -> Point | Ending:
+        found = self._search(iterate) if self._slope < 0.0 else iterate
+        if found is not iterate:
+            found.range = self._barrier - found.length if self._barrier > found.length else math.inf
+            return found
+        if self._files.interrupted:  # the search is repeated when the solve resumes
+            self._write(iterate, True)
+            return INTERRUPTED
+        if self._memory.ring.count == 0 and self.count < self._settings.maxfun:
+            return ABNORMAL
+        # No better point along the direction: retry with steepest descent.
+        self._memory.ring.forget()
+        self._arrive(iterate, None)
+        return self._ended(iterate) or self._next_point(iterate)
 
-    def _descend(self, state: State) -> tuple[Point, Ending]:
-        while True:
-            iterate = state.iterate
-            ending = self._ending(state) or (INTERRUPTED if self._files.interrupted else None)
-            self._files.write_if_due(self._iteration, ending is not None, self._arrays(state))
-            if ending is not None:
-                return iterate, ending
-            found = self._search(iterate, state.slope, state.grad_norm) if state.slope < 0.0 else iterate
-            if found is iterate and self._files.interrupted:  # the search is repeated when the solve resumes
-                self._files.write_if_due(self._iteration, True, self._arrays(state))
-                return iterate, INTERRUPTED
-            if found is not iterate:
-                self._iteration += 1
-                found.range = self._barrier - found.length if self._barrier > found.length else math.inf
-                self._iterates.report(found, self.count, found.length)
-                state = self._state_at(found, iterate)
-            elif self._memory.ring.count == 0 and self.count < self._settings.maxfun:
-                return iterate, ABNORMAL
-            else:
-                # No better point along the direction: retry with steepest descent.
-                self._memory.ring.forget()
-                state = self._state_at(iterate, None)
-
-    def _ending(self, state: State) -> Ending | None:
-        if state.iterate.norm <= self._settings.gtol:
+    def _ending(self, iterate: Point) -> Ending | None:
+        if iterate.norm <= self._settings.gtol:
             return GRADIENT
         counts = self._iteration, self.count
-        return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, counts, self._settings)
+        return ending_at(self._value_before, iterate.value, lambda: self._stopped, counts, self._settings)
 
-    def _state_at(self, new: Point, before: Point | None) -> State:
-        """Make a point the current point of the memory; return the state of the solve at this point."""
+    def _arrive(self, new: Point, before: Point | None) -> None:
         # The memory stores a step only if the curvature along it is positive.
         curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
-        slope, grad_norm, stopped = self._memory.update(new, before if curved else None, self._iterates.stopped)
-        value_before = math.inf if before is None else before.value
-        return State(self.count, new, value_before, slope, grad_norm, stopped)
+        found = self._memory.update(new, before if curved else None, self._iterates.stopped)
+        self._slope, self._grad_norm, self._stopped = found
+        self._count_here, self._value_before = self.count, math.inf if before is None else before.value
 
-    def _search(self, iterate: Point, slope: float, grad_norm: float) -> Point:
+    def _search(self, iterate: Point) -> Point:
         """Return the accepted point, or the best trial; `iterate` if none is better, or after SIGTERM."""
-        self._barrier = math.inf
-        line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, grad_norm)), iterate
+        self._barrier, slope = math.inf, self._slope
+        line, best = LineSearch(iterate.value, slope, self._first_step(iterate)), iterate
         for _ in range(self._settings.maxls):
             if line.stuck or self.count >= self._settings.maxfun:
                 break
             trial = self._along(iterate, line.step)
             # With bounds the path isn't straight, so `measure` has computed these products.
-            if not self._bounded:
+            if self._box is None:
                 trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
                 self._barrier = min(self._barrier, trial.length)
@@ -308,27 +288,26 @@ class LBFGS:
         self._memory.restore_gradient(best)
         return best
 
-    def _first_step(self, iterate: Point, slope: float, grad_norm: float) -> float:
+    def _first_step(self, iterate: Point) -> float:
+        grad_norm = self._grad_norm
         if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
             return 1.0 / grad_norm if self._iteration == 0 else min(1.0, 1.0 / grad_norm)
         # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
         # The length of the direction is at least -slope / grad_norm, so this step isn't shorter than the distance to them.
-        return min(1.0, iterate.range * grad_norm / -slope)
+        return min(1.0, iterate.range * grad_norm / -self._slope)
 
-    def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
-        point = state.iterate
+    def _arrays(self, point: Point) -> Iterator[tuple[str, np.ndarray]]:
         yield "x", self._memory.vectors.to_host(point.x)
-        yield "numbers", np.array([point.value, point.norm, state.value_before, state.slope, state.grad_norm, point.range])
-        yield "count", np.array(state.count)
+        numbers = [point.value, point.norm, self._value_before, self._slope, self._grad_norm, point.range]
+        yield "numbers", np.array(numbers)
+        yield "count", np.array(self._count_here)
         yield "history", self._iterates.record.table()
         yield from self._memory.state().items()
 
-    def _restored(self, found: dict[str, np.ndarray]) -> State:
-        """Restore the state of the solve from the arrays of `_arrays`."""
-        iterate = Point(self._memory.vectors.from_host(found["x"]))
-        iterate.value, iterate.norm, value_before, slope, grad_norm, iterate.range = found["numbers"].tolist()
-        iterate.current = True  # the gradient is in the memory
-        self._iteration, self.count = self._files.iteration, int(found["count"])
-        self._iterates.record.restore(found["history"])
+    def _restored(self, found: dict[str, np.ndarray], x: Array) -> Point:
+        iterate = Point(x, current=True)  # the gradient is in the memory
+        iterate.value, iterate.norm, *numbers, iterate.range = found["numbers"].tolist()
+        self._value_before, self._slope, self._grad_norm = numbers
+        self.count = self._count_here = int(found["count"])
         self._memory.restore(found)
-        return State(self.count, iterate, value_before, slope, grad_norm, False)
+        return iterate

@@ -46,17 +46,6 @@ class Point:
     stored: bool = False  # whether the memory stores a copy of the gradient
 
 
-class State(NamedTuple):
-    """A solve between two iterations, without its memory."""
-
-    count: int  # number of evaluations
-    iterate: Point
-    value_before: float  # objective at the previous iterate; infinite if the last search found no better point
-    slope: float  # of the objective along the next direction
-    grad_norm: float  # 2-norm
-    stopped: bool  # whether a callback has raised StopIteration
-
-
 class Identity(NamedTuple):
     """A description of the problem to which a state belongs."""
 
