@@ -63,10 +63,6 @@ class TracedSystem:
         """Return sums over all ranks of numbers in double precision."""
         return mpi_allreduce(local, comm=self._comm)
 
-    def call(self, fun: Function, *args: Array) -> Array:
-        """Return ``fun(*args)``; NumPy runs the function, which has no side effects, on whole arrays."""
-        return args[0].recorder.call(fun, args, {})
-
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Any:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row."""
         return update.fun(*vectors, *[anp.reshape(a.astype(vectors[0].dtype), (-1, 1)) for a in numbers])

@@ -132,18 +132,14 @@ class Points:
             # All ranks store the forward pass of the last evaluation of the value.
             ready = point is self._last_with_value or (self._evaluation.separate and point.value is not None)
             self._evaluate(GRADIENT if ready else BOTH, point, x)
-        return self._value_and_gradient(point)[1].copy()
-
-    def value_for_method(self, point: Point) -> float:
-        """Return the objective at a point, or a substitute if it isn't finite."""
-        return self._value_and_gradient(point)[0]
+        return self.for_method(point)[1].copy()
 
     def value_of_result(self, x: np.ndarray, reported: float) -> float:
         """Return the objective at the result x of a method; `reported`, the method's value, may be a substitute."""
         value = self.at(np.ascontiguousarray(x, dtype=float)).value
         return reported if value is None or math.isfinite(value) else value
 
-    def _value_and_gradient(self, point: Point) -> tuple[Any, Any]:
+    def for_method(self, point: Point) -> tuple[Any, Any]:
         """Return value and gradient at a point, or substitutes if they aren't finite: SciPy's line searches fail at NaN.
 
         The substitutes belong to a parabola along the line from the iterate, with the value and slope of the iterate. Its

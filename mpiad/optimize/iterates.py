@@ -114,7 +114,7 @@ class IteratesOfPoints(Iterates):
         point = self._points.with_value(x)
         if not self.record.rows:
             self._add_row(point)
-        return self._points.value_for_method(point)
+        return self._points.for_method(point)[0]
 
     def _add_row(self, point: Point) -> Row:
         self._points.iterate = point

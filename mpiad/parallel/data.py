@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
+from mpiad.domain.partition import bounds
 from mpiad.parallel.samples import Items, last_container
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.pytrees import flatten
@@ -136,10 +137,8 @@ class DistributedDataContainer:
 
     def _local_indices(self, start: int, stop: int) -> np.ndarray:
         """Return this rank's sample indices, from places start to stop of the order; the first ranks may have one more."""
-        count = stop - start
-        first = self._rank * (count // self._size) + min(self._rank, count % self._size)
-        length = count // self._size + (self._rank < count % self._size)
-        return self._order[start + first : start + first + length]
+        first, end = bounds(stop - start, self._size, self._rank)
+        return self._order[start + first : start + end]
 
 
 def _entries(leaves: Sequence[Any], indices: np.ndarray) -> list[Any]:

@@ -109,14 +109,8 @@ def differences_of_rows(
                 for i in range(n):
                     rounded[i] = a[i] * inverse + 6755399441055744.0 - 6755399441055744.0
             if row >= order:
-                k = 512 * ((row - 1) & 7)
-                c = ring[k : k + n]
-                k = 512 * ((row - 2) & 7)
-                d = ring[k : k + n]
-                k = 512 * ((row - 3) & 7)
-                e = ring[k : k + n]
-                k = 512 * ((row - 4) & 7)
-                f = ring[k : k + n]
+                i, j, k, m = 512 * ((row - 1) & 7), 512 * ((row - 2) & 7), 512 * ((row - 3) & 7), 512 * ((row - 4) & 7)
+                c, d, e, f = ring[i : i + n], ring[j : j + n], ring[k : k + n], ring[m : m + n]
                 target = out[begin : begin + n]
                 for i in range(n):
                     difference = rounded[i] + u * c[i] + v * d[i] + w * e[i] + x * f[i]
@@ -143,14 +137,8 @@ def sums_of_rows(
                 for i in range(n):
                     rounded[i] = first_row[i]
             else:
-                k = 512 * ((row - 1) & 7)
-                c = ring[k : k + n]
-                k = 512 * ((row - 2) & 7)
-                d = ring[k : k + n]
-                k = 512 * ((row - 3) & 7)
-                e = ring[k : k + n]
-                k = 512 * ((row - 4) & 7)
-                f = ring[k : k + n]
+                i, j, k, m = 512 * ((row - 1) & 7), 512 * ((row - 2) & 7), 512 * ((row - 3) & 7), 512 * ((row - 4) & 7)
+                c, d, e, f = ring[i : i + n], ring[j : j + n], ring[k : k + n], ring[m : m + n]
                 coded = differences[begin : begin + n]
                 for i in range(n):
                     rounded[i] = coded[i] - (u * c[i] + v * d[i] + w * e[i] + x * f[i])

@@ -55,11 +55,6 @@ def _described(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
 
-def _copies(state: list[Array]) -> list[Array]:
-    """Return copies, since a step may write into its argument, or return the same buffer each time."""
-    return [own(leaf) for leaf in state]
-
-
 class _CheckpointedRun:
     """One pass through the checkpoint schedule: the constructor runs forward to the last steps, `reversed` backward."""
 
@@ -67,21 +62,22 @@ class _CheckpointedRun:
         # The loop isn't stored: without a reference cycle, stored states and files are released immediately.
         self._snapshots = Snapshots(loop.schedule)
         self._actions = actions(loop.steps, loop.schedule)
-        self.state = _copies(args.state)
+        # Copies, here and below, since a step may write into its argument, or return the same buffer each time.
+        self.state = list(map(own, args.state))
         self.last = Reverse(0, loop.steps)  # the first action of `reversed`
         for action in self._actions:
             if isinstance(action, Reverse):
                 self.last = action
                 break
             self._perform(action, loop, args, observed)
-        # A copy, since the last steps run twice from this state: in the forward pass, and recorded in `reversed`.
-        self.state = _copies(self.state)
+        # The last steps run twice from this state: in the forward pass, and recorded in `reversed`.
+        self.state = list(map(own, self.state))
         self._shares = False
 
     def shared(self, loop: Loop) -> _CheckpointedRun:
         """Return a run for another reverse pass, which uses the same stored states."""
         other = copy(self)
-        other._snapshots, other.state = self._snapshots.shared(), _copies(self.state)
+        other._snapshots, other.state = self._snapshots.shared(), list(map(own, self.state))
         other._actions = actions(loop.steps, loop.schedule)
         while not isinstance(next(other._actions), Reverse):
             pass
@@ -114,7 +110,7 @@ class _CheckpointedRun:
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
             # A state that is needed again must stay unchanged, even if a step writes into its argument.
-            self.state = state if action.last and not self._shares else _copies(state)
+            self.state = state if action.last and not self._shares else list(map(own, state))
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
@@ -210,7 +206,7 @@ class Loop:
             # The forward run also stores the states for the reverse pass, so no additional run is needed.
             self._stored = run = _CheckpointedRun(self, args, observed)
             first, state = run.last.first, run.state
-        state = self.run(Span(first, self.steps), args, _copies(state), observed)
+        state = self.run(Span(first, self.steps), args, list(map(own, state)), observed)
         return self._results.vector([*state, *observed.arrays])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
