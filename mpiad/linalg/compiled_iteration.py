@@ -88,11 +88,7 @@ _NO_PARAMS = arguments_of((), {})
 
 
 class Operator:
-    """The user's functions of a system, for one solve, and the programs of iterations with them.
-
-    `read`: the objects that determine the functions, apart from the params. `bound`: returns the product and the
-    preconditioner for given params. `shape`: of the right-hand side. `side`: of the preconditioner.
-    """
+    """The functions of one solve, `bound` to params, determined by the objects `read`; with their compiled iterations."""
 
     def __init__(
         self, read: tuple, params: tuple, bound: Callable[[tuple], tuple[Function, Function | None]],

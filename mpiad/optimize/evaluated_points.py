@@ -140,11 +140,7 @@ class Points:
         return reported if value is None or math.isfinite(value) else value
 
     def for_method(self, point: Point) -> tuple[Any, Any]:
-        """Return value and gradient at a point, or substitutes if they aren't finite: SciPy's line searches fail at NaN.
-
-        The substitutes belong to a parabola along the line from the iterate, with the value and slope of the iterate. Its
-        minimum is the point that a line search should try next.
-        """
+        """Return value and gradient, or finite ones of a parabola from the iterate: SciPy's line searches fail at NaN."""
         iterate, pair = self.iterate, (point.value, point.gradient)
         finite = all(each is None or np.all(np.isfinite(each)) for each in pair)
         if finite or iterate is None or iterate.gradient is None or iterate.value is None:

@@ -66,11 +66,7 @@ def _is_number(x: Array) -> bool:
 
 
 class Packing:
-    """The layout of a pytree in one vector of doubles, with complex numbers as pairs.
-
-    The `template` defines structure, shapes, dtypes and the leaves that aren't variables (integers, strings). `size` is the
-    length of the vector. `specs` are the shape and dtype, and `namespaces` the array module, of each array of variables.
-    """
+    """The layout of a pytree like `template` in one vector of doubles of length `size`, with complex numbers as pairs."""
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)

@@ -146,11 +146,7 @@ def _structural_difference(path: str, text: str) -> Difference:
 
 
 class Solve:
-    """The base class of all solves.
-
-    `used` is the user's communicator. `agreement` raises an exception of one rank on all ranks; its `error` is the
-    exception that ended the solve.
-    """
+    """The base class of all solves; `used`: the user's channel; `agreement` raises an exception of one rank on all."""
 
     def __init__(self, used: Channel, call: str):
         # A duplicate of the communicator, because the user's function may communicate while instructions are pending, and

@@ -409,11 +409,7 @@ def _copied(part: Array) -> Array:
 
 
 def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
-    """Scale arrays in place so that their joint 2-norm is at most `max_norm` (Pascanu et al., 2013); return them.
-
-    If the norm isn't finite, the arrays are unchanged, so that the updated parameters become infinite or NaN and show the
-    failure.
-    """
+    """Scale arrays in place to a joint 2-norm of at most `max_norm` (Pascanu et al., 2013), unless it isn't finite."""
     if max_norm is None:
         return arrays
     norm = math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares

@@ -78,11 +78,7 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
 
 
 def _steps_to_next_state(steps: int, states: int) -> int:
-    """Return the optimal number of steps from a stored state to the next one.
-
-    `steps`: the number of steps from the stored state to the end, at least 2. `states`: the number of states that may be
-    stored after this point, including that state, at least 1.
-    """
+    """Return the optimal distance to the next stored state; `states`: those that may be stored from here to the end."""
     # For n remaining steps and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r)
     # is optimal: the first m steps run at most r - 1 more times, and the remaining steps at most r more times, with s - 1
     # states. The returned m leads to the fewest stored states. r is the smallest number of repetitions for which s states

@@ -141,11 +141,7 @@ class ConstraintValues:
 
 
 class LinearEquality:
-    """The projection onto the solutions of A x = b, with this rank's columns of A.
-
-    `evaluation` is that of the objective; `both` returns the gradient projected onto the null space of A, so that all steps
-    of a gradient method remain in it.
-    """
+    """The projection onto A x = b, with this rank's columns; the gradients of `both` are in the null space of A."""
 
     def __init__(self, constraints: list[UserConstraint], evaluation: Evaluation, totals: Totals, like: Array):
         matrices = [cast(np.ndarray, constraint.matrix) for constraint in constraints]

@@ -129,11 +129,7 @@ class LineSearch:
 
 
 def next_step(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowest: float, highest: float) -> float:
-    """Return the step to try after `trial`: cases 1 to 4 in section 4 of [1].
-
-    `best` has the lowest value so far. If a minimizer is bracketed, `other` is the other end of the interval; otherwise
-    steps lie between `lowest` and `highest`.
-    """
+    """Return the step after `trial`: cases 1 to 4 in section 4 of [1]; `other`: the other end of a `bracketed` interval."""
     # The trial is higher than the best point, so it brackets a minimizer.
     if trial.value > best.value:
         return _after_rise(best, trial)

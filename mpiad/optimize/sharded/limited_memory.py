@@ -36,11 +36,7 @@ _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the attribut
 
 
 class LimitedMemory:
-    """The last steps and gradient changes, and the gradients at the current point and at a trial point.
-
-    `ring` describes the roles of the rows of `vectors`. With bounds, products are sums over the free variables, and all
-    products are computed in each iteration.
-    """
+    """The stored pairs, and gradients at the current and a trial point, in the rows of `vectors`; see `Ring`."""
 
     def __init__(self, ring: Ring, vectors: HostVectors, totals: Totals):
         self.ring, self.vectors, self.totals = ring, vectors, totals
@@ -70,11 +66,7 @@ class LimitedMemory:
         return self.vectors.read(self.ring.gradient if point.current else self.ring.trial, self.vectors.new())
 
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
-        """Make `new` the current point; return the slope of the next direction, the gradient's 2-norm, and whether to stop.
-
-        `before` is the previous point, or None if the step from it isn't stored as a pair. `stop`: whether this rank's
-        callback has raised StopIteration.
-        """
+        """Make `new` the current point; return the next slope, the gradient's 2-norm, and whether any rank stops."""
         store = before is not None
         self._make_current(new, store)
         self._largest_norm = max(self._largest_norm, new.norm)

@@ -92,11 +92,7 @@ def _layout_in(file: IO[bytes]) -> Layout:
 
 
 def read_block(used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
-    """Return this rank's block of a file; collective. All ranks read the same file, even if another job replaces it.
-
-    ``allocate(layout)`` returns the start of the block and memory for it, or raises a ValueError if the file doesn't fit.
-    Raises an OSError or ValueError on all ranks if any rank can't read the file.
-    """
+    """Return this rank's block of a file; raise on all ranks; ``allocate(layout)``: its start and memory; collective."""
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
         if attempt and used.rank == 0:

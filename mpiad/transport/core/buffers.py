@@ -17,10 +17,7 @@ _ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer ty
 
 
 def outgoing(x: Array, call: str) -> Array:
-    """Return `x` as a C-contiguous array on the same device, or `x` itself if it already is one.
-
-    Raises a TypeError for objects, strings, sequences, masked arrays, and dtypes without an MPI datatype.
-    """
+    """Return `x`, or a C-contiguous copy on the same device; raise a TypeError if MPI has no datatype for it."""
     if type(x) is np.ndarray and x.dtype in _DTYPES:
         return x if x.flags.c_contiguous else x.copy(order="C")
     return _converted(x, call)

@@ -305,11 +305,7 @@ class Launcher(Protocol):
         ...
 
     def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Queue a run of a kernel, with the numbers of blocks and of threads per block, on the current stream.
-
-        Arguments are C-contiguous device arrays, None for a null pointer, int for ``long long``, float for ``double``, or
-        NumPy scalars for their own types.
-        """
+        """Queue a kernel with C-contiguous device arrays, None (null pointer), int, float or NumPy scalars."""
 
     def free_bytes(self) -> int:
         """Return the bytes of device memory that can still be allocated."""

@@ -77,11 +77,7 @@ _PATIENCE = 1.5  # seconds for which a failed rank waits if MPI doesn't allow a 
 
 
 class FailureDetector:
-    """Detects, during a call, that other ranks wait for a failed rank.
-
-    `stage_module`: name of the module whose functions make the agreements. `listens`: whether this rank answers failed
-    ranks, which isn't necessary if MPI can interrupt waiting ranks.
-    """
+    """Detects ranks that wait for a failed rank; agreements are in `stage_module`; `listens`: answers failed ranks."""
 
     def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
         self._call, self._stage_module, self._size = call, stage_module, comm.size
@@ -186,11 +182,7 @@ class StageFailures:
         self.tolerates = False
 
     def run(self, stage: Callable[[], T]) -> T:
-        """Return the result of `stage` on this rank; raise on all ranks if it raises on any rank.
-
-        Raises a WorkerError with the first failed rank and its traceback; a TypeError if that rank raised a
-        `WrongValueError`; `NotConverged` if only solvers have failed and this is tolerated.
-        """
+        """Return the result of `stage`; raise on all ranks a WorkerError, TypeError or `NotConverged` if any raises."""
         return self.summed(stage, lambda result: 0.0)[0]
 
     def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
