@@ -12,6 +12,7 @@ from mpiad._typing import Comm, Rank, Tree
 from mpiad.domain.partition import bounds
 from mpiad.parallel.samples import Items, last_container
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
+from mpiad.primitives.checks import count_of
 from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
 
@@ -82,9 +83,8 @@ class DistributedDataContainer:
     """
 
     def __init__(self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None):
-        is_integer = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-        if batch_size is not None and not (is_integer and batch_size > 0):
-            raise ValueError(f"DistributedDataContainer: batch_size must be an integer above zero, but got {batch_size!r}.")
+        if batch_size is not None:
+            count_of(batch_size, "DistributedDataContainer: batch_size")
         self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
         self._arrays, self._build = _arrays(data)
         self._count = _length(data, self._arrays)

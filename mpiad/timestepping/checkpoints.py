@@ -9,6 +9,8 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from mpiad.primitives.checks import count_of
+
 # Binomial checkpointing: the order in which a loop's steps are run and reversed, and states are stored and restored.
 #
 # The last run of each step is recorded, and isn't counted in the following. With s stored states, including the first, at
@@ -163,8 +165,7 @@ def schedule_of(value: Any) -> CheckpointSchedule | None:
             )
         if number < 0:
             raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
-    if not isinstance(schedule.recorded, Integral) or schedule.recorded < 1:
-        raise ValueError(f"{call}: recorded must be an integer above zero, but got {schedule.recorded!r}.")
+    recorded = count_of(schedule.recorded, f"{call}: recorded")
     if schedule.dtype not in (None, "float32"):
         raise ValueError(
             f"{call}: states are stored in their own precision (dtype=None) or in single precision (dtype='float32'), but "
@@ -181,4 +182,4 @@ def schedule_of(value: Any) -> CheckpointSchedule | None:
         raise ValueError(f"{call}: checkpoints={value!r} stores no state, but a gradient needs at least the first state.")
     if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
         raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Create it first.")
-    return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=int(schedule.recorded))
+    return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=recorded)

@@ -90,11 +90,6 @@ class Model:
         rows = mpi_map(self.row, None if theta is None else list(theta), root=root, comm=comm)
         return None if rows is None else np.array(rows)
 
-    def first_trace(self, comm: Comm) -> tuple[Rank, str] | None:
-        """Return the first rank on which the model raised, and the first traceback of this rank; collective."""
-        found = channel(comm, "VI.run").data.allgather(self.trace)
-        return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
-
 
 def _number(value: object) -> float:
     problem = problem_with(value, 1.0, "VI", "loss must return one real number")

@@ -208,12 +208,6 @@ class LBFGS(ShardedMethod):
         self._count_here, self._value_before, self._slope, self._grad_norm = 0, math.inf, math.nan, math.nan
         self._stopped = False  # whether a callback has raised StopIteration
 
-    def _along(self, iterate: Point, step: float) -> Point:
-        """Evaluate the point at a step along the direction, projected onto the bounds."""
-        x = self._memory.vectors.new()
-        self._memory.advance(iterate, step, x)
-        return self._evaluated(x, iterate, step)
-
     def _evaluated(self, x: Array, iterate: Point | None, step: float = math.nan) -> Point:
         # This takes three small collective operations in addition to those of the objective.
         self.count += 1
@@ -264,7 +258,9 @@ class LBFGS(ShardedMethod):
         for _ in range(self._settings.maxls):
             if line.stuck or self.count >= self._settings.maxfun:
                 break
-            trial = self._along(iterate, line.step)
+            x = self._memory.vectors.new()
+            self._memory.advance(iterate, line.step, x)
+            trial = self._evaluated(x, iterate, line.step)
             # With bounds the path isn't straight, so `measure` has computed these products.
             if self._box is None:
                 trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope

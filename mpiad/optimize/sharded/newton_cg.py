@@ -30,6 +30,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
+from mpiad.linalg.newton import forcing_term
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
@@ -146,8 +147,8 @@ GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol
 # Required fraction of the decrease that the first- or second-order model predicts.
 _DECREASE = 1e-4
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# Eisenstat and Walker's parameters: the initial and largest forcing term, gamma, alpha, and the safeguard's threshold.
-_LARGEST, _GAMMA, _ALPHA, _THRESHOLD = 0.5, 0.9, 2.0, 0.1
+# The initial and largest forcing term.
+_LARGEST = 0.5
 # A problem is linear if the gradient at the end of a step differs from the prediction by at most this fraction of the
 # gradient at its start, or by half the tolerance of the solve.
 _LINEAR = 1e-8
@@ -204,9 +205,7 @@ class NewtonCG(ShardedMethod):
             self._write(iterate, True)
             return INTERRUPTED if self._files.interrupted else self._evaluation_limit() or ABNORMAL
         self._measure(found)
-        # Eisenstat and Walker's choice 2: the forcing term depends on the reduction of the gradient by the last step.
-        chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
-        chosen = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
+        chosen = forcing_term(self._forcing, found.norm / iterate.norm, _LARGEST)
         self._forcing, self._value_before = self._settings.forcing or chosen, iterate.value
         return found
 

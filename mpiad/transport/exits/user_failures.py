@@ -224,19 +224,16 @@ class StageFailures:
             self.error = common_error(failures_among(self._comm, failure), self._call)
             if not self._interrupts:
                 agreed(self, self.error)
-                self._remove_faults()
+                # Channels without pending messages are usable: after an agreement no collective is pending.
+                for found in live_channels():
+                    if found.fault and not found.has_messages and found not in self._refused:
+                        found.fault = None
             raise self.error from failure
         if self._sums[_NOT_CONVERGED]:
             self._detector.close(failed=True)
             self._detector = FailureDetector(self._comm, self._call, self._stage_module, listens=not self._interrupts)
             raise NotConverged(f"{self._call}: a solver hasn't converged") from failure
         return float(self._sums[_TERM])
-
-    def _remove_faults(self) -> None:
-        """Remove the faults of channels without pending messages: after an agreement no collective is pending."""
-        for found in live_channels():
-            if found.fault and not found.has_messages and found not in self._refused:
-                found.fault = None
 
     def _tolerated(self, failure: BaseException | None) -> bool:
         return self.tolerates and isinstance(failure, ConvergenceError)
