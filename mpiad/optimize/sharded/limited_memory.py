@@ -36,7 +36,11 @@ _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the attribut
 
 
 class LimitedMemory:
-    """The stored pairs, and gradients at the current and a trial point, in the rows of `vectors`; see `Ring`."""
+    """The last steps and gradient changes, and the gradients at the current point and at a trial point.
+
+    `ring` describes the roles of the rows of `vectors`. With bounds, products are sums over the free variables, and all
+    products are computed in each iteration.
+    """
 
     def __init__(self, ring: Ring, vectors: HostVectors, totals: Totals):
         self.ring, self.vectors, self.totals = ring, vectors, totals
