@@ -134,11 +134,6 @@ class Points:
             self._evaluate(GRADIENT if ready else BOTH, point, x)
         return self.for_method(point)[1].copy()
 
-    def value_of_result(self, x: np.ndarray, reported: float) -> float:
-        """Return the objective at the result x of a method; `reported`, the method's value, may be a substitute."""
-        value = self.at(np.ascontiguousarray(x, dtype=float)).value
-        return reported if value is None or math.isfinite(value) else value
-
     def for_method(self, point: Point) -> tuple[Any, Any]:
         """Return value and gradient, or finite ones of a parabola from the iterate: SciPy's line searches fail at NaN."""
         iterate, pair = self.iterate, (point.value, point.gradient)

@@ -82,7 +82,8 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
             options=options,
             callback=iterates,
         )
-        result.fun = points.value_of_result(result.x, result.fun)
+        value = points.at(np.ascontiguousarray(result.x, dtype=float)).value
+        result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
         result = iterates.with_total_counts(corrected(result, points, constrained=bool(constraints)))
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
         result = partial_result(STOPPED, points, iterates.count)

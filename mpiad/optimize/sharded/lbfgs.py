@@ -67,7 +67,9 @@ class LineSearch:
         required = start.value + _DECREASE * trial.step * start.slope
         if value <= required and abs(slope) <= -_CURVATURE * start.slope:
             return True
-        if self._approximately(trial):
+        # For larger decreases the usual conditions apply.
+        is_equal = abs(value - start.value) <= _ROUNDING * abs(start.value)
+        if is_equal and _CURVATURE * start.slope <= slope <= (2.0 * _DECREASE - 1.0) * start.slope:
             return True
         if self._is_narrow() or (trial.step >= self._farthest and value <= required):
             self.stuck = True
@@ -87,13 +89,6 @@ class LineSearch:
         self.step = self._farthest = best + RETREAT * (self.step - best)
         self._high = min(self._high, self._farthest)
         self.stuck = self.step == best
-
-    def _approximately(self, trial: Sample) -> bool:
-        start = self._start
-        # For larger decreases the usual conditions apply.
-        if abs(trial.value - start.value) > _ROUNDING * abs(start.value):
-            return False
-        return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
 
     def _is_narrow(self) -> bool:
         if not self._bracketed:

@@ -170,7 +170,6 @@ class MMA(ShardedMethod):
         return ending_at(math.inf, point.value, self._iterates.any_stopped, counts, settings)
 
     def _evaluated(self, x: Array, before: MMAPoint | None) -> MMAPoint:
-        """Evaluate the point x; `before` is the previous point."""
         self.count += 1
         value, gradient = self._evaluation.both(x)
         point = MMAPoint(x, [gradient])  # type: ignore[union-attr]

@@ -223,7 +223,6 @@ class NewtonCG(ShardedMethod):
         return EVALUATIONS if self.count >= self._settings.maxfun else None
 
     def _evaluated(self, x: Array, iterate: NewtonPoint | None) -> NewtonPoint:
-        """Evaluate the point x; `iterate` is the previous point."""
         self.count += 1
         point = NewtonPoint(x, self._evaluation.at(x))
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
