@@ -470,10 +470,7 @@ _REPORT_TIMEOUT = 30.0  # seconds; the report takes about two seconds
 
 
 def main(limit: float = _REPORT_TIMEOUT) -> int:
-    """Print the report on one process, and return the exit code, which is the same on all ranks.
-
-    After `limit` seconds the process exits, because it may be waiting for a rank that never sends data.
-    """
+    """Print the report on one process; return the exit code, the same on all, or exit after `limit` seconds."""
     stages = ["starting"]
 
     def abort() -> None:

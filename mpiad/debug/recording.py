@@ -93,10 +93,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield (time, order among marks of the same time, mark).
-
-    A mark is a communication, the name of a starting phase, or "" at the end of a phase.
-    """
+    """Yield (time, order at this time, mark): a communication, the name of a starting phase, or "" at its end."""
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name
@@ -436,10 +433,7 @@ def _recording() -> Iterator[Recording]:
 
 
 def record_program(folder: str) -> None:
-    """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective.
-
-    `folder`: this rank's working directory when mpiad was imported; a relative path is relative to it.
-    """
+    """Record until the program ends, and write MPIAD_TRACE's file, relative to the initial `folder`; collective."""
     global _latest
     with _own_communicator() as comm:
         name = path("MPIAD_TRACE")

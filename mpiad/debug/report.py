@@ -89,10 +89,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
 
 
 def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
-    """Return, by event index, the latest start among the ranks that this rank waits for.
-
-    Rank `owners[k]` compares the start times of event k.
-    """
+    """Return, by event index, the latest start among the ranks that this rank waits for; `owners[k]` compares event k."""
     indices: list[list[int]] = [[] for _ in range(comm.size)]
     for k, owner in owners.items():
         indices[owner].append(k)

@@ -19,7 +19,7 @@ from mpiad.domain.routes import AT_ONCE, BY_AXIS, FACES_ONLY
 from mpiad.errors import RequestError
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
-from mpiad.primitives.request import Request, claim, started
+from mpiad.primitives.request import Cell, Request, claim, started
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import copied, empty_like
@@ -148,13 +148,7 @@ def _finish(x: None, begun: ActiveExchange) -> LocalArray:
 
 def _adjoint_of_begin(ans: ActiveExchange, x: Array, exchange: Exchange, level: int) -> Function:
     """Return the function that ends the transposed exchange, which the adjoint of `end_exchange` has begun."""
-    shared = ans.cell(level)
-
-    def vjp(g: None) -> Array:
-        request, shared.request = shared.request, None
-        return communicate(_END_OPERATION, None, request)
-
-    return vjp
+    return lambda g: _end_in(ans.cell(level))
 
 
 def _adjoint_of_end(ans: Array, x: None, begun: ActiveExchange, level: int) -> Function:
@@ -173,9 +167,13 @@ def _tangent_of_begin(dx: Array, ans: ActiveExchange, x: Array, exchange: Exchan
 
 
 def _tangent_of_end(dx: None, ans: Array, x: None, begun: ActiveExchange, level: int) -> Array:
-    shared = begun.cell(level)
-    pending, shared.request = shared.request, None
-    return communicate(_END_OPERATION, None, pending)
+    return _end_in(begun.cell(level))
+
+
+def _end_in(shared: Cell) -> Array:
+    """End the exchange of a derivative."""
+    request, shared.request = shared.request, None
+    return communicate(_END_OPERATION, None, request)
 
 
 _BEGIN_OPERATION = Operation(_BEGIN, point_to_point=True, of_request=True)

@@ -201,10 +201,7 @@ def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
 
 
 def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return, for each axis, the range of cells that don't change while messages are active; None without messages.
-
-    At each side, ``layers(width)`` layers may change, unless the halo beyond the side is set to a constant.
-    """
+    """Return per axis the cells unaffected by active messages; ``layers(width)`` change at sides not set to a constant."""
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
     constant = {(cells.axis, cells.end) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}

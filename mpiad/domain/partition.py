@@ -48,7 +48,7 @@ class Partition:
 
     def block(self, rank: Rank) -> tuple[slice, ...]:
         """Return the cells that a rank owns, as slices of the grid."""
-        return tuple(slice(*_bounds(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
+        return tuple(slice(*bounds(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
 
     def owners(self, cells: np.ndarray) -> np.ndarray:
         """Return the ranks (...) that own cells, given by indices (..., dimensions) in the whole grid."""
@@ -62,7 +62,8 @@ class Partition:
         return number
 
 
-def _bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
+def bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the ends of part `index` of a range that is divided evenly; the first parts may be longer by one."""
     share, longer = divmod(cells, parts)
     start = index * share + min(index, longer)
     return start, start + share + (index < longer)

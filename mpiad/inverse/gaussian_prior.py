@@ -121,11 +121,7 @@ def checked_block(domain: Domain, block: LocalArray, call: str, several: bool = 
 
 
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
-    """Return the fields as blocks; collective.
-
-    Raise a TypeError or ValueError on all ranks if a field or number is invalid, or a number differs between ranks. If
-    `domain` isn't a Domain, only the ranks that passed it raise.
-    """
+    """Return the fields as blocks; raise on all ranks if a field or number is invalid, or a number differs; collective."""
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
     used, blocks = channel(domain.comm, call), []

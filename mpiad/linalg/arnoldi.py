@@ -185,10 +185,7 @@ def extended_spaces(
     numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray, gram: np.ndarray, hessenberg: np.ndarray, null: np.ndarray,
     state: np.ndarray,
 ) -> None:  # fmt: skip
-    """Do what `Arnoldi.extend` does, and count systems that need another step.
-
-    If digits cancel, or a space can't grow, only G and the new column of H are changed, and `numbers[4]` is 1.
-    """
+    """Do what `Arnoldi.extend` does, and count unfinished systems; if `numbers[4]` is 1, it must do the rest."""
     count, k, n, m = numbers[0], numbers[1], numbers[2], numbers[3]
     numbers[4] = numbers[5] = 0
     for c in range(k):

@@ -63,10 +63,6 @@ class TracedSystem:
         """Return sums over all ranks of numbers in double precision."""
         return mpi_allreduce(local, comm=self._comm)
 
-    def call(self, fun: Function, *args: Array) -> Array:
-        """Return ``fun(*args)``; NumPy runs the function, which has no side effects, on whole arrays."""
-        return args[0].recorder.call(fun, args, {})
-
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Any:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row."""
         return update.fun(*vectors, *[anp.reshape(a.astype(vectors[0].dtype), (-1, 1)) for a in numbers])
@@ -92,11 +88,7 @@ _NO_PARAMS = arguments_of((), {})
 
 
 class Operator:
-    """The user's functions of a system, for one solve, and the programs of iterations with them.
-
-    `read`: the objects that determine the functions, apart from the params. `bound`: returns the product and the
-    preconditioner for given params. `shape`: of the right-hand side. `side`: of the preconditioner.
-    """
+    """The functions of one solve, `bound` to params, determined by the objects `read`; with their compiled iterations."""
 
     def __init__(
         self, read: tuple, params: tuple, bound: Callable[[tuple], tuple[Function, Function | None]],

@@ -272,21 +272,18 @@ class _KrylovSpace:
         return values, vectors, inside, others, self.projected[others] @ vectors
 
     def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> tuple[list[int], np.ndarray]:
-        """Add directions of vectors, orthonormalized; return their positions, and the coefficients of the vectors.
-
-        `weighted` = B vectors; directions are omitted if they are rounding errors of vectors or of `scale`.
-        """
-        coefficients = _gram(self.group, self.basis, weighted)
+        """Add orthonormalized vectors, except rounding errors of `scale`; return their positions and coefficients."""
+        coefficients = _total(self.group, self.basis @ weighted.T)
         scale = max(scale, np.max(np.abs(coefficients), initial=0.0))
         vectors, factor = vectors - coefficients.T @ self.basis, np.eye(len(vectors))
         # Usually two passes, since each loses digits if directions are nearly dependent.
         for _ in range(8 if len(vectors) else 0):
             weighted = self._images("mass", vectors)
-            correction = _gram(self.group, self.basis, weighted)
+            correction = _total(self.group, self.basis @ weighted.T)
             vectors = vectors - correction.T @ self.basis
             correction = correction @ factor.T
             coefficients = coefficients + correction
-            gram = _gram(self.group, vectors, weighted)
+            gram = _total(self.group, vectors @ weighted.T)
             values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
             asymmetry, size = np.linalg.norm(gram - gram.T), max(np.linalg.norm(gram), _ROUNDING * scale**2)
             wrong = max(size, scale) == 0.0 or np.max(np.abs(correction), initial=0.0) > _ASYMMETRY * scale
@@ -325,12 +322,8 @@ class _KrylovSpace:
         return images.reshape(vectors.shape)
 
 
-def _gram(group: Channel, vectors_1: LocalArray, vectors_2: LocalArray) -> np.ndarray:
-    """Return the inner products of all vectors of two sets, bitwise the same on all ranks."""
-    return _total(group, vectors_1 @ vectors_2.T)
-
-
 def _total(group: Channel, local: np.ndarray) -> np.ndarray:
+    """Return the sum over all ranks, bitwise the same on all of them."""
     total = np.array(allreduce(group, local, SUM, _CALL))
     group.data.Bcast(total, 0)  # results of an all-reduction may differ between ranks by rounding errors
     if not np.all(np.isfinite(total)):

@@ -48,6 +48,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
 from mpiad.transport.core.calls import is_noting
+from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
@@ -197,7 +198,7 @@ class _Factors:
     def again(self) -> _Factors:
         """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
         leaves = [np.array(x) for x in self.given]
-        if _on_all(self.options, self._has_leaves(leaves)):
+        if not on_any_rank(self.options.group.data, not self._has_leaves(leaves)):
             text = (
                 f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
                 "object among the params, or call factorized again."
@@ -411,13 +412,6 @@ _MOST_KEPT = 4
 _kept: list[tuple[Any, _Factors]] = []
 
 
-def _on_all(options: _Options, condition: bool) -> bool:
-    """Return whether a condition holds on all ranks; collective."""
-    if options.group.size == 1:
-        return condition
-    return bool(mpi_allgather(np.array(float(condition)), comm=options.comm).all())
-
-
 def host_error(call: str, name: str, value: Array) -> Exception | None:
     """Return an error if an argument is a device array."""
     if not is_device_array(value):
@@ -584,7 +578,7 @@ def factorized(
     known = [pair for pair in _kept if pair[0] is matvec]
     _kept[:] = [pair for pair in _kept if pair[0] is not matvec][: _MOST_KEPT - 1]
     factors: Any = known[0][1] if known and known[0][1].is_for(operator, options) else None
-    if not _on_all(options, factors is not None):
+    if on_any_rank(group.data, factors is None):
         factors = _Factors(operator, plain, options)
     _kept.insert(0, (matvec, factors))
     return Factorized(factors, [leaves[k] for k in indices], indices)

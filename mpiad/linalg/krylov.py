@@ -121,10 +121,7 @@ def _step_along_r(
     system: Any, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, v: LocalArray, alpha: LocalArray,
     numbers: LocalArray,
 ) -> tuple[LocalArray, ...]:  # fmt: skip
-    """Minimize the norm of r; return the next vectors and numbers, the sums, and three counts of systems.
-
-    The counts are those of systems with invalid sums, of those that break down, and of those that haven't converged.
-    """
+    """Minimize |r|; return vectors, numbers, sums, and the numbers of invalid, broken-down and unconverged systems."""
     rho_before, (norms, at_start, targets) = numbers[0], numbers[1:].real
     active = norms > targets
     change, t = preconditioned_product(system, r)

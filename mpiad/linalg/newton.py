@@ -96,11 +96,15 @@ def find_root(
                 f"to {norm:.3e}, but it must fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) shows whether "
                 "the derivative is right; if it is, start nearer to the solution"
             )
-        # Choice 2 of Eisenstat and Walker, with γ = 0.9 and α = 2, and the safeguard of the paper against small tolerances.
-        safeguard, forcing = 0.9 * forcing**2, 0.9 * (norm / before) ** 2
-        forcing = min(max(forcing, safeguard) if safeguard > 0.1 else forcing, _LARGEST_FORCING)
+        forcing = forcing_term(forcing, norm / before, _LARGEST_FORCING)
     system.settle()
     return system.block(u)
+
+
+def forcing_term(before: float, ratio: float, largest: float) -> float:
+    """Return Eisenstat and Walker's choice 2 (γ = 0.9, α = 2) with their safeguard, for the ratio of the last two norms."""
+    chosen, safeguard = 0.9 * ratio**2, 0.9 * before**2
+    return min(largest, max(chosen, safeguard) if safeguard > 0.1 else chosen)
 
 
 def _newton_step(system: System, linear: System, method: Method, u: LocalArray, f: LocalArray) -> LocalArray:

@@ -208,10 +208,7 @@ def param_cotangents(
 
 
 def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Settings) -> LocalArray | None:
-    """Return the multiple of the solution u of A u = b that solves A λ = g up to a tenth; None, on all ranks, if none does.
-
-    For a compliance b·u, the adjoint solve ends at this start.
-    """
+    """Return the multiple of u that nearly solves A λ = g, as for a compliance b·u; None, on all ranks, if none does."""
     g, u, b = stop_gradient(g), stop_gradient(u), stop_gradient(b)
     if g.dtype.kind == "c":
         return None
@@ -230,10 +227,7 @@ def solution_of_adjoint(
     g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures, lanes: bool = False,
     start: LocalArray | None = None,
 ) -> LocalArray:  # fmt: skip
-    """Return the solution λ of Aᵀ λ = g, where A is the operator of the problem; collective and differentiable.
-
-    `lanes`: whether g has an additional first axis, for several right-hand sides. `start`: the initial guess without lanes.
-    """
+    """Return the solution λ of Aᵀ λ = g, differentiably; `lanes`: g has a first axis for several systems; collective."""
     if lanes:
         blocks = [g[k : k + _MOST_LANES] for k in range(0, len(g), _MOST_LANES)]
         return concatenate([solution_of_adjoint(block, leaves, problem.over_lanes(), failures) for block in blocks])

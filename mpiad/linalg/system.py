@@ -227,10 +227,6 @@ class System:
                 self.require_no_failure(made[-2])
         return made
 
-    def call(self, fun: Function, *args: Array) -> Array:
-        """Return ``fun(*args)``, which a program also computes by NumPy."""
-        return fun(*args)
-
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]) -> Any:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row; on the host, by one compiled loop."""
         columns = [column(vectors[0], a.astype(self.dtype)) for a in numbers]

@@ -57,10 +57,7 @@ class CheckpointFile(NamedTuple):
 
 
 def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile | None:
-    """Return the user's argument as a `CheckpointFile`; raise a TypeError or ValueError if it is invalid.
-
-    The existence of the folder is checked only if this rank `writes` files.
-    """
+    """Return a `CheckpointFile`; raise if the argument is invalid or, if this rank `writes`, the folder is missing."""
     if given is None:
         return None
     found = given if isinstance(given, CheckpointFile) else CheckpointFile(given)
@@ -126,10 +123,7 @@ class RootCheckpoint:
         self._x, self._counts, self._failures = np.zeros(0), np.zeros(0), WriteFailures(call)
 
     def load(self) -> dict[str, np.ndarray] | None:
-        """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None if there is no file.
-
-        The gradient is empty if it wasn't evaluated.
-        """
+        """Return an earlier run's arrays, the gradient empty if it wasn't evaluated; None if there is no file."""
         if self.given is None:
             return None
         file = self.given.file

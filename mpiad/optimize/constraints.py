@@ -53,10 +53,7 @@ class Box(NamedTuple):
         return np.clip(x - gradient, self.low[part], self.high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice = slice(None)) -> np.ndarray:
-        """Return a mask of a part's free variables; `norm` is the largest absolute entry of `projected_step` on any rank.
-
-        A variable isn't free if it is at a bound or close to it, and a step along the negative gradient violates it.
-        """
+        """Return a mask of the variables that aren't at a bound to which -g points; `norm`: the largest projected step."""
         # The margin goes to zero with the projected step, so variables can leave bounds that aren't active at the solution.
         margin = min(_MAX_MARGIN, norm)
         at_bound = (x - self.low[part] <= margin) & (gradient > 0.0)
@@ -164,10 +161,7 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
-    """Return one of the root's constraints as a function of the vector of variables; raise if it is invalid.
-
-    `used` is the channel of the user's communicator, on which communication is refused during a call of a constraint.
-    """
+    """Return a constraint as a function of the vector, which may not communicate on `used`; raise if it is invalid."""
     if isinstance(given, scipy.optimize.LinearConstraint):
         return Constraint(given, lambda x: np.asarray(given.A @ x), given.lb, given.ub)
     parts = UserConstraint.of(given)

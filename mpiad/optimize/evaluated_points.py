@@ -83,10 +83,7 @@ class Point:
 
 
 class Points:
-    """Values and gradients at points, evaluated on all ranks unless they are stored.
-
-    `together`: whether the method always needs the gradient together with the value.
-    """
+    """Values and gradients, stored or evaluated on all ranks; `together`: the method needs both at each point."""
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
         self._evaluation, self._instructions = evaluation, instructions
@@ -135,23 +132,10 @@ class Points:
             # All ranks store the forward pass of the last evaluation of the value.
             ready = point is self._last_with_value or (self._evaluation.separate and point.value is not None)
             self._evaluate(GRADIENT if ready else BOTH, point, x)
-        return self._value_and_gradient(point)[1].copy()
+        return self.for_method(point)[1].copy()
 
-    def value_for_method(self, point: Point) -> float:
-        """Return the objective at a point, or a substitute if it isn't finite."""
-        return self._value_and_gradient(point)[0]
-
-    def value_of_result(self, x: np.ndarray, reported: float) -> float:
-        """Return the objective at the result x of a method; `reported`, the method's value, may be a substitute."""
-        value = self.at(np.ascontiguousarray(x, dtype=float)).value
-        return reported if value is None or math.isfinite(value) else value
-
-    def _value_and_gradient(self, point: Point) -> tuple[Any, Any]:
-        """Return value and gradient at a point, or substitutes if they aren't finite: SciPy's line searches fail at NaN.
-
-        The substitutes belong to a parabola along the line from the iterate, with the value and slope of the iterate. Its
-        minimum is the point that a line search should try next.
-        """
+    def for_method(self, point: Point) -> tuple[Any, Any]:
+        """Return value and gradient, or finite ones of a parabola from the iterate: SciPy's line searches fail at NaN."""
         iterate, pair = self.iterate, (point.value, point.gradient)
         finite = all(each is None or np.all(np.isfinite(each)) for each in pair)
         if finite or iterate is None or iterate.gradient is None or iterate.value is None:

@@ -85,11 +85,7 @@ class History(NamedTuple):
 
 
 class Record:
-    """The rows of a solve in progress.
-
-    Some methods call the callback before they request the gradient at their iterate. The norm of this gradient is added to
-    the row later: with the next row, or when the rows are read.
-    """
+    """The rows of a solve; the gradient's norm is added later if the callback comes before the gradient."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.rows: list[Row] = []
@@ -130,11 +126,7 @@ class Record:
 
 
 class Progress:
-    """The progress bar of a solve, on the root.
-
-    The bar counts iterations, or evaluations if the user's options limit only the evaluations. Default limits aren't used,
-    since they are too high to be useful.
-    """
+    """The root's progress bar: of iterations, or of evaluations if the user's options limit only these."""
 
     def __init__(self, options: dict[str, Any] | None):
         self._options = options

@@ -114,7 +114,7 @@ class IteratesOfPoints(Iterates):
         point = self._points.with_value(x)
         if not self.record.rows:
             self._add_row(point)
-        return self._points.value_for_method(point)
+        return self._points.for_method(point)[0]
 
     def _add_row(self, point: Point) -> Row:
         self._points.iterate = point
@@ -128,10 +128,7 @@ class IteratesOfPoints(Iterates):
 
 
 class ShardedIterates:
-    """The iterates of a sharded method: history and callback on all ranks, progress on the root.
-
-    `called`: whether any rank has a callback. `stopped`: whether this rank's callback has raised StopIteration.
-    """
+    """History, callbacks (`called` on any rank, `stopped` on this one) and the root's progress of a sharded method."""
 
     def __init__(
         self, packing: Packing, agreement: StageFailures, callback: Function | None, called: bool, record: Record,

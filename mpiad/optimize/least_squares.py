@@ -73,10 +73,7 @@ Loss = Callable[[np.ndarray], tuple[float, np.ndarray, np.ndarray]]
 
 
 def _weighted(loss: Callable[[np.ndarray], Any], scale: float, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows.
-
-    ``loss(z)`` returns ρ and its first two derivatives, shape (3, m).
-    """
+    """Return twice this rank's cost, weighted residuals and row weights; ``loss(z)``: ρ, ρ' and ρ'', shape (3, m)."""
     # No warnings: if residuals aren't finite at a trial point, the trust region shrinks.
     with np.errstate(all="ignore"):
         z = (f / scale) ** 2
@@ -102,11 +99,7 @@ def loss_of(loss: object, scale: Scalar) -> Loss | None:
 
 
 class ResidualEvaluation:
-    """Evaluation of residuals and their derivatives; every rank calls the same method with the root's variables.
-
-    - `agreement`: raises an exception of one rank on all ranks.
-    - `gathers`: whether the residuals are gathered on the root. `counts`: the number of residuals of each rank.
-    """
+    """Residuals and derivatives at the root's variables, on all ranks; if it `gathers`, `counts` are the ranks' lengths."""
 
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm,
@@ -437,10 +430,7 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
 
 
 def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
-    """Return substitutes for the residuals, shape (n + 1,), or (n + 2,) with a robust loss, for n = `size` variables.
-
-    `sums` are twice the cost, and the squared norm of the weighted residuals.
-    """
+    """Return n + 1 residuals (n + 2 with a loss) for n variables, given twice the cost and the residuals' squared norm."""
     out = np.zeros(size + 1 + robust)
     if np.all(np.isfinite(sums)):
         out[0] = np.sqrt(sums[1])

@@ -68,10 +68,7 @@ class Evaluation:
         return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
-        """Return the objective, on all ranks; store the forward pass for `gradient`.
-
-        If a solver inside the function doesn't converge on some rank, value and gradient are NaN; at the start this raises.
-        """
+        """Return the objective, NaN if an inner solver fails after the start; store the forward pass for `gradient`."""
         return self.attempted(lambda: self._value(vector), lambda: math.nan)
 
     def attempted(self, evaluate: Callable[[], T], otherwise: Callable[[], T]) -> T:

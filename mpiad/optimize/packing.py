@@ -29,10 +29,7 @@ _NUMBERS = (int, float, np.integer, np.floating)
 
 
 def as_variables(x0: Tree, call: str = "minimize") -> Tree:
-    """Return x0 as the pytree for the function; raise a TypeError if it is invalid.
-
-    A list of numbers becomes an array, and integers become doubles, as in SciPy; other pytrees are unchanged.
-    """
+    """Return x0 with a list as an array, and integers as doubles, as in SciPy; raise a TypeError if it is invalid."""
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
         x0 = np.array(x0, dtype=float)
     elif _is_number(x0) or (isinstance(x0, np.ndarray) and x0.dtype.kind in "iu"):
@@ -69,11 +66,7 @@ def _is_number(x: Array) -> bool:
 
 
 class Packing:
-    """The layout of a pytree in one vector of doubles, with complex numbers as pairs.
-
-    The `template` defines structure, shapes, dtypes and the leaves that aren't variables (integers, strings). `size` is the
-    length of the vector. `specs` are the shape and dtype, and `namespaces` the array module, of each array of variables.
-    """
+    """The layout of a pytree like `template` in one vector of doubles of length `size`, with complex numbers as pairs."""
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)

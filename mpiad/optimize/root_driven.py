@@ -48,10 +48,7 @@ _ADVICE = (
 
 
 def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
-    """Return the root's `start` on all ranks, with placeholders for device arrays on other ranks; collective.
-
-    Raise a ReplicationError on all ranks if the x0 of any rank differs from the root's.
-    """
+    """Return the root's `start` on all ranks (placeholders for device arrays); raise if any x0 differs; collective."""
     if used.size == 1:
         return start
     is_root = used.rank == program.root
@@ -89,11 +86,7 @@ def _fingerprint(array: np.ndarray) -> bytes:
 
 
 def _require_root_values(used: Channel, root: Rank, own: Leaves | None, root_leaves: Leaves, call: str) -> None:
-    """Raise a ReplicationError on all ranks if the x0 of any rank differs from the root's; collective.
-
-    Values are compared by ``==``, except that all NaNs are equal. `own` are the leaves of this rank's x0 with their paths,
-    or None if there is none; `root_leaves` are those of the root's x0.
-    """
+    """Raise on all ranks if a leaf of any rank's `own` x0 isn't == the root's; all NaNs are equal; collective."""
     found = None if own is None or used.rank == root else _difference(own, root_leaves, root)
     if not on_any_rank(used.data, found is not None):
         return
@@ -153,11 +146,7 @@ def _structural_difference(path: str, text: str) -> Difference:
 
 
 class Solve:
-    """The base class of all solves.
-
-    `used` is the user's communicator. `agreement` raises an exception of one rank on all ranks; its `error` is the
-    exception that ended the solve.
-    """
+    """The base class of all solves; `used`: the user's channel; `agreement` raises an exception of one rank on all."""
 
     def __init__(self, used: Channel, call: str):
         # A duplicate of the communicator, because the user's function may communicate while instructions are pending, and
@@ -191,10 +180,7 @@ class Solve:
 
 
 class RootDriven(Solve):
-    """A solve in which the root runs the method, and the other ranks execute the root's instructions; collective.
-
-    `factory` returns `evaluation`, the object that executes the root's instructions. `used` is the user's communicator.
-    """
+    """A solve whose method the root runs; `factory` returns `evaluation`, which executes its instructions; collective."""
 
     progress: Progress | None = None
 

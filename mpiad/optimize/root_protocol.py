@@ -96,10 +96,7 @@ def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None
 
 
 class Totals:
-    """Sums and maxima over all ranks, bitwise the same on all ranks: they are reduced to the root and broadcast.
-
-    An all-reduction may round differently on different ranks, so that one rank stops and another continues.
-    """
+    """Sums and maxima from the root, so that they are bitwise the same on all ranks, unlike those of an all-reduction."""
 
     def __init__(self, comm: Comm, root: Rank):
         self._comm, self._root = comm, root

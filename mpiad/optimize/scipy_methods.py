@@ -82,7 +82,8 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
             options=options,
             callback=iterates,
         )
-        result.fun = points.value_of_result(result.x, result.fun)
+        value = points.at(np.ascontiguousarray(result.x, dtype=float)).value
+        result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
         result = iterates.with_total_counts(corrected(result, points, constrained=bool(constraints)))
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
         result = partial_result(STOPPED, points, iterates.count)
@@ -177,10 +178,7 @@ def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 
 
 def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
-    """Correct a result of SciPy, in place, if values aren't finite or an earlier point is better.
-
-    With constraints, a finite result of a successful method isn't replaced, since lower points may violate them.
-    """
+    """Correct a result in place if values aren't finite or an earlier point is better, which may violate constraints."""
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.counts.of_objective)
     best, value = points.best, float(result.fun)

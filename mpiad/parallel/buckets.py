@@ -31,11 +31,7 @@ class Bucket(NamedTuple):
 
 
 class Plan:
-    """The division of arrays into buckets of at most `limit` bytes; a longer array has its own bucket.
-
-    The last arrays are in the first bucket, since the reverse pass computes them first. `digest` is a checksum, which is
-    the same for plans of the same arrays. `several`: whether there are several buckets.
-    """
+    """Arrays in buckets of at most `limit` bytes, the last first, as in reverse passes; `digest`: their checksum."""
 
     def __init__(self, specs: list[Spec], limit: int):
         self.specs, self.limit = specs, limit
@@ -70,11 +66,7 @@ def plan_of(specs: list[Spec], limit: int, previous: Plan | None) -> Plan:
 
 
 class Sums:
-    """Sums over the ranks of arrays that become ready one after another, or all at once; a context manager.
-
-    If any rank may have started a sum, an exception that leaves the context marks the channel as unusable: later sums would
-    combine different arrays of different ranks.
-    """
+    """Sums over the ranks of arrays as they become ready; an exception inside the context makes the channel unusable."""
 
     def __init__(self, channel: Channel, plan: Plan):
         self._channel, self._sum_channel, self._plan = channel, cast(Channel, _SumChannel(channel)), plan

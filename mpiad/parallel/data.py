@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
+from mpiad.domain.partition import bounds
 from mpiad.parallel.samples import Items, last_container
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
+from mpiad.primitives.checks import count_of
 from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
 
@@ -81,9 +83,8 @@ class DistributedDataContainer:
     """
 
     def __init__(self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None):
-        is_integer = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-        if batch_size is not None and not (is_integer and batch_size > 0):
-            raise ValueError(f"DistributedDataContainer: batch_size must be an integer above zero, but got {batch_size!r}.")
+        if batch_size is not None:
+            count_of(batch_size, "DistributedDataContainer: batch_size")
         self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
         self._arrays, self._build = _arrays(data)
         self._count = _length(data, self._arrays)
@@ -136,10 +137,8 @@ class DistributedDataContainer:
 
     def _local_indices(self, start: int, stop: int) -> np.ndarray:
         """Return this rank's sample indices, from places start to stop of the order; the first ranks may have one more."""
-        count = stop - start
-        first = self._rank * (count // self._size) + min(self._rank, count % self._size)
-        length = count // self._size + (self._rank < count % self._size)
-        return self._order[start + first : start + first + length]
+        first, end = bounds(stop - start, self._size, self._rank)
+        return self._order[start + first : start + end]
 
 
 def _entries(leaves: Sequence[Any], indices: np.ndarray) -> list[Any]:

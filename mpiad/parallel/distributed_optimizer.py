@@ -20,6 +20,7 @@ from mpiad.parallel.adam import SGD, Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.parameters import described, matching_leaves, require_state, variables_of
 from mpiad.parallel.samples import Totals, count_samples, require_equal_replicas, totals
+from mpiad.primitives.checks import count_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import fetched
@@ -205,8 +206,7 @@ class DistributedOptimizer:
             )
         if reduction not in ("mean", "sum"):
             raise ValueError(f"DistributedOptimizer: reduction must be 'mean' or 'sum', but got {reduction!r}.")
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise ValueError(f"DistributedOptimizer: accumulate must be an integer above zero, but got {accumulate!r}.")
+        count_of(accumulate, "DistributedOptimizer: accumulate")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
@@ -409,11 +409,7 @@ def _copied(part: Array) -> Array:
 
 
 def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
-    """Scale arrays in place so that their joint 2-norm is at most `max_norm` (Pascanu et al., 2013); return them.
-
-    If the norm isn't finite, the arrays are unchanged, so that the updated parameters become infinite or NaN and show the
-    failure.
-    """
+    """Scale arrays in place to a joint 2-norm of at most `max_norm` (Pascanu et al., 2013), unless it isn't finite."""
     if max_norm is None:
         return arrays
     norm = math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
@@ -424,10 +420,7 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
 
 
 def _norms(arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays, with one copy from each device unless squares overflow.
-
-    If any entry is infinite or NaN, return the largest absolute value of each array instead; not all of them are finite.
-    """
+    """Return the arrays' norms, one copy per device unless squares overflow; largest entries if any isn't finite."""
 
     def on_host(numbers: list[Array]) -> np.ndarray:
         return np.array(fetched([number.astype(float) for number in numbers]))

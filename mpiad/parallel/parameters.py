@@ -19,10 +19,7 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return a pytree's leaves, trained leaves as variables; raise a TypeError for traced or unsupported leaves.
-
-    `required`: raise also if no leaf is trained.
-    """
+    """Return a pytree's leaves, trained ones as variables; raise a TypeError if unsupported, or `required` and none is."""
     leaves, build = flatten(tree)
     places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
     if any(map(isbox, leaves)):

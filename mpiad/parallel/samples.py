@@ -72,11 +72,7 @@ def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: float = 0.0,
     problem: PendingError | None = None,
 ) -> Totals:  # fmt: skip
-    """Sum the numbers of samples and the losses over the ranks; raise on all ranks if their parameters don't match.
-
-    `count`, `loss`: the number of this rank's samples, and the sum of their losses. `accumulated_before`: this rank's
-    number of samples in previously accumulated batches. `problem`: an error on this rank, which all ranks raise.
-    """
+    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match."""
     # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
     local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, loss]
     found = allreduce(used, np.array(local, float), SUM, call)

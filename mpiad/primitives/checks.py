@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -21,6 +23,13 @@ def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
+
+
+def count_of(value: Any, argument: str) -> int:
+    """Return a number of objects as an int; raise a ValueError unless it is an integer above zero."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(f"{argument} must be an integer above zero, but got {value!r}.")
+    return int(value)
 
 
 def root_of(root: object, channel: Channel, call: str) -> int:

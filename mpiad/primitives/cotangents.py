@@ -20,10 +20,7 @@ def spec_like(x: Array) -> Spec:
 
 
 def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Array:
-    """Convert a cotangent or tangent to the shape, dtype and device of its primal value.
-
-    Raise a TypeError instead of copying a host array to a device.
-    """
+    """Convert a (co)tangent to its primal's shape, dtype and device; raise a TypeError instead of copying to a device."""
     if arrays is not None and not hasattr(type(g), "__cuda_array_interface__"):
         g = _on_device(g, shape, dtype, arrays)
     elif not hasattr(g, "dtype"):

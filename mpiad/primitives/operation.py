@@ -54,11 +54,7 @@ class VectorizedVjp(partial):
 
 
 class BatchedVjp:
-    """The adjoint of a step with several operations, which runs once for all simultaneous reverse passes ("lanes").
-
-    ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes, or
-    None if each lane must run alone.
-    """
+    """An adjoint for one lane, ``pull(g)``, and for n lanes at once, ``pull_all(n)``, None if each must run alone."""
 
     __slots__ = ("_pull", "pull_all")
 

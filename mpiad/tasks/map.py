@@ -18,7 +18,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Comm, Function, Rank
 from mpiad.errors import RemoteError, WorkerError
-from mpiad.primitives.checks import root_of
+from mpiad.primitives.checks import count_of, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten
@@ -91,10 +91,7 @@ def require_plain(value: object, source: str) -> None:
 
 
 def work(mailbox: Mailbox, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
-    """Evaluate batches until the root stops this rank; return the outcome.
-
-    `root`: its rank in the map's communicator. `rank`: this rank in the user's communicator.
-    """
+    """Evaluate batches until the root, `root` in the map's communicator, stops `rank` of the user's; return the outcome."""
     waiting: deque[Batch] = deque()
     outcome: Outcome | None = None
     has_failed = False
@@ -466,8 +463,7 @@ def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tupl
     root_of(root, user_channel, "mpi_map")
     if not callable(fun):
         raise TypeError(f"mpi_map: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"mpi_map: batch must be an integer above zero, but got {batch!r}.")
+    count_of(batch, "mpi_map: batch")
     if user_channel.rank != root:
         return iter(())
     try:

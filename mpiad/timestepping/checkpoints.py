@@ -9,6 +9,8 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from mpiad.primitives.checks import count_of
+
 # Binomial checkpointing: the order in which a loop's steps are run and reversed, and states are stored and restored.
 #
 # The last run of each step is recorded, and isn't counted in the following. With s stored states, including the first, at
@@ -78,11 +80,7 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
 
 
 def _steps_to_next_state(steps: int, states: int) -> int:
-    """Return the optimal number of steps from a stored state to the next one.
-
-    `steps`: the number of steps from the stored state to the end, at least 2. `states`: the number of states that may be
-    stored after this point, including that state, at least 1.
-    """
+    """Return the optimal distance to the next stored state; `states`: those that may be stored from here to the end."""
     # For n remaining steps and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r)
     # is optimal: the first m steps run at most r - 1 more times, and the remaining steps at most r more times, with s - 1
     # states. The returned m leads to the fewest stored states. r is the smallest number of repetitions for which s states
@@ -167,8 +165,7 @@ def schedule_of(value: Any) -> CheckpointSchedule | None:
             )
         if number < 0:
             raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
-    if not isinstance(schedule.recorded, Integral) or schedule.recorded < 1:
-        raise ValueError(f"{call}: recorded must be an integer above zero, but got {schedule.recorded!r}.")
+    recorded = count_of(schedule.recorded, f"{call}: recorded")
     if schedule.dtype not in (None, "float32"):
         raise ValueError(
             f"{call}: states are stored in their own precision (dtype=None) or in single precision (dtype='float32'), but "
@@ -185,4 +182,4 @@ def schedule_of(value: Any) -> CheckpointSchedule | None:
         raise ValueError(f"{call}: checkpoints={value!r} stores no state, but a gradient needs at least the first state.")
     if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
         raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Create it first.")
-    return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=int(schedule.recorded))
+    return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=recorded)

@@ -45,10 +45,7 @@ def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.nd
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write differences of rows of the field (minus `before`) in units of `step`; return the maximum absolute difference.
-
-    The first rows, which have too few preceding rows, are omitted.
-    """
+    """Write differences of rows (not of the first) minus `before`, in units of `step`; return the largest one."""
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     width, ring = field.size // len(field), np.zeros(_RING)
@@ -112,14 +109,8 @@ def differences_of_rows(
                 for i in range(n):
                     rounded[i] = a[i] * inverse + 6755399441055744.0 - 6755399441055744.0
             if row >= order:
-                k = 512 * ((row - 1) & 7)
-                c = ring[k : k + n]
-                k = 512 * ((row - 2) & 7)
-                d = ring[k : k + n]
-                k = 512 * ((row - 3) & 7)
-                e = ring[k : k + n]
-                k = 512 * ((row - 4) & 7)
-                f = ring[k : k + n]
+                i, j, k, m = 512 * ((row - 1) & 7), 512 * ((row - 2) & 7), 512 * ((row - 3) & 7), 512 * ((row - 4) & 7)
+                c, d, e, f = ring[i : i + n], ring[j : j + n], ring[k : k + n], ring[m : m + n]
                 target = out[begin : begin + n]
                 for i in range(n):
                     difference = rounded[i] + u * c[i] + v * d[i] + w * e[i] + x * f[i]
@@ -146,14 +137,8 @@ def sums_of_rows(
                 for i in range(n):
                     rounded[i] = first_row[i]
             else:
-                k = 512 * ((row - 1) & 7)
-                c = ring[k : k + n]
-                k = 512 * ((row - 2) & 7)
-                d = ring[k : k + n]
-                k = 512 * ((row - 3) & 7)
-                e = ring[k : k + n]
-                k = 512 * ((row - 4) & 7)
-                f = ring[k : k + n]
+                i, j, k, m = 512 * ((row - 1) & 7), 512 * ((row - 2) & 7), 512 * ((row - 3) & 7), 512 * ((row - 4) & 7)
+                c, d, e, f = ring[i : i + n], ring[j : j + n], ring[k : k + n], ring[m : m + n]
                 coded = differences[begin : begin + n]
                 for i in range(n):
                     rounded[i] = coded[i] - (u * c[i] + v * d[i] + w * e[i] + x * f[i])

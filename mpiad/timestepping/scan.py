@@ -55,11 +55,6 @@ def _described(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
 
-def _copies(state: list[Array]) -> list[Array]:
-    """Return copies, since a step may write into its argument, or return the same buffer each time."""
-    return [own(leaf) for leaf in state]
-
-
 class _CheckpointedRun:
     """One pass through the checkpoint schedule: the constructor runs forward to the last steps, `reversed` backward."""
 
@@ -67,21 +62,22 @@ class _CheckpointedRun:
         # The loop isn't stored: without a reference cycle, stored states and files are released immediately.
         self._snapshots = Snapshots(loop.schedule)
         self._actions = actions(loop.steps, loop.schedule)
-        self.state = _copies(args.state)
+        # Copies, here and below, since a step may write into its argument, or return the same buffer each time.
+        self.state = list(map(own, args.state))
         self.last = Reverse(0, loop.steps)  # the first action of `reversed`
         for action in self._actions:
             if isinstance(action, Reverse):
                 self.last = action
                 break
             self._perform(action, loop, args, observed)
-        # A copy, since the last steps run twice from this state: in the forward pass, and recorded in `reversed`.
-        self.state = _copies(self.state)
+        # The last steps run twice from this state: in the forward pass, and recorded in `reversed`.
+        self.state = list(map(own, self.state))
         self._shares = False
 
     def shared(self, loop: Loop) -> _CheckpointedRun:
         """Return a run for another reverse pass, which uses the same stored states."""
         other = copy(self)
-        other._snapshots, other.state = self._snapshots.shared(), _copies(self.state)
+        other._snapshots, other.state = self._snapshots.shared(), list(map(own, self.state))
         other._actions = actions(loop.steps, loop.schedule)
         while not isinstance(next(other._actions), Reverse):
             pass
@@ -114,7 +110,7 @@ class _CheckpointedRun:
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
             # A state that is needed again must stay unchanged, even if a step writes into its argument.
-            self.state = state if action.last and not self._shares else _copies(state)
+            self.state = state if action.last and not self._shares else list(map(own, state))
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
@@ -173,10 +169,7 @@ def _is_for_products(tape: Any) -> bool:
 
 
 class Loop:
-    """A loop of time steps as a differentiable operator; `args` determines the structure of the arguments.
-
-    `schedule` limits the states that are stored for the reverse pass.
-    """
+    """A time loop as a differentiable operator; `args`: the arguments' structure; `schedule`: limits the stored states."""
 
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule, args: Arguments):
         self.stepping, self.steps, self.schedule, self._like = stepping, steps, schedule, args
@@ -213,14 +206,11 @@ class Loop:
             # The forward run also stores the states for the reverse pass, so no additional run is needed.
             self._stored = run = _CheckpointedRun(self, args, observed)
             first, state = run.last.first, run.state
-        state = self.run(Span(first, self.steps), args, _copies(state), observed)
+        state = self.run(Span(first, self.steps), args, list(map(own, state)), observed)
         return self._results.vector([*state, *observed.arrays])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
-        """Return the cotangents of the active arguments as one vector, given plain arguments.
-
-        If `g` has a first axis, for several reverse passes ("lanes"), they run together, and the result also has this axis.
-        """
+        """Return the active arguments' cotangents as one vector, or one per entry of g's first axis ("lanes")."""
         args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
         parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
         states, observed = [each[:count] for each in parts], [each[count:] for each in parts]
@@ -284,10 +274,7 @@ class Loop:
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def tangents(self, leaves: Sequence[Any], vectors: Array) -> Array:
-        """Return the tangents of the results along several directions, given plain arguments, in one run of the loop.
-
-        Forward mode has no batches, so each step is linearized, and its Jacobian multiplied with all directions.
-        """
+        """Return tangents along several directions: each step's Jacobian times all, since forward mode has no batches."""
         args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
         state, rows = args.state, []
         zeros = [spec_like(leaf)._replace(shape=(lanes, *np.shape(leaf))).zeros() for leaf in state]
@@ -319,10 +306,7 @@ class Loop:
         return [*after, *chain.from_iterable(rows)]
 
     def directions(self, vector: Array) -> list[Array]:
-        """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active.
-
-        If the vector has a first axis, for lanes, so have the directions.
-        """
+        """Split a vector of cotangents, or several, into one direction per leaf, None for inactive leaves."""
         directions: list[Any] = [None] * len(self._like.all())
         parts = self._cotangents.parts
         is_block = len(spec_like(vector).shape) > 1

@@ -69,10 +69,7 @@ def _by_blas(rows: np.ndarray, length: int | None) -> bool:
 
 
 def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Return the inner product of each conjugated row with x, on the calling thread as in `vdot`.
-
-    `length`: of the whole vectors, if `rows` and `x` are parts of them.
-    """
+    """Return each conjugated row's inner product with x, on this thread; `length`: of the whole of these vectors."""
     if _by_blas(rows, length):
         return (rows.conj() if rows.dtype.kind == "c" else rows) @ x
     return np.array([vdot(row, x) for row in rows])
@@ -93,10 +90,7 @@ def gram(rows: np.ndarray) -> np.ndarray:
 
 
 def limit_threads(ranks_on_node: int) -> None:
-    """Limit each rank's thread pools to its share of the node's cores, unless the user has set them; collective.
-
-    The lowest rank that limits its pools logs this, once for each user.
-    """
+    """Limit thread pools to a share of the node's cores, unless the user set them; the lowest rank logs it; collective."""
     global _share, _serial_length
     _share = max(1, len(cores()) // ranks_on_node)
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)

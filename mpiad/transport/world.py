@@ -286,10 +286,7 @@ def _announce_end() -> None:
 
 
 def _close() -> None:
-    """Wait for the end of the program on all ranks, and close the world.
-
-    In debug mode raises a CommunicationMismatchError on all ranks if messages or requests are pending.
-    """
+    """Wait for the end of the program on all ranks, report pending messages and requests in debug mode, close the world."""
     watch = watch_settings.present()
     if not watch.watches:
         await_others()

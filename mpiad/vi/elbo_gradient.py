@@ -55,10 +55,7 @@ class Objective(NamedTuple):
     divergence: str  # {"closed", "draws", "path"}
 
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[float, float, Tree]:
-        """Return the mean loss, KL without its weight, and the gradient of the objective.
-
-        `noise` is on the parameters' device, `found` on the host.
-        """
+        """Return the mean loss, KL without its weight, and the gradient; `noise` is on the device, `found` on the host."""
         leaves, build = flatten(params)
         indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         valid = found.valid

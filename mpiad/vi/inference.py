@@ -16,7 +16,7 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import select, to_host
 from mpiad.errors import WorkerError
-from mpiad.primitives.checks import root_of
+from mpiad.primitives.checks import count_of, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import fetched, flatten, is_variable, map_leaves, refuse_objects
@@ -280,11 +280,11 @@ class VI:
         _check_arguments(loss, posterior, optimizer, gradient=gradient, divergence=divergence, schedule=schedule)
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
-        _require_count(n_samples_per_epoch, "n_samples_per_epoch")
+        count = count_of(n_samples_per_epoch, "VI: n_samples_per_epoch")
         if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
             raise ValueError(f"VI: seed must be an integer, zero or more, but got {seed!r}.")
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
-        self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), int(n_samples_per_epoch)
+        self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), count
         self.gradient, self.schedule, self.seed, self.root, self.comm = gradient, schedule, seed, root, comm
         self.devices = devices
         has_formula = has_closed_form(posterior, self.prior)
@@ -407,10 +407,9 @@ class VI:
 
     def _fail(self, used: Channel, model: Model, error: Exception) -> None:
         """Raise the run's exception on all ranks; a WorkerError gets the first traceback if the model raised."""
-        found = model.first_trace(self.comm) if isinstance(error, WorkerError) else None
-        if found is not None:
-            rank, trace = found
-            raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
+        for rank, trace in enumerate(used.data.allgather(model.trace) if isinstance(error, WorkerError) else ()):
+            if trace:
+                raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
         raise agreed(used, error)
 
     def _agree(
@@ -419,10 +418,10 @@ class VI:
         with raising_together(used):
             if hasattr(data, "__len__") and len(data) == 0:
                 raise ValueError(f"VI.run: data is empty ({type(data).__name__} of length 0) on rank {used.rank}.")
-            _require_count(n_epochs, "n_epochs")
-            _require_count(n_samples, "n_samples")
+            count_of(n_epochs, "VI: n_epochs")
+            count_of(n_samples, "VI: n_samples")
             if patience is not None:
-                _require_count(patience, "max_epochs_without_improvement")
+                count_of(patience, "VI: max_epochs_without_improvement")
             if not isinstance(average, bool):
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
         # These arguments determine the collective calls and the draws.
@@ -467,7 +466,7 @@ class VI:
         used = channel(self.comm, "VI.elbo")
         root = root_of(self.root, used, "VI.elbo")
         with raising_together(used):
-            _require_count(n_samples, "n_samples")
+            count_of(n_samples, "VI: n_samples")
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
         # This generator differs from the generators of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
@@ -498,11 +497,6 @@ def _check_arguments(loss: object, posterior: object, optimizer: object, **chose
     for name, value in chosen.items():
         if value not in choices[name]:
             raise ValueError(f"VI: {name} must be one of {', '.join(map(repr, choices[name]))}, but got {value!r}.")
-
-
-def _require_count(value: object, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"VI: {name} must be an integer above zero, but got {value!r}.")
 
 
 def _require_one_device(params: Tree, device: int | None, call: str) -> None:

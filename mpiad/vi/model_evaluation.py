@@ -34,11 +34,7 @@ class Evaluations(NamedTuple):
 
 
 class Model:
-    """The user's loss, evaluated draw by draw; `trace` is the traceback of the first exception on this rank.
-
-    `differentiated`: whether gradients with respect to theta are computed. `device`: the GPU to which draws are copied; by
-    default the device of `data`.
-    """
+    """The user's loss per draw; `trace`: this rank's first traceback; `device`: of the draws, by default of `data`."""
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
@@ -93,11 +89,6 @@ class Model:
         """Evaluate the draws on free ranks other than the root; return all rows on the root."""
         rows = mpi_map(self.row, None if theta is None else list(theta), root=root, comm=comm)
         return None if rows is None else np.array(rows)
-
-    def first_trace(self, comm: Comm) -> tuple[Rank, str] | None:
-        """Return the first rank on which the model raised, and the first traceback of this rank; collective."""
-        found = channel(comm, "VI.run").data.allgather(self.trace)
-        return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
 
 
 def _number(value: object) -> float:

@@ -8,6 +8,7 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
+from mpiad.primitives.checks import count_of
 
 
 class Posterior(Protocol):
@@ -28,13 +29,6 @@ class Posterior(Protocol):
         ...
 
 
-def checked_dimension(dim: object, name: str) -> int:
-    """Return the number of parameters; raise a ValueError if it isn't a positive integer."""
-    if isinstance(dim, bool) or not isinstance(dim, (int, numpy.integer)) or dim < 1:
-        raise ValueError(f"{name}: dim must be an integer above zero, but got {dim!r}.")
-    return int(dim)
-
-
 LOG_2PI = float(numpy.log(2 * numpy.pi))
 
 
@@ -49,7 +43,7 @@ def initial_moments(dim: int, mean: float | Array, sd: float | Array, name: str)
 class _Gaussian:
     def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
         name = type(self).__name__
-        self.dim = checked_dimension(dim, name)
+        self.dim = count_of(dim, f"{name}: dim")
         self._mean, self._sd = initial_moments(dim, mean, sd, name)
 
 

@@ -53,7 +53,7 @@ def points(together: bool, **kind: bool) -> tuple[Points, list[int]]:
 
 
 def value_at(at: Points, x: np.ndarray) -> float:
-    return at.value_for_method(at.with_value(x))
+    return at.for_method(at.with_value(x))[0]
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,6 @@ class Distribution:
                 ranks[axis] = ranks[axis][::2]
         return Distribution(tuple(cuts), tuple(ranks), self.periodic)
 
-    def on_one_rank(self) -> Distribution:
-        """Return the distribution in which the first rank owns all points."""
-        # If there are several blocks along a dimension, the shortest one is shorter than the dimension.
-        return self.merged(max(self.shape))
-
 
 def distribution_of(partition: Partition) -> Distribution:
     """Return the distribution of a domain's grid."""

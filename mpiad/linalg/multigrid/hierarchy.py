@@ -81,10 +81,7 @@ class Agglomeration:
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return this rank's old block, with a layer around it, from the new blocks, with layers; all owners call it.
-
-        `whole` is this rank's new block, or None if it owns none; `block` is an array like the old block without the layer.
-        """
+        """Return this rank's old block, shaped like `block` plus a layer, from the new blocks; all owners call it."""
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange of halos.
@@ -195,7 +192,8 @@ class Coarser:
         # Colors require an even number of points along periodic dimensions.
         odd = any(wraps and n % 2 for wraps, n in zip(distribution.periodic, distribution.shape))
         last = odd or math.prod(distribution.shape) <= _FACTORIZED[len(distribution.cuts)]
-        after = distribution.on_one_rank() if last else distribution.merged(_SHORTEST[len(distribution.cuts)])
+        # No block with neighbors is as long as the longest dimension, so the last level is on one rank.
+        after = distribution.merged(max(distribution.shape) if last else _SHORTEST[len(distribution.cuts)])
         self._gathering = Agglomeration(distribution, after, plan.rank, plan.comm)
         whole = self._gathering.gather(stack)
         self._level: Level | None = None

@@ -32,10 +32,7 @@ def preconditioned_cg(
     level: Level, r: LocalArray, group: Channel, settings: Settings, slowness_reason: Callable[[], str],
     b: LocalArray | None = None,
 ) -> tuple[LocalArray, list[float]]:  # fmt: skip
-    """Return the solutions and the history of norms; `r` is overwritten. For errors see `Multigrid.solve`.
-
-    `slowness_reason` is a collective function that returns a possible reason for slow convergence, for an error message.
-    """
+    """Return the solutions and norms; `r` is overwritten. ``slowness_reason()``, collective, explains slow convergence."""
     # `r`, of shape (systems, colors, size), contains the right-hand sides or, if `b` is passed, the residuals of x0.
     norms = _norms(group, r, _RIGHT if b is None else "the residual of x0")
     targets = np.maximum(settings.rtol * (norms if b is None else _norms(group, b, _RIGHT)), settings.atol)
@@ -53,7 +50,7 @@ def preconditioned_cg(
         z = level.cycle(r)
         w = level.product_after(r)
         local = _products((r, z), (w, z)) if failures.error is None else np.full((2, len(r)), np.nan)
-        rz, wz = _sums(group, local)
+        rz, wz = allreduce(group, local, SUM, _CALL)
         # Converged systems don't change. As in `conjugate_gradients`, p·Ap follows from a recurrence.
         beta = np.where(active, rz / before, 0.0)
         curvature = wz - beta * beta * curvature
@@ -78,10 +75,6 @@ def preconditioned_cg(
     return x, history
 
 
-def _sums(group: Channel, local: np.ndarray) -> np.ndarray:
-    return allreduce(group, local, SUM, _CALL)
-
-
 def _products(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
     """Return this rank's part of the inner products of pairs of arrays (systems, ...), shape (pairs, systems)."""
     return inner(*[(x.reshape(len(x), -1), y.reshape(len(y), -1)) for x, y in pairs])
@@ -90,14 +83,15 @@ def _products(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
 def _norms(group: Channel, r: LocalArray, name: str) -> np.ndarray:
     """Return the norm of each system's part of r over all ranks."""
     # NaN on one rank makes the sum NaN on all ranks, so that all ranks raise.
-    total = _sums(group, _products((r, r))[0])
+    total = allreduce(group, _products((r, r))[0], SUM, _CALL)
     if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
         text = f"{_CALL}: {name} is not finite: {bad} entries on rank {group.rank} are NaN or infinite."
         raise_together(group, NotFiniteError(text) if bad else None)
         raise agreed(group, ValueError(f"{_CALL}: the norm of {name} overflows. Scale the system."))
     if name == _RIGHT and (small := total < _SMALLEST_SQUARE).any():
-        count = _sums(group, on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64))
+        nonzero = on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64)
+        count = allreduce(group, nonzero, SUM, _CALL)
         if (small & (count > 0.0)).any():
             norm = math.sqrt(total[small & (count > 0.0)][0])
             small = f"the norm of {name}, {norm:.3e}, is so small that squares of residuals vanish"

@@ -73,11 +73,7 @@ def _require_equal_copies(domain: Domain, faces: list[LocalArray], group: Channe
 
 
 def has_constants(of_one: LocalArray, mean_zero: bool, group: Channel) -> bool:
-    """Return whether the operator's kernel contains constants; collective.
-
-    `of_one`: this rank's block of the product with the constant one. Raise a ValueError on all ranks if `mean_zero` differs
-    from the result, or differs between ranks.
-    """
+    """Return whether `of_one`, the product with 1, is zero; raise on all ranks if `mean_zero` differs; collective."""
     local = np.array([of_one.max(), mean_zero, not mean_zero], float)
     largest, some_true, some_false = allreduce(group, local, MAX, _CALL)
     if some_true and some_false:

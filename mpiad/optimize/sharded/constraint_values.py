@@ -24,6 +24,7 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.primitives import stop_gradient
+from mpiad.pytrees import put
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import agreed
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -37,10 +38,7 @@ _SUPPORTED = {
 
 
 def local_constraints(given: object, size: int, method: str) -> list[UserConstraint]:
-    """Return the constraints of a sharded method; raise a TypeError or ValueError on invalid ones.
-
-    `size` is the number of this rank's variables.
-    """
+    """Return a sharded method's constraints on `size` local variables; raise a TypeError or ValueError if invalid."""
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return []
     found = [UserConstraint.of(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
@@ -110,7 +108,7 @@ class ConstraintValues:
     def _local(self, constraint: UserConstraint, x: Array) -> tuple[np.ndarray, Callable[[], list[Array]]]:
         """Return this rank's terms of the values, and a function that returns its columns of the Jacobian, by rows."""
         if constraint.matrix is not None:
-            columns = [_like(row, x) for row in constraint.matrix]
+            columns = put(list(constraint.matrix), [arrays_of(x)] * len(constraint.matrix))
             return np.array([local_dot(row, x) for row in columns]), lambda: columns
         run, tree = self._evaluation.agreement.run, self._packing.unpack(x)
 
@@ -143,17 +141,13 @@ class ConstraintValues:
 
 
 class LinearEquality:
-    """The projection onto the solutions of A x = b, with this rank's columns of A.
-
-    `evaluation` is that of the objective; `both` returns the gradient projected onto the null space of A, so that all steps
-    of a gradient method remain in it.
-    """
+    """The projection onto A x = b, with this rank's columns; the gradients of `both` are in the null space of A."""
 
     def __init__(self, constraints: list[UserConstraint], evaluation: Evaluation, totals: Totals, like: Array):
         matrices = [cast(np.ndarray, constraint.matrix) for constraint in constraints]
         matrix = np.vstack(matrices)
         self._target = np.concatenate([np.broadcast_to(c.low, len(rows)) for c, rows in zip(constraints, matrices)])
-        self._rows, self._evaluation, self._totals = [_like(row, like) for row in matrix], evaluation, totals
+        self._rows, self._evaluation, self._totals = put(list(matrix), [arrays_of(like)] * len(matrix)), evaluation, totals
         gram = totals.decide_on_root((matrix @ matrix.T).ravel(), len(matrix) ** 2, lambda sums: sums)
         self._inverse = scipy.linalg.pinvh(gram.reshape(len(matrix), len(matrix)), rtol=1e-12)
 
@@ -180,8 +174,3 @@ class LinearEquality:
     def _projected(self, x: Array, target: Array | float) -> Array:
         multipliers = self._inverse @ self._residual(x, target)
         return sum((-y * row for y, row in zip(multipliers.tolist(), self._rows)), x)
-
-
-def _like(row: np.ndarray, x: Array) -> Array:
-    xp = arrays_of(x)
-    return row if xp is None else xp.to_device(row)

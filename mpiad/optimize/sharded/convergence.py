@@ -65,11 +65,7 @@ def checked(name: str, value: Any) -> float:
 def ending_at(
     before: float, value: float, stopped: Callable[[], bool], counts: tuple[int, int], settings: AnySettings
 ) -> Ending | None:
-    """Return the ending of a solve at an iterate whose gradient isn't small enough, or None if it continues.
-
-    `before` is the objective at the previous iterate, or infinite if the last line search found no better point. `counts`
-    are the numbers of iterations and evaluations. ``stopped()`` returns whether a callback has raised StopIteration.
-    """
+    """Return the ending at an iterate, or None; `before`: the last objective; `counts`: of iterations and evaluations."""
     # Relative for large values and absolute below one, as in L-BFGS-B.
     tolerance = settings.ftol * max(abs(before), abs(value), 1.0)
     if settings.ftol > 0.0 and before < math.inf and before - value <= tolerance:

@@ -43,10 +43,7 @@ class DeviceVectors(HostVectors):
         return self._xp.to_device(x)
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the inner products of the ring's rows with the newest change y of the gradient, and with the gradient g.
-
-        The third result is g·g. For the parameters see `HostVectors.products`.
-        """
+        """Return the inner products of the ring's rows with y and with g, and g·g; see `HostVectors.products`."""
         current, vectors = self.memory[ring.gradient], []
         square = np.sum(current * current)
         if change:

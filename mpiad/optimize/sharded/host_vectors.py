@@ -135,11 +135,7 @@ class HostVectors:
             np.copyto(tile[row], vector[part])
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the inner products of the ring's rows with the newest change y and with the gradient g, and g·g.
-
-        With `change`, the row of y contains the previous gradient, and is first replaced by y. Products that `change` or
-        `gradient` doesn't request are zero.
-        """
+        """Return products of the ring's rows with y, which `change` first computes in place, and with g; and g·g."""
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
         for _, tile in self:
@@ -172,10 +168,7 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def store_trial(self, gradient: Array, direction: int, out: int) -> list[float]:
-        """Copy a gradient g to row `out`; return its largest absolute entry, g·d and d·d for the row d = `direction`.
-
-        The largest entry is infinite if an entry isn't finite.
-        """
+        """Copy a gradient g to row `out`; return its largest absolute entry (infinite if not finite), g·d and d·d."""
         found = np.zeros(3)
         for part, tile in self:
             copied, d = tile[out], tile[direction]
@@ -192,11 +185,7 @@ class HostVectors:
     def products_of_free(
         self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
     ) -> tuple[np.ndarray, float]:
-        """Return the inner products of the ring's rows over free variables, and the slope over the others.
-
-        x is the current point, `norm` the largest absolute entry of the projected gradient on any rank, `before` the
-        previous point, or None if the step from it isn't stored as a pair.
-        """
+        """Return the rows' products over free variables, and the slope over others, at x; store the step from `before`."""
         rows, box = ring.rows(), self.box
         products, other_slope = np.zeros((len(rows), len(rows))), 0.0
         for part, tile in self:

@@ -14,9 +14,10 @@ from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.sharded.constraint_values import LinearEquality
-from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, Settings, ending_at
+from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, Settings, ending_at
+from mpiad.optimize.sharded.iteration import ShardedMethod
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
-from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
+from mpiad.optimize.sharded.solver_state import Point, StateFiles
 
 # A line search for the strong Wolfe conditions, which all ranks run with the same scalars.
 #
@@ -50,10 +51,7 @@ class Sample(NamedTuple):
 
 
 class LineSearch:
-    """One search along a direction of descent, with value and slope at step zero, and the first step to try.
-
-    `step` is the next step to try; `stuck` is true if the interval can't be reduced any further.
-    """
+    """A search for a descent step; `step` is tried next; `stuck`: the interval can't be reduced any further."""
 
     def __init__(self, value: float, slope: float, first: float):
         self.step, self.stuck = first, False
@@ -69,7 +67,9 @@ class LineSearch:
         required = start.value + _DECREASE * trial.step * start.slope
         if value <= required and abs(slope) <= -_CURVATURE * start.slope:
             return True
-        if self._approximately(trial):
+        # For larger decreases the usual conditions apply.
+        is_equal = abs(value - start.value) <= _ROUNDING * abs(start.value)
+        if is_equal and _CURVATURE * start.slope <= slope <= (2.0 * _DECREASE - 1.0) * start.slope:
             return True
         if self._is_narrow() or (trial.step >= self._farthest and value <= required):
             self.stuck = True
@@ -89,13 +89,6 @@ class LineSearch:
         self.step = self._farthest = best + RETREAT * (self.step - best)
         self._high = min(self._high, self._farthest)
         self.stuck = self.step == best
-
-    def _approximately(self, trial: Sample) -> bool:
-        start = self._start
-        # For larger decreases the usual conditions apply.
-        if abs(trial.value - start.value) > _ROUNDING * abs(start.value):
-            return False
-        return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
 
     def _is_narrow(self) -> bool:
         if not self._bracketed:
@@ -131,11 +124,7 @@ class LineSearch:
 
 
 def next_step(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowest: float, highest: float) -> float:
-    """Return the step to try after `trial`: cases 1 to 4 in section 4 of [1].
-
-    `best` has the lowest value so far. If a minimizer is bracketed, `other` is the other end of the interval; otherwise
-    steps lie between `lowest` and `highest`.
-    """
+    """Return the step after `trial`: cases 1 to 4 in section 4 of [1]; `other`: the other end of a `bracketed` interval."""
     # The trial is higher than the best point, so it brackets a minimizer.
     if trial.value > best.value:
         return _after_rise(best, trial)
@@ -195,8 +184,8 @@ def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
     return theta, scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
 
 
-class LBFGS:
-    """The L-BFGS iteration; `count` is the number of evaluations so far."""
+class LBFGS(ShardedMethod):
+    """The L-BFGS iteration."""
 
     def __init__(
         self,
@@ -206,23 +195,18 @@ class LBFGS:
         settings: Settings,
         files: StateFiles,
     ):
-        self._evaluation, self._memory, self._iterates = evaluation, memory, iterates
-        self._settings, self._files = settings, files
-        self._bounded = memory.vectors.box is not None
-        self.count, self._iteration = 0, 0
+        super().__init__(iterates, files, memory.vectors.box)
+        self._evaluation, self._memory, self._settings = evaluation, memory, settings
         self._barrier = math.inf  # length of the shortest step of the last search without a finite value
+        # At the current iterate: the number of evaluations (without those of a search that SIGTERM interrupts and that is
+        # repeated); the previous objective, infinite if no better point was found; slope along the direction; norm.
+        self._count_here, self._value_before, self._slope, self._grad_norm = 0, math.inf, math.nan, math.nan
+        self._stopped = False  # whether a callback has raised StopIteration
 
-    def _along(self, iterate: Point, step: float) -> Point:
-        """Evaluate the point at a step along the direction, projected onto the bounds."""
-        point = Point(self._memory.vectors.new())
-        point.step = step
-        self._memory.advance(iterate, step, point.x)
-        return self._evaluated(point, iterate)
-
-    def _evaluated(self, point: Point, iterate: Point | None) -> Point:
+    def _evaluated(self, x: Array, iterate: Point | None, step: float = math.nan) -> Point:
         # This takes three small collective operations in addition to those of the objective.
         self.count += 1
-        value, gradient = self._evaluation.both(point.x)
+        point, (value, gradient) = Point(x, step=step), self._evaluation.both(x)
         largest, *terms, clipped = self._memory.measure(point, iterate, gradient)
         # MPI doesn't specify the maximum of NaN.
         broken = not math.isfinite(largest)
@@ -234,69 +218,46 @@ class LBFGS:
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
         return point
 
-    def run(self, start: Array) -> tuple[Point, Ending]:
-        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.load()
-        if found is not None:
-            return self._descend(self._restored(found))
-        if self._bounded:
-            self._memory.vectors.box.project(start)  # type: ignore[union-attr]
-        iterate = self._evaluated(Point(start), None)
-        self._iterates.record.add(iterate, self.count, iterate.length)
-        if not iterate.finite:
-            return iterate, NOT_FINITE
-        return self._descend(self._state_at(iterate, None))
+    def _next_point(self, iterate: Point) -> Point | Ending:
+        found = self._search(iterate) if self._slope < 0.0 else iterate
+        if found is not iterate:
+            found.range = self._barrier - found.length if self._barrier > found.length else math.inf
+            return found
+        if self._files.interrupted:  # the search is repeated when the solve resumes
+            self._write(iterate, True)
+            return INTERRUPTED
+        if self._memory.ring.count == 0 and self.count < self._settings.maxfun:
+            return ABNORMAL
+        # No better point along the direction: retry with steepest descent.
+        self._memory.ring.forget()
+        self._arrive(iterate, None)
+        return self._ended(iterate) or self._next_point(iterate)
 
-    def _descend(self, state: State) -> tuple[Point, Ending]:
-        while True:
-            iterate = state.iterate
-            ending = self._ending(state) or (INTERRUPTED if self._files.interrupted else None)
-            self._files.write_if_due(self._iteration, ending is not None, self._arrays(state))
-            if ending is not None:
-                return iterate, ending
-            found = self._search(iterate, state.slope, state.grad_norm) if state.slope < 0.0 else iterate
-            if found is iterate and self._files.interrupted:  # the search is repeated when the solve resumes
-                self._files.write_if_due(self._iteration, True, self._arrays(state))
-                return iterate, INTERRUPTED
-            if found is not iterate:
-                self._iteration += 1
-                found.range = self._barrier - found.length if self._barrier > found.length else math.inf
-                self._iterates.report(found, self.count, found.length)
-                state = self._state_at(found, iterate)
-            elif self._memory.ring.count == 0 and self.count < self._settings.maxfun:
-                return iterate, ABNORMAL
-            else:
-                # No better point along the direction: retry with steepest descent.
-                self._memory.ring.forget()
-                state = self._state_at(iterate, None)
-
-    def _ending(self, state: State) -> Ending | None:
-        if state.iterate.norm <= self._settings.gtol:
+    def _ending(self, iterate: Point) -> Ending | None:
+        if iterate.norm <= self._settings.gtol:
             return GRADIENT
         counts = self._iteration, self.count
-        return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, counts, self._settings)
+        return ending_at(self._value_before, iterate.value, lambda: self._stopped, counts, self._settings)
 
-    def _state_at(self, new: Point, before: Point | None) -> State:
-        """Make a point the current point of the memory; return the state of the solve at this point."""
+    def _arrive(self, new: Point, before: Point | None) -> None:
         # The memory stores a step only if the curvature along it is positive.
         curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
-        slope, grad_norm, stopped = self._memory.update(new, before if curved else None, self._iterates.stopped)
-        value_before = math.inf if before is None else before.value
-        return State(self.count, new, value_before, slope, grad_norm, stopped)
+        found = self._memory.update(new, before if curved else None, self._iterates.stopped)
+        self._slope, self._grad_norm, self._stopped = found
+        self._count_here, self._value_before = self.count, math.inf if before is None else before.value
 
-    def _search(self, iterate: Point, slope: float, grad_norm: float) -> Point:
-        """Return the point that a line search accepts, or the best trial point.
-
-        Return `iterate` if no trial is better, or a rank received SIGTERM before a trial was accepted.
-        """
-        self._barrier = math.inf
-        line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, grad_norm)), iterate
+    def _search(self, iterate: Point) -> Point:
+        """Return the accepted point, or the best trial; `iterate` if none is better, or after SIGTERM."""
+        self._barrier, slope = math.inf, self._slope
+        line, best = LineSearch(iterate.value, slope, self._first_step(iterate)), iterate
         for _ in range(self._settings.maxls):
             if line.stuck or self.count >= self._settings.maxfun:
                 break
-            trial = self._along(iterate, line.step)
+            x = self._memory.vectors.new()
+            self._memory.advance(iterate, line.step, x)
+            trial = self._evaluated(x, iterate, line.step)
             # With bounds the path isn't straight, so `measure` has computed these products.
-            if not self._bounded:
+            if self._box is None:
                 trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
                 self._barrier = min(self._barrier, trial.length)
@@ -314,27 +275,26 @@ class LBFGS:
         self._memory.restore_gradient(best)
         return best
 
-    def _first_step(self, iterate: Point, slope: float, grad_norm: float) -> float:
+    def _first_step(self, iterate: Point) -> float:
+        grad_norm = self._grad_norm
         if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
             return 1.0 / grad_norm if self._iteration == 0 else min(1.0, 1.0 / grad_norm)
         # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
         # The length of the direction is at least -slope / grad_norm, so this step isn't shorter than the distance to them.
-        return min(1.0, iterate.range * grad_norm / -slope)
+        return min(1.0, iterate.range * grad_norm / -self._slope)
 
-    def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
-        point = state.iterate
+    def _arrays(self, point: Point) -> Iterator[tuple[str, np.ndarray]]:
         yield "x", self._memory.vectors.to_host(point.x)
-        yield "numbers", np.array([point.value, point.norm, state.value_before, state.slope, state.grad_norm, point.range])
-        yield "count", np.array(state.count)
+        numbers = [point.value, point.norm, self._value_before, self._slope, self._grad_norm, point.range]
+        yield "numbers", np.array(numbers)
+        yield "count", np.array(self._count_here)
         yield "history", self._iterates.record.table()
         yield from self._memory.state().items()
 
-    def _restored(self, found: dict[str, np.ndarray]) -> State:
-        """Restore the state of the solve from the arrays of `_arrays`."""
-        iterate = Point(self._memory.vectors.from_host(found["x"]))
-        iterate.value, iterate.norm, value_before, slope, grad_norm, iterate.range = found["numbers"].tolist()
-        iterate.current = True  # the gradient is in the memory
-        self._iteration, self.count = self._files.iteration, int(found["count"])
-        self._iterates.record.restore(found["history"])
+    def _restored(self, found: dict[str, np.ndarray], x: Array) -> Point:
+        iterate = Point(x, current=True)  # the gradient is in the memory
+        iterate.value, iterate.norm, *numbers, iterate.range = found["numbers"].tolist()
+        self._value_before, self._slope, self._grad_norm = numbers
+        self.count = self._count_here = int(found["count"])
         self._memory.restore(found)
-        return State(self.count, iterate, value_before, slope, grad_norm, False)
+        return iterate

@@ -70,11 +70,7 @@ class LimitedMemory:
         return self.vectors.read(self.ring.gradient if point.current else self.ring.trial, self.vectors.new())
 
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
-        """Make `new` the current point; return the slope of the next direction, the gradient's 2-norm, and whether to stop.
-
-        `before` is the previous point, or None if the step from it isn't stored as a pair. `stop`: whether this rank's
-        callback has raised StopIteration.
-        """
+        """Make `new` the current point; return the next slope, the gradient's 2-norm, and whether any rank stops."""
         store = before is not None
         self._make_current(new, store)
         self._largest_norm = max(self._largest_norm, new.norm)
@@ -148,10 +144,7 @@ class LimitedMemory:
         with_gradient[rows[-1]] = sums[2 * len(rows) - 1]
 
     def advance(self, current: Point, step: float, out: Array) -> None:
-        """Write the point ``x + step * direction`` to the vector `out`, with x of `current`, the current point.
-
-        The first call after `update` also computes the direction.
-        """
+        """Write ``x + step * direction`` to `out`; the first call after `update` computes the direction."""
         ring, vectors = self.ring, self.vectors
         if not self._direction_computed:
             vectors.combine(ring.parts(), self._coefficients, ring.direction)

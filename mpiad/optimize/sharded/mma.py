@@ -31,14 +31,16 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.optimize.constraints import Box
-from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
+from mpiad.optimize.evaluated_points import RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.constraint_values import ConstraintValues
-from mpiad.optimize.sharded.convergence import EVALUATIONS, NOT_FINITE, MMASettings, ending_at
+from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings, ending_at
 from mpiad.optimize.sharded.host_vectors import local_dot
+from mpiad.optimize.sharded.iteration import ShardedMethod
 from mpiad.optimize.sharded.solver_state import StateFiles
+from mpiad.pytrees import put
 from mpiad.transport.devices.device_arrays import arrays_of
 
 OPTIMAL = Ending(0, "CONVERGENCE: the optimality conditions hold up to gtol, and the constraints up to catol.")
@@ -140,43 +142,22 @@ def dual_ascent(values: np.ndarray, start: np.ndarray) -> Generator[np.ndarray, 
     yield np.append(best, 1.0)
 
 
-class MMA:
-    """The iteration; `multipliers` are those of the constraints, shape (m,), and `count` is the number of evaluations."""
+class MMA(ShardedMethod):
+    """The iteration; `multipliers` are those of the constraints, shape (m,)."""
+
+    _box: Box
 
     def __init__(
         self, evaluation: Evaluation, constraints: ConstraintValues, totals: Totals, iterates: ShardedIterates,
         settings: MMASettings, files: StateFiles, box: Box,
     ):  # fmt: skip
-        self._evaluation, self._constraints, self._totals, self._iterates = evaluation, constraints, totals, iterates
-        self._settings, self._files, self._box = settings, files, box
+        super().__init__(iterates, files, box)
+        self._evaluation, self._constraints, self._totals, self._settings = evaluation, constraints, totals, settings
         width = box.high - box.low
         self._width = np.where(width > 0.0, width, 1.0)  # one for fixed variables
-        self.count, self._iteration, self.multipliers = 0, 0, np.zeros(0)
+        self.multipliers = np.zeros(0)
         self._before: tuple[Array, Array] | None = None  # the last two iterates before the current one
         self._asymptotes: tuple[Array, Array] | None = None
-
-    def run(self, start: Array) -> tuple[MMAPoint, Ending]:
-        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.load()
-        if found is not None:
-            return self._descend(self._restored(found, start))
-        self._box.project(start)
-        point = self._evaluated(start, None)
-        self._iterates.record.add(point, self.count, point.length)
-        return self._descend(point) if point.finite else (point, NOT_FINITE)
-
-    def _descend(self, point: MMAPoint) -> tuple[MMAPoint, Ending]:
-        while True:
-            ending = self._ending(point) or (INTERRUPTED if self._files.interrupted else None)
-            self._files.write_if_due(self._iteration, ending is not None, self._arrays(point))
-            if ending is not None:
-                return point, ending
-            new = self._next_point(point)
-            if new is None:
-                return point, EVALUATIONS if self.count >= self._settings.maxfun else UNDEFINED
-            self._iteration += 1
-            self._iterates.report(new, self.count, new.length)
-            point = new
 
     def _ending(self, point: MMAPoint) -> Ending | None:
         settings = self._settings
@@ -189,7 +170,6 @@ class MMA:
         return ending_at(math.inf, point.value, self._iterates.any_stopped, counts, settings)
 
     def _evaluated(self, x: Array, before: MMAPoint | None) -> MMAPoint:
-        """Evaluate the point x; `before` is the previous point."""
         self.count += 1
         value, gradient = self._evaluation.both(x)
         point = MMAPoint(x, [gradient])  # type: ignore[union-attr]
@@ -210,11 +190,8 @@ class MMA:
         point.norm = max(optimality, float(np.max(np.abs(self.multipliers * point.constraints), initial=0.0)))
         return point
 
-    def _next_point(self, point: MMAPoint) -> MMAPoint | None:
-        """Return the minimizer of the approximation, or a closer point at which the functions are finite, or None.
-
-        Raise a ValueError on all ranks if the constraints can't be met.
-        """
+    def _next_point(self, point: MMAPoint) -> MMAPoint | Ending:
+        """Return the approximation's minimizer, or a closer point with finite functions; raise if infeasible."""
         scales = point.scales + np.append(0.0, np.abs(point.constraints))
         scales[scales == 0.0] = 1.0
         values, per_multiplier = point.constraints / scales[1:], scales[1:] / scales[0]
@@ -227,12 +204,12 @@ class MMA:
         x = approximation.minimizer(scaled)[0]
         for _ in range(self._settings.maxls):
             if self.count >= self._settings.maxfun:
-                break
+                return EVALUATIONS
             new = self._evaluated(x, point)
             if new.finite:
                 return new
             x = point.x + RETREAT * (x - point.x)
-        return None
+        return EVALUATIONS if self.count >= self._settings.maxfun else UNDEFINED
 
     def _moved_asymptotes(self, x: Array) -> tuple[tuple[Array, Array], Box]:
         """Return the asymptotes, and the limits of the variables in this iteration."""
@@ -282,15 +259,12 @@ class MMA:
         yield "count", np.array(self.count)
         yield "history", self._iterates.record.table()
 
-    def _restored(self, found: dict[str, np.ndarray], start: Array) -> MMAPoint:
-        """Restore the state of the solve from the arrays of `_arrays`; return the point, evaluated again."""
-        xp = arrays_of(start)
-        x, *rows = [row if xp is None else xp.to_device(row) for row in (found["x"], *found["rows"])]
+    def _restored(self, found: dict[str, np.ndarray], x: Array) -> MMAPoint:
+        rows = put(list(found["rows"]), [arrays_of(x)] * len(found["rows"]))
         self.multipliers = found["multipliers"]
         point = self._evaluated(x, None)
         if rows:
             self._before, self._asymptotes = (rows[0], rows[1]), (rows[2], rows[3])
         point.norm, point.length, point.change = found["numbers"].tolist()
-        self._iteration, self.count = self._files.iteration, int(found["count"])
-        self._iterates.record.restore(found["history"])
+        self.count = int(found["count"])
         return point

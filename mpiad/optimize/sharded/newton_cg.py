@@ -30,14 +30,15 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
+from mpiad.linalg.newton import forcing_term
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
-from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, ending_at
+from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, ending_at
 from mpiad.optimize.sharded.host_vectors import local_dot
+from mpiad.optimize.sharded.iteration import ShardedMethod
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
-from mpiad.transport.devices.device_arrays import arrays_of
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
@@ -146,8 +147,8 @@ GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol
 # Required fraction of the decrease that the first- or second-order model predicts.
 _DECREASE = 1e-4
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# Eisenstat and Walker's parameters: the initial and largest forcing term, gamma, alpha, and the safeguard's threshold.
-_LARGEST, _GAMMA, _ALPHA, _THRESHOLD = 0.5, 0.9, 2.0, 0.1
+# The initial and largest forcing term.
+_LARGEST = 0.5
 # A problem is linear if the gradient at the end of a step differs from the prediction by at most this fraction of the
 # gradient at its start, or by half the tolerance of the solve.
 _LINEAR = 1e-8
@@ -176,58 +177,37 @@ class NewtonPoint:
         return vector if self.free is None else vector * self.free
 
 
-class NewtonCG:
-    """The Newton iteration; `box` are the bounds, on the device of the variables; None on all ranks if there are none."""
+class NewtonCG(ShardedMethod):
+    """The Newton iteration."""
 
     def __init__(self, evaluation: SecondOrderEvaluation, iterates: ShardedIterates, files: StateFiles, box: Box | None):
-        self._evaluation, self._totals, self._iterates, self._files = evaluation, evaluation.totals, iterates, files
-        self._settings, self._box = evaluation.settings, box
-        settings = evaluation.settings
+        super().__init__(iterates, files, box)
+        self._evaluation, self._totals = evaluation, evaluation.totals
+        self._settings = settings = evaluation.settings
         self._represent = evaluation.on_vectors(settings.inner_product, "inner_product")
         self._precondition = evaluation.on_vectors(settings.preconditioner, "preconditioner") or self._represent
         # If both are methods of one object, such as a prior, they are similar operators, and `inner_product` is expensive.
         owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
         self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
-        self.count, self._iteration = 0, 0
         self._forcing, self._radius, self._norm_at_start = settings.forcing or _LARGEST, settings.radius, math.nan
         self._full_step: NewtonPoint | None = None  # the point at the end of a step, if `_step` has evaluated it
         self._value_before = math.inf
-        self._next_point = self._line_search if settings.globalization == "line search" else self._trust_region
+        self._shortened = self._line_search if settings.globalization == "line search" else self._trust_region
 
-    def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
-        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.load()
-        if found is not None:
-            return self._descend(self._restored(found, start))
-        if self._box is not None:
-            self._box.project(start)
-        iterate = self._evaluated(start, None)
-        if iterate.finite:
-            self._measure(iterate)
-            self._require_symmetric(iterate)
-            self._norm_at_start = iterate.norm
-        self._iterates.record.add(iterate, self.count, iterate.length)
-        return self._descend(iterate) if iterate.finite else (iterate, NOT_FINITE)
+    def _begin(self, point: NewtonPoint) -> None:
+        self._measure(point)
+        self._require_symmetric(point)
+        self._norm_at_start = point.norm
 
-    def _descend(self, iterate: NewtonPoint) -> tuple[NewtonPoint, Ending]:
-        while True:
-            ending = self._ending(iterate) or (INTERRUPTED if self._files.interrupted else None)
-            self._files.write_if_due(self._iteration, ending is not None, self._arrays(iterate))
-            if ending is not None:
-                return iterate, ending
-            found = self._next_point(iterate)
-            if found is None:
-                ending = INTERRUPTED if self._files.interrupted else self._evaluation_limit() or ABNORMAL
-                self._files.write_if_due(self._iteration, True, self._arrays(iterate))
-                return iterate, ending
-            self._iteration, self._value_before = self._iteration + 1, iterate.value
-            self._measure(found)
-            # Eisenstat and Walker's choice 2: the forcing term depends on the reduction of the gradient by the last step.
-            chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
-            chosen = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
-            self._forcing = self._settings.forcing or chosen
-            self._iterates.report(found, self.count, found.length)
-            iterate = found
+    def _next_point(self, iterate: NewtonPoint) -> NewtonPoint | Ending:
+        found = self._shortened(iterate)
+        if found is None:
+            self._write(iterate, True)
+            return INTERRUPTED if self._files.interrupted else self._evaluation_limit() or ABNORMAL
+        self._measure(found)
+        chosen = forcing_term(self._forcing, found.norm / iterate.norm, _LARGEST)
+        self._forcing, self._value_before = self._settings.forcing or chosen, iterate.value
+        return found
 
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
         if iterate.norm <= self._tolerance:
@@ -243,7 +223,6 @@ class NewtonCG:
         return EVALUATIONS if self.count >= self._settings.maxfun else None
 
     def _evaluated(self, x: Array, iterate: NewtonPoint | None) -> NewtonPoint:
-        """Evaluate the point x; `iterate` is the previous point."""
         self.count += 1
         point = NewtonPoint(x, self._evaluation.at(x))
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
@@ -406,15 +385,10 @@ class NewtonCG:
         yield "counts", np.array([self.count, self._evaluation.products])
         yield "history", self._iterates.record.table()
 
-    def _restored(self, found: dict[str, np.ndarray], start: Array) -> NewtonPoint:
-        """Restore the state of the solve from the arrays of `_arrays`; return the point, evaluated again."""
-        xp = arrays_of(start)
-        start[...] = found["x"] if xp is None else xp.to_device(found["x"])
-        iterate = self._evaluated(start, None)
+    def _restored(self, found: dict[str, np.ndarray], x: Array) -> NewtonPoint:
+        iterate = self._evaluated(x, None)
         self._measure(iterate)
         self._forcing, radius, self._norm_at_start, self._value_before, iterate.length = found["numbers"].tolist()
         self._radius = None if math.isnan(radius) else radius
-        self._iteration = self._files.iteration
         self.count, self._evaluation.products = map(int, found["counts"].tolist())
-        self._iterates.record.restore(found["history"])
         return iterate

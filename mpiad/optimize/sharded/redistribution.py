@@ -61,11 +61,7 @@ class OldState(NamedTuple):
 
 
 def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
-    """Return the positions of this rank's variables, given their shapes and dtypes, or None if unknown; collective.
-
-    The positions are given by the `blocks` of the checkpoint. By default arrays with one axis are assumed to be consecutive
-    parts of whole arrays, in the order of ranks.
-    """
+    """Return the positions of this rank's variables, by the checkpoint's `blocks` or in the order of ranks, or None."""
     blocks = None if checkpoint.blocks is None else [[part.start, part.stop] for part in checkpoint.blocks]
     shapes = [tuple(shape) for shape, _ in specs]
     every = comm.allgather((shapes, blocks))
@@ -112,11 +108,7 @@ def _hashed(x: np.ndarray) -> np.ndarray:
 
 
 def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> OldState | None:
-    """Return the newest state of which all files exist, or None; raise on all ranks if a file is invalid; collective.
-
-    `files` are all files of the earlier job; `problem` is the part of the problem's description that doesn't depend on the
-    number of ranks.
-    """
+    """Return the newest state of which all `files` exist, or None; raise on all ranks if one is invalid; collective."""
     own = []
     with raising_together(used, (OSError, ValueError)):
         for file in files[used.rank :: used.size]:

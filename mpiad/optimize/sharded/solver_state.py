@@ -46,17 +46,6 @@ class Point:
     stored: bool = False  # whether the memory stores a copy of the gradient
 
 
-class State(NamedTuple):
-    """A solve between two iterations, without its memory."""
-
-    count: int  # number of evaluations
-    iterate: Point
-    value_before: float  # objective at the previous iterate; infinite if the last search found no better point
-    slope: float  # of the objective along the next direction
-    grad_norm: float  # 2-norm
-    stopped: bool  # whether a callback has raised StopIteration
-
-
 class Identity(NamedTuple):
     """A description of the problem to which a state belongs."""
 
@@ -66,10 +55,7 @@ class Identity(NamedTuple):
 
 
 class StateFiles:
-    """Writes and reads the files of states. Without a checkpoint, which all ranks have or none, it does nothing.
-
-    `iteration` is that of the last state that was written or read, or -1.
-    """
+    """The files of states, without effect if there is no checkpoint; `iteration`: of the last state, or -1."""
 
     def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
         self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement

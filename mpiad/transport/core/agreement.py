@@ -168,18 +168,12 @@ def fingerprint(*parts: object) -> int:
 
 
 def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: object) -> None:
-    """Combine `raise_together` and `require_same` in one message if there is no error; collective.
-
-    `described`: the arguments as text. `compared`: the texts and arrays to compare, by default `described`.
-    """
+    """Combine `raise_together(error)` and `require_same` of texts and arrays (`compared`) in one message; collective."""
     checked_on_replay(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
 
 def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:
-    """Return ``make()``; raise on all ranks if it raises on any rank, or if the results differ; collective.
-
-    `describe`: returns, for a result, the arguments `described` and `compared` of `require_alike`.
-    """
+    """Return ``make()``; raise on all ranks if it raises on any, or if the results as `describe`d differ; collective."""
     error, made, described = None, None, [""]
     try:
         made = make()

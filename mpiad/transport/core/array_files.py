@@ -38,11 +38,7 @@ class Layout(NamedTuple):
 
 
 def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
-    """Write a file from the blocks of all ranks, and replace an older file at the end; collective.
-
-    `shape`: of the whole array. `starts`: the indices at which this rank's block begins. `block`: contiguous, with the same
-    dtype on all ranks. Raises an OSError on all ranks if the file can't be written; an older file is then kept.
-    """
+    """Write the ranks' blocks, which begin at `starts`; if an OSError is raised, an older file is kept; collective."""
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, described)
@@ -96,11 +92,7 @@ def _layout_in(file: IO[bytes]) -> Layout:
 
 
 def read_block(used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
-    """Return this rank's block of a file; collective. All ranks read the same file, even if another job replaces it.
-
-    ``allocate(layout)`` returns the start of the block and memory for it, or raises a ValueError if the file doesn't fit.
-    Raises an OSError or ValueError on all ranks if any rank can't read the file.
-    """
+    """Return this rank's block of a file; raise on all ranks; ``allocate(layout)``: its start and memory; collective."""
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
         if attempt and used.rank == 0:

@@ -17,10 +17,7 @@ _ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer ty
 
 
 def outgoing(x: Array, call: str) -> Array:
-    """Return `x` as a C-contiguous array on the same device, or `x` itself if it already is one.
-
-    Raises a TypeError for objects, strings, sequences, masked arrays, and dtypes without an MPI datatype.
-    """
+    """Return `x`, or a C-contiguous copy on the same device; raise a TypeError if MPI has no datatype for it."""
     if type(x) is np.ndarray and x.dtype in _DTYPES:
         return x if x.flags.c_contiguous else x.copy(order="C")
     return _converted(x, call)
@@ -79,10 +76,7 @@ def _shortened(x: Array) -> str:
 
 
 def private_copy(array: Array, x: Array) -> Array:
-    """Return `array`, made from `x` by `outgoing`, in memory that the user can't change.
-
-    A device array is returned unchanged, since the function that sends it makes a copy.
-    """
+    """Return `array`, of `outgoing(x)`, in memory that the user can't change; the sender of device arrays copies them."""
     if type(array) is not np.ndarray:
         return array
     # For a subclass of ndarray, asarray returns a new object that is a view of the user's memory.

@@ -25,10 +25,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class Site:
-    """A line of the user's program. There is one object per line, so lines are compared by identity.
-
-    `entry`: the function of this library that was called there. `text`: for messages, as ``"program.py:12 in main"``.
-    """
+    """A line of the user's program, one object each. `entry`: the called function; `text`: ``"program.py:12 in main"``."""
 
     __slots__ = ("entry", "file", "function", "line", "text")
 

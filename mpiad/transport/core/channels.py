@@ -42,11 +42,7 @@ Drained: TypeAlias = "dict[int, tuple[list[Request], dict[int, tuple[int, np.nda
 
 
 def drain(comm: Comm, tag: int, drained: Drained | None = None) -> None:
-    """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
-
-    `tag`: of the last messages. `drained`: the progress, which is updated, so that this rank can continue after an
-    interrupt.
-    """
+    """Receive and drop all messages, up to those with `tag`; `drained` is the progress after an interrupt; collective."""
     for part in getattr(comm, "parts", (comm,)):  # in debug mode, communicators for messages and for headers
         sending, latest = ({} if drained is None else drained).setdefault(id(part), ([], {}))
         # `extend` with `map` can't be interrupted between a send and its registration, so none is sent twice.
@@ -75,10 +71,7 @@ def has_ended(reduction: Request) -> bool:
 
 
 def give_back(comms: list[Comm], unended: bool) -> None:
-    """Free communicators, unless an incomplete collective is pending (`unended`); collective.
-
-    The messages of that collective could be received on a new communicator with the same context.
-    """
+    """Free communicators, unless an `unended` collective could receive its messages on a new one; collective."""
     if unended:
         ABANDONED.append(tuple(comms))
         return

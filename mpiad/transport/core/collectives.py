@@ -328,10 +328,7 @@ Header: TypeAlias = "tuple[Shape, str, str, int | None, bytes | None] | tuple[st
 
 
 def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
-    """Copy the root's array to all ranks, which needn't know its shape and dtype.
-
-    On other ranks the result is on the device of the template `x`, or on a device like the root's if there is none.
-    """
+    """Copy the root's array to all ranks, on the device of the template `x` or, if it is None, on one like the root's."""
     array: Array = None
 
     def header() -> Header:
@@ -354,10 +351,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
 
 
 def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:
-    """Broadcast the spec that `make` returns on the root to all ranks, or raise its error on all of them.
-
-    On other ranks it has the device of the template, or a device like the root's if there is none.
-    """
+    """Return on all ranks the spec that `make` returns on the root, with the device of the template, or raise its error."""
     return _shared_header(channel, lambda: _header_of(make()), root, template)[0]
 
 

@@ -139,10 +139,7 @@ def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> 
 
 
 def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
-    """Return the numbers of bytes of the announced array and of a chunk; None if the message isn't an announcement.
-
-    `buffer`: contains the `got` bytes of the message, possibly on a device. `spec`: of the expected array.
-    """
+    """Return the numbers of bytes of the array and of a chunk; None if the `got` bytes aren't an announcement."""
     if got != ANNOUNCEMENT_BYTES:
         return None
     # The first entries are copied to the host; the message may end inside the last of them.
@@ -361,10 +358,7 @@ def prepared_swap(
 
 
 class PreparedMessages:
-    """One message to and one from each of several ranks, all in flight at once.
-
-    `sent`, `received`: for each of these ranks a contiguous host array to send, and one to receive into.
-    """
+    """One message, in flight at once, from and into each of the contiguous host arrays `sent` and `received`."""
 
     def __init__(
         self, channel: Channel, peers: Sequence[Rank], tag: int, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
@@ -389,10 +383,7 @@ class PreparedMessages:
             self._sends.extend(map(comm.Isend, (message,), (envelope.peer,), (tag,)))
 
     def finish(self, call: str) -> None:
-        """Wait for all messages; raise a ValueError if one has another number of bytes than its array.
-
-        The waits end, since each peer posts its receives before it waits.
-        """
+        """Wait for all messages; raise a ValueError if one has another number of bytes than its array."""
         status = self._status
         for request, (envelope, destination, _) in zip(self._receives, self._incoming):
             try:

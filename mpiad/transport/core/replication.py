@@ -41,10 +41,7 @@ class Difference(NamedTuple):
 
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
-    """Return the difference of the leaf `mine` from `theirs` of rank `reference`.
-
-    `kind`: shape and dtype as text. `others`: the number of other leaves that differ.
-    """
+    """Return how `mine` differs from `theirs` of rank `reference`; `kind`: shape and dtype; `others`: more such leaves."""
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"

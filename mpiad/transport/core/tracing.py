@@ -102,10 +102,7 @@ class restoring_state:
 
 
 def restore_state(kept: dict[str, Any], error: BaseException) -> None:
-    """Restore a copy of the thread's state after an exception, and end contexts and tapes opened since.
-
-    Frequently used contexts call this directly: `restoring_state` takes as long as a simple operation.
-    """
+    """Restore a copy of the thread's state, and end contexts and tapes opened since; faster than `restoring_state`."""
     left = tracing.__dict__.copy()
     tracing.__dict__.update(kept)
     for opened, known in ((left["contexts"], kept["contexts"]), (left["tapes"], kept["tapes"])):
@@ -115,10 +112,7 @@ def restore_state(kept: dict[str, Any], error: BaseException) -> None:
 
 
 def checked_on_replay(fun: Callable[..., T], *args: Any) -> T:
-    """Return ``fun(*args)``, on which the further course of a call depends, such as lengths that ranks exchange.
-
-    A compiled program runs it again, and continues only if the result is the same as in the trace.
-    """
+    """Return ``fun(*args)``, which a compiled program runs again; it continues only if the result is that of the trace."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.settle(fun, args)
 

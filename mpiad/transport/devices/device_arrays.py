@@ -129,10 +129,7 @@ _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, comp
 
 
 def arrays_of(x: Array) -> ArrayModule | None:
-    """Return the module for arrays of the kind and device of `x`, an untraced value; None if `x` isn't a device array.
-
-    Raises a TypeError for a device array of an unregistered kind.
-    """
+    """Return the module for arrays of the kind and device of `x`, which is untraced; None if it isn't a device array."""
     kind = type(x)
     if kind in _on_host:
         return None
@@ -308,11 +305,7 @@ class Launcher(Protocol):
         ...
 
     def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Queue a run of a kernel, with the numbers of blocks and of threads per block, on the current stream.
-
-        Arguments are C-contiguous device arrays, None for a null pointer, int for ``long long``, float for ``double``, or
-        NumPy scalars for their own types.
-        """
+        """Queue a kernel with C-contiguous device arrays, None (null pointer), int, float or NumPy scalars."""
 
     def free_bytes(self) -> int:
         """Return the bytes of device memory that can still be allocated."""
@@ -328,10 +321,7 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
 
 
 def selected_arrays(device: int | None = None) -> ArrayModule:
-    """Return the module for arrays on a device; by default on the current one.
-
-    An ImportError without CuPy; a RuntimeError if this process sees no GPU.
-    """
+    """Return the module for arrays on a device, by default the current one; ImportError or RuntimeError without any."""
     if find_spec("cupy") is None:
         raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")
     from mpiad.transport.devices.cupy_arrays import current_arrays

@@ -234,10 +234,7 @@ def start() -> None:
 
 
 def minima_over_ranks(read: Callable[[], T], numbers: Callable[[T], list[float]], variables: str) -> list[float]:
-    """Return the minima over all ranks of ``numbers(read())``; collective over the world.
-
-    `variables`: the environment variables of `read`, as text. Raises a ValueError on all ranks if `read` raises one on any.
-    """
+    """Return minima over the world of ``numbers(read())``; raise a ValueError of `read` on all ranks; collective."""
     wrong, mine = None, list[float]()
     try:
         mine = numbers(read())

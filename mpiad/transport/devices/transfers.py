@@ -37,10 +37,7 @@ _WHOLE: list[Ranges] = [[]]  # one piece, whose ranges nobody reads
 def outgoing_transfer(
     array: Array, pieces: list[Ranges] = _WHOLE, nonblocking: bool = False, copies: bool = False
 ) -> Transfer:
-    """Begin the transfer of a C-contiguous array that MPI reads, which mustn't change until then.
-
-    `nonblocking`: in a nonblocking collective. `copies`: whether MPI reads a private copy of a device array.
-    """
+    """Begin the transfer of a C-contiguous array that MPI reads; it mustn't change, unless MPI reads private `copies`."""
     if type(array) is np.ndarray or (arrays := arrays_of(array)) is None:
         return HostTransfer(array, pieces)
     if len(pieces) == 1 and takes_directly(arrays, nonblocking):

@@ -114,10 +114,7 @@ _unraisable_hook = _ForeignHook(sys, "unraisablehook")
 
 
 def install_hooks() -> bool:
-    """Make an uncaught exception end all ranks, with its traceback and a nonzero exit code.
-
-    Returns whether this call has done so: not with one rank, with ``MPIAD_ABORT=0``, or in a second call.
-    """
+    """Make an uncaught exception end all ranks with its traceback; return whether this call did so (once, if enabled)."""
     global _installed, _in_session
     if not may_end_job() or _installed:
         return False

@@ -45,10 +45,7 @@ def requested() -> int | None:
 
 @contextlib.contextmanager
 def postponed(patience: float = 30.0) -> Iterator[None]:
-    """Postpone the end of the job after SIGTERM: the caller checks `requested` between its steps, and returns.
-
-    patience : float. Seconds after the signal until the job ends although the caller hasn't returned.
-    """
+    """Postpone the job's end by `patience` seconds after SIGTERM, while the caller checks `requested` and returns."""
     _patience.append(patience)
     # In a job of one rank, or with MPIAD_ABORT=0, `install_signal_handlers` hasn't been called.
     alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -63,10 +60,7 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
 
 
 def install_signal_handlers() -> None:
-    """Make SIGTERM end all ranks with exit code 143, and SIGINT during a wait with 130.
-
-    Python allows it in the main thread only; in another one this has no effect.
-    """
+    """Make SIGTERM end all ranks with code 143, and SIGINT during a wait with 130, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -77,11 +77,7 @@ _PATIENCE = 1.5  # seconds for which a failed rank waits if MPI doesn't allow a 
 
 
 class FailureDetector:
-    """Detects, during a call, that other ranks wait for a failed rank.
-
-    `stage_module`: name of the module whose functions make the agreements. `listens`: whether this rank answers failed
-    ranks, which isn't necessary if MPI can interrupt waiting ranks.
-    """
+    """Detects ranks that wait for a failed rank; agreements are in `stage_module`; `listens`: answers failed ranks."""
 
     def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
         self._call, self._stage_module, self._size = call, stage_module, comm.size
@@ -186,11 +182,7 @@ class StageFailures:
         self.tolerates = False
 
     def run(self, stage: Callable[[], T]) -> T:
-        """Return the result of `stage` on this rank; raise on all ranks if it raises on any rank.
-
-        Raises a WorkerError with the first failed rank and its traceback; a TypeError if that rank raised a
-        `WrongValueError`; `NotConverged` if only solvers have failed and this is tolerated.
-        """
+        """Return the result of `stage`; raise on all ranks a WorkerError, TypeError or `NotConverged` if any raises."""
         return self.summed(stage, lambda result: 0.0)[0]
 
     def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
@@ -232,19 +224,16 @@ class StageFailures:
             self.error = common_error(failures_among(self._comm, failure), self._call)
             if not self._interrupts:
                 agreed(self, self.error)
-                self._remove_faults()
+                # Channels without pending messages are usable: after an agreement no collective is pending.
+                for found in live_channels():
+                    if found.fault and not found.has_messages and found not in self._refused:
+                        found.fault = None
             raise self.error from failure
         if self._sums[_NOT_CONVERGED]:
             self._detector.close(failed=True)
             self._detector = FailureDetector(self._comm, self._call, self._stage_module, listens=not self._interrupts)
             raise NotConverged(f"{self._call}: a solver hasn't converged") from failure
         return float(self._sums[_TERM])
-
-    def _remove_faults(self) -> None:
-        """Remove the faults of channels without pending messages: after an agreement no collective is pending."""
-        for found in live_channels():
-            if found.fault and not found.has_messages and found not in self._refused:
-                found.fault = None
 
     def _tolerated(self, failure: BaseException | None) -> bool:
         return self.tolerates and isinstance(failure, ConvergenceError)
@@ -255,10 +244,7 @@ class StageFailures:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """Drop pending messages after `NotConverged`, on the communicators whose ranks are all in `members`; collective.
-
-        The ranks may have left the stage at different points, and old messages mustn't be received later.
-        """
+        """Drop the messages of an abandoned stage on communicators among `members`, before later receives; collective."""
         inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
         every = self._comm.allgather(list(inside))
         held = dict(zip(members, map(set, every)))
@@ -294,10 +280,7 @@ class DeferredFailures:
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
-        """Return ``fun(*args)``, or None if it raises an exception that the other ranks don't know yet.
-
-        `name`: of the function. `again`: returns an argument with which the function may be called again.
-        """
+        """Return ``fun(*args)``, or None after an exception; ``again()``: a valid argument for another call."""
         fault, start = self._used.fault, next(communications)
         try:
             out = fun(*args)
@@ -346,10 +329,7 @@ class DeferredFailures:
             raise raised from self.error
 
     def raise_together(self) -> None:
-        """Raise a failed rank's exception on that rank, and one of its type and text on all others; collective.
-
-        This takes one small reduction. After a sum without NaN it isn't necessary, since no rank has failed.
-        """
+        """Raise a failed rank's exception on all ranks; collective, and unnecessary after a sum without NaN."""
         under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
         with self:

@@ -25,11 +25,7 @@ _LANES = 256  # number of independent sequences of agreements: one for the main 
 
 
 class Agreement:
-    """The communicators and counters for the agreements of one group.
-
-    `members`: the group's ranks in the world. `epoch`: the number of restarts. `starts`: by lane, the number of nonblocking
-    reductions begun, which must have the same position among the other calls on all ranks.
-    """
+    """The agreements of one group: `members` in the world, restarts (`epoch`), and nonblocking `starts` by lane."""
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label

@@ -47,11 +47,7 @@ class _Wait:
 
 
 class CollectiveWait(_Wait):
-    """A wait in a collective.
-
-    `key`: the label under which collectives are counted. `number`: the count including this collective; ranks with a lower
-    count are missing.
-    """
+    """A wait in collective `number` of those counted under `key`; ranks with a lower count are missing."""
 
     def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None):
         super().__init__(comm)

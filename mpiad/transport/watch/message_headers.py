@@ -125,10 +125,7 @@ class HeadedMessages(Guarded):
         return sent, received, [(label, *request.caller) for request in requests if hasattr(request, "caller")]
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
-        """Expect no headers for messages whose send or receive was started before debug mode; collective.
-
-        `sent`, `received`: the numbers of messages that this rank has sent to, or begun to receive from, each (rank, tag).
-        """
+        """Expect no headers for as many messages, by (rank, tag), as were started before debug mode; collective."""
 
         def of_peer(counts: dict[tuple[int, int], int], peer: int) -> Counter[int]:
             return Counter({tag: count for (rank, tag), count in counts.items() if rank == peer})

@@ -52,10 +52,7 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
 
 
 def _wait_graph(states: list[State | None]) -> Graph:
-    """Return the nodes for which each node waits: a rank for the other end of its message, or for a collective.
-
-    A collective is a node that waits for the ranks that haven't reached it. So the graph is linear in the number of ranks.
-    """
+    """Return the nodes (ranks, collectives) that each node waits for: the graph is linear in the number of ranks."""
     waiting = [(rank, state) for rank, state in enumerate(states) if state is not None and state["state"] == "waits"]
     graph: Graph = {rank: state["peers"] if "peers" in state else [_collective(state)] for rank, state in waiting}
     for node, members in {_collective(state): state["members"] for _, state in waiting if "peers" not in state}.items():

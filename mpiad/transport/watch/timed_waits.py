@@ -72,19 +72,13 @@ _answer: Callable[[], None] | None = None
 
 
 def set_reporter(expire: Callable[[Waiting], Exception] | None, answer: Callable[[], None] | None) -> None:
-    """Set the function that returns the error at the deadline, and one that answers other ranks if no thread does.
-
-    Without the first one, waits have no deadline.
-    """
+    """Set the functions that return the error at the deadline (without it, there is none) and that answer other ranks."""
     global _expire, _answer
     _expire, _answer = expire, answer
 
 
 def poll(test: Callable[[], bool], make: Callable[[], Awaited], endless: bool = False) -> None:
-    """Return when `test` is true; `make` describes the wait if it takes longer than a moment.
-
-    Unless `endless`, raises a DeadlockError at the deadline, or if another rank has found that this wait doesn't end.
-    """
+    """Return when `test` is true; raise a DeadlockError unless `endless`. ``make()`` describes a wait that takes longer."""
     for _ in range(_SPINS):
         if test():
             return

@@ -134,10 +134,7 @@ def parameters_per_spline(bins: int) -> int:
 
 
 def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return the values of splines at x, and the logarithms of their slopes.
-
-    `numbers`: the unconstrained parameters of the splines, `parameters_per_spline` of them along the last axis.
-    """
+    """Return splines at x and their slopes' logarithms; last axis of `numbers`: `parameters_per_spline` raw parameters."""
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
     # The formula must also be finite outside of the bins, since 0 · NaN in the adjoint of `where` is NaN.
