@@ -84,12 +84,12 @@ def cotangents_at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: boo
 
     They include those of saved copies. If events act, they also include those of the final times that are times of events.
     """
-    batch, u0, start, end = run.batch, run.masked(seeds.end), *(run.numbers(run.batch.size) for _ in range(2))
+    batch, u0, start, end = run.batch, run.masked(seeds.end), *(run.zeros(run.batch.size) for _ in range(2))
     if seeds.saved is not None:
         run.add_saved(u0, seeds.saved, at_start=False)
     slots = 0 if run.jumps is None else int(run.jumps.slot.max()) + 1
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found, ids = Cotangents(u0, start, end, leaves, run.numbers(slots, batch.size)), run.ends_at_events
+    found, ids = Cotangents(u0, start, end, leaves, run.zeros(slots, batch.size)), run.ends_at_events
     if run.jumps is not None and seeds.reached is not None:
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
     if timed and ids.size:

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.column_lu import Mass
+from mpiad.ensemble.step_operators import advanced
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -130,13 +131,8 @@ def weighted_sum(weights: Weights, arrays: StageArrays, out: Array, term: Array)
 
 def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, x: Array) -> Array:
     """Return the states at the fractions x (n,) of steps of signed sizes h (n,) from u, as an array of shape (d, n)."""
-    total = np.zeros_like(u)
-    weights = coefficients.weights(x).astype(coefficients.real, copy=False)
-    for i in range(len(weights)):
-        total += weights[i] * k[i]
-    total *= h.astype(coefficients.real, copy=False)
-    total += u
-    return total
+    h, weights = (x.astype(coefficients.real, copy=False) for x in (h, coefficients.weights(x)))
+    return advanced.fun(u, h, weights, *k)
 
 
 def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) -> list[Array]:

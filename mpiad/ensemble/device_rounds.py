@@ -94,7 +94,6 @@ class EveryStep:
 
     def __init__(self, batch: Batch):
         self._batch, self.count = batch, 1
-        self._steps: list[tuple[Array, Array, Array, Array]] = []
 
     @property
     def initial(self) -> np.ndarray:
@@ -108,17 +107,13 @@ class EveryStep:
         """Whether each value is copied from the final state: no, since each value is saved after its step."""
         return np.zeros((self._batch.size, self.count), bool)
 
-    def note(self, step: Step) -> None:
-        """Store references to the times and states before a step."""
-        self._steps.append((step.ids, step.number, step.t, step.u))
-
     def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
         """Return the values saved in a step: its end, if it was accepted."""
         accepted = count > 0
         slot = np.where(accepted, place + 1, self.count)
         return Due(slot[None], np.zeros_like(t)[None], accepted[None])
 
-    def collected(self, results: Array, u_end: Array, most: int) -> tuple[Array, Array]:
+    def collected(self, blocks: list[Block], results: Array, u_end: Array, most: int) -> tuple[Array, Array]:
         """Return the saved states, shape (N, most + 1, d), and their times, padded with NaN.
 
         `most`: the largest number of accepted steps; `results`: see `WorkingSet`. Times are in the direction of the solve.
@@ -127,10 +122,10 @@ class EveryStep:
         self.count = most + 1
         u = xp.full((self._batch.size, self.count, len(u_end)), np.nan, u_end.dtype)
         times = xp.full((self._batch.size, self.count), np.nan, float)
-        for ids, number, t, states in self._steps:
-            # A step that was rejected, and the next try, have the same number.
-            u[ids, number], times[ids, number] = states.T, t
-        self._steps.clear()
+        for block in blocks:
+            for round_ in block.rounds:
+                # A step that was rejected, and the next try, have the same number.
+                u[block.ids, round_.place], times[block.ids, round_.place] = round_.u.T, round_.t  # type: ignore[union-attr]
         ids, number = xp.arange(self._batch.size), results[2].astype(np.int64)
         u[ids, number], times[ids, number] = u_end.T, results[0]
         return u, times
@@ -279,9 +274,7 @@ class DeviceObservers:
             reached = None if terminated is None else step.t_new
             saves = count if most else None
             self._record.note(Round(step.t, step.h, t_new, step.accepted, step.u, place, saves, reached, most, located))
-        if self._settings.saveat is None:
-            self._saves.note(step)
-        elif most:
+        if most and self._settings.saveat is not None:
             self._save(step, count, most)
             self._place = place + count
         return Stopped(terminated, alive=alive)
@@ -313,7 +306,8 @@ class DeviceObservers:
         """Write saved states, events and the record to the outcome; `results`: see `WorkingSet`."""
         outcome, events = self._outcome, self._settings.events
         if self._settings.saveat is None:
-            outcome.saved, times = self._saves.collected(results, outcome.u_end, int(outcome.naccept.max(initial=0)))
+            blocks, most = self._record.blocks, int(outcome.naccept.max(initial=0))  # type: ignore[union-attr]
+            outcome.saved, times = self._saves.collected(blocks, results, outcome.u_end, most)
             outcome.saved_times = self._xp.to_host(times) * self._signs[:, None]
         else:
             outcome.saved = self._all_saved(outcome)

@@ -11,18 +11,11 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
-from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.device_rounds import Block, Record
-from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.step_sweep import LocatedEvent, Saved, SavedInStep, StepSweep, Visit
-
-
-def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
-    """Return the run of a solve, on the host or on a device, depending on its record."""
-    return (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
 
 
 class DeviceRun(Run):
@@ -55,16 +48,6 @@ class DeviceRun(Run):
         """Return the sweeps over all rounds, block by block."""
         blocks, every = (self.record.blocks[::-1], self.record.every) if backwards else (self.record.blocks, None)
         return (RoundSweep(self, block, every) for block in blocks if len(block.ids))
-
-    def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the recomputed stages of a visit, and the states after the step."""
-        batch, stages = self.batch, self._new_stages(visit.u)
-        derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
-        stages.k[0][...] = derivative_at(derivative, visit.u, p, visit.t, None)
-        end = visit.about.t_new
-        end = end if sweep.sign is None else end * sweep.sign  # type: ignore[attr-defined]
-        stages.compute(visit.u, p, visit.t, visit.h, end, None)
-        return stages.k, stages.new
 
     @cached_property
     def ends(self) -> Array:
@@ -152,12 +135,13 @@ class RoundSweep(StepSweep):
     def _advanced(self, visit: Visit) -> Array:
         """Return the recomputed states after a round."""
         u, table = visit.u, self._run.coefficients
-        k, new = self._run.stages_again(self, visit)
-        new = np.where(visit.made, new, u)  # type: ignore[arg-type, call-overload]
+        p, end = self._run.batch.p.of_columns(self.leaves, self._run.field.one_by_one), visit.about.t_new
+        stages = self._run.stages(u, p, visit.t, visit.h, end if self.sign is None else end * self.sign)
+        new = np.where(visit.made, stages.new, u)  # type: ignore[arg-type, call-overload]
         for located in visit.about.located:
             if located.terminal:
                 c = located.columns
-                terms = polynomials(table, u[:, c], visit.h[c].astype(table.real), np.take(k, c, axis=-1))
+                terms = polynomials(table, u[:, c], visit.h[c].astype(table.real), np.take(stages.k, c, axis=-1))
                 new[:, c] = states_at(terms, located.x.astype(table.real))
         return new
 

@@ -13,7 +13,6 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.derivative import locked
-from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.problem import check_order
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -53,11 +52,6 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     for i, part in enumerate(parts[0] if is_array else parts):
         after[i] = part
     return after
-
-
-def affect_field(event: Event, batch: Batch) -> Field:
-    """Return the affect of an event as a function of columns that may be traced."""
-    return Field(batch._replace(f=event.affect))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

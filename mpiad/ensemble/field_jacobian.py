@@ -139,7 +139,8 @@ class _ProgramJacobian:
 
 def _write_tangents(field: Field, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
     """Compute the Jacobian by tangents of f: see `JacobianWriter`."""
-    _, out[...], slope = jacobian_by_tangents(field, u, _leaves(p), t)
+    _, columns, slope = jacobian_by_tangents(field, u, _leaves(p), t)
+    np.stack(columns, axis=1, out=out)
     return slope
 
 

@@ -56,18 +56,18 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
         raise TypeError(f"solve: f can't be differentiated ({error}). {advice}") from error
 
 
-def jacobian_by_tangents(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> tuple[Array, Array, Array | None]:
-    """Return f, shape (d, n), ∂f/∂u, (d, d, n), and ∂f/∂t, (d, n), or None if it is zero."""
-    d, jacobian = len(u), np.zeros_like(u, shape=(len(u), *u.shape))
-    units = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
+def jacobian_by_tangents(
+    field: Field, u: Array, leaves: Sequence[Any], t: Array
+) -> tuple[Array, list[Array], Array | None]:
+    """Return f, the columns of ∂f/∂u, and ∂f/∂t or None if it is zero, each of shape (d, n); arguments may be traced."""
+    zeros = np.zeros_like(getval(u))
+    units = np.eye(len(u), dtype=zeros.dtype)[:, :, None] + zeros
     with restoring_state(), Bundle() as bundle:
         state = shortened(bundle.variable(u, [*units, None]))
-        time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
+        time = shortened(bundle.variable(t, [None] * len(u) + [np.ones_like(getval(t))]))
         value, found = bundle.parts(field.array(state, leaves, time))
-    found = found or [None] * (d + 1)
-    for j in range(d):
-        jacobian[:, j] = 0 if found[j] is None else found[j]
-    return value, jacobian, found[d]
+    *columns, slope = found or [None] * (len(u) + 1)
+    return value, [zeros if column is None else column for column in columns], slope
 
 
 class Field:

@@ -18,21 +18,18 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, Tree
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device
-from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.shortcuts import shortened
-from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.compiled.trace import packing_of
-from mpiad.ensemble.event import affect_field
 from mpiad.ensemble.field_jacobian import JacobianProgram, derived, jacobian_program
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
+from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_operators import advanced, replaced, rows_of, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
-from mpiad.primitives.cotangents import conform, spec_like
 
 # Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2
@@ -169,11 +166,8 @@ def linearized(run: Run, u: Array, leaves: list[Any], t: Array) -> tuple[Any, Ar
         slope = rows_of(plain, *[values[of_time[i]] if i in of_time else 0.0 for i in range(d)]) if of_time else None
         places = tuple(np.array(found.places, int).reshape(-1, 2).T)
         return places, values[:count], slope
-    ones, units = np.ones_like(plain[0]), np.eye(d, dtype=u.dtype)
-    columns = [jvp(lambda u: run.field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
-    slope = jvp(lambda t: run.field.array(u, leaves, t), t, ones)[1]
-    places = np.divmod(np.arange(d * d), d)
-    return places[::-1], concatenate(columns), slope
+    _, columns, slope = jacobian_by_tangents(run.field, u, leaves, t)
+    return np.divmod(np.arange(d * d), d)[::-1], concatenate(columns), slope
 
 
 def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:
@@ -323,8 +317,8 @@ class Replay:
         for event in np.unique(which).tolist():
             changed = np.flatnonzero(which == event)
             columns = changed[two_at_least(len(changed))]
-            field = affect_field(run.settings.events[event], run.batch)
-            found = field.array(before[:, columns], run.columns(chosen.leaves, columns), t[columns])
+            affect = Field(run.batch._replace(f=run.settings.events[event].affect))  # type: ignore[arg-type]
+            found = affect.array(before[:, columns], run.columns(chosen.leaves, columns), t[columns])
             after = replaced(after, changed, found[:, : len(changed)])
         return replaced(u, own, after), shift
 
@@ -434,20 +428,3 @@ class _SavedRows:
                 index = np.where(mask, self._count + rows, index)
                 self._add(anp.transpose(states))
         return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
-
-
-Replayed = Callable[[list], Array]
-
-
-def replayed_jvp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-    """Return the tangent of the results of `replay`, given the tangents `gs` of the arguments at `argnums`."""
-    tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
-    return trace_forwards(replay, Variables(list(args), list(argnums), list), tangents)[1]
-
-
-def replayed_vjp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-    """Return the cotangents of the arguments at `argnums`, given the cotangent g of the results of `replay`."""
-    variables = Variables(list(args), list(argnums), list)
-    traced = trace_backwards(replay, variables)
-    seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
-    return cotangents_of_variables(traced, seeds, variables)

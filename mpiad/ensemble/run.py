@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients, coefficients_of
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
@@ -139,11 +140,9 @@ class SortedSweep(StepSweep):
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
     def _visit(self, s: int) -> Visit:
-        sweep = self._steps.sweep(s)
         stop = min(self._stop, int(self._steps.widths[s]))
-        cut = slice(self._start, stop)
-        last = slice(0, stop - self._start) if s == 0 else slice(0, 0)
-        return Visit(s, sweep.t[cut], sweep.h[cut], sweep.u[:, cut], last)
+        t, h, u = (x[..., self._start : stop] for x in self._steps.sweep(s))
+        return Visit(s, t, h, u, slice(0, stop - self._start) if s == 0 else slice(0, 0))
 
     def _starts(self) -> range:
         return range(0, len(self), self._every or 1)
@@ -160,7 +159,7 @@ class SortedSweep(StepSweep):
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
             if number + 1 < stop:  # the state at `stop` was stored
-                u = self._run.stages_again(self, visit)[1]
+                u = self._run.stages_of(self.ids[:width], u, t, h)[1]
                 for rows, columns in self.jumps(visit):
                     u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
 
@@ -258,7 +257,7 @@ class Run:
         """The number of steps to differentiate per trajectory: array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    few = 2  # number of directions up to which tangents are at most as expensive as the adjoint
+    few = 1  # number of directions up to which tangents are at most as expensive as the adjoint
 
     @property
     def n_saved(self) -> int:
@@ -278,12 +277,12 @@ class Run:
     @property
     def crossed(self) -> Array:
         """The times of all events except terminal ones that don't act, shape (m,), on the device of the states."""
-        return self._with_acting("time")
+        return self._event_columns[4][self._crossed_rows]
 
     @property
     def crossed_ids(self) -> Array:
         """The trajectories of the events in `crossed`, shape (m,)."""
-        return self._with_acting("ids")
+        return self._event_columns[0][self._crossed_rows]
 
     @cached_property
     def save_step(self) -> Array:
@@ -315,7 +314,7 @@ class Run:
         """Return a host array, a copy if x is on a device."""
         return x if self.xp is None else self.xp.to_host(x)
 
-    def numbers(self, *shape: int) -> Array:
+    def zeros(self, *shape: int) -> Array:
         """Return zeros in double precision on the device of the states."""
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
@@ -349,18 +348,19 @@ class Run:
     def _new_stages(self) -> Callable[[Array], Stages]:
         return stages_for(self.coefficients, self.batch, self.settings.mass)
 
-    def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the stages of a visit and the states after it, computed as in the solve."""
-        return self.stages_of(sweep.ids[: len(visit.t)], visit.u, visit.t, visit.h)
+    def stages(self, u: Array, p: Tree, t: Array, h: Array, end: Array) -> Stages:
+        """Return the stages of steps from states u, (d, n), computed as in the solve; times and h are actual ones."""
+        stages = self._new_stages(u)
+        stages.k[0][...] = derivative_at(derivative_of(self.batch.f, self.batch.shape), u, p, t, None)
+        stages.compute(u, p, t, h, end, None)
+        return stages
 
     def stages_of(self, ids: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
         """Return the stages of steps of some trajectories from states u, (d, n), and the states after them."""
-        width, batch = len(t), self.batch
+        width = len(t)
         columns = two_at_least(width)  # as in the solve
-        u, t, h, p = u[:, columns], t[columns], h[columns], batch.parameters(ids[columns])
-        stages = self._new_stages(u)
-        derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
-        stages.compute(u, p, t, h, t + h, None)
+        u, t, h = u[:, columns], t[columns], h[columns]
+        stages = self.stages(u, self.batch.parameters(ids[columns]), t, h, t + h)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
@@ -420,9 +420,13 @@ class Run:
         return [ids, event, number, *rows[3:], ends]
 
     @cached_property
+    def _crossing_rows(self) -> Array:
+        return np.flatnonzero(self.live[self._event_columns[0]] & ~self._event_columns[-1])
+
+    @cached_property
     def crossings(self) -> Crossings:
         """The events that are neither terminal nor act, in trajectories that didn't fail."""
-        return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
+        return self._crossings(self._crossing_rows)
 
     @cached_property
     def stops(self) -> Crossings:
@@ -442,24 +446,24 @@ class Run:
         return Crossings(*(column[chosen] for column in (ids, event, number, x, time)))
 
     @cached_property
+    def _crossed_rows(self) -> Array:
+        """The rows of `crossed` in the table of events."""
+        acts = np.array([event.acts for event in self.settings.events], bool)
+        return np.append(self._crossing_rows, self.stop_rows[acts[self.stops.event]])
+
+    @property
     def acting_row(self) -> Array:
         """For each of `stops`, the index of its time in `crossed` if the event acted, else -1."""
-        acts = np.array([event.acts for event in self.settings.events], bool)[self.stops.event]
-        return np.where(acts, len(self.crossings.ids) + np.cumsum(acts) - 1, -1)
+        return self.crossed_row[self.stop_rows]
 
     @cached_property
     def crossed_row(self) -> Array:
         """The index of each event's time in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
         ids, *_, ends = self._event_columns
-        live, index = self.live[ids], np.full(len(ids), -1)
-        index[live & ~ends] = np.arange(len(self.crossings.ids))
-        rows = np.flatnonzero(live & ends)
-        index[rows] = self.acting_row[np.searchsorted(self.stop_rows, rows)]
+        index, rows = np.full(len(ids), -1), np.flatnonzero(self.live[ids] & ends)
+        index[self._crossed_rows] = np.arange(len(self._crossed_rows))
+        index[rows] = index[self.stop_rows[np.searchsorted(self.stop_rows, rows)]]
         return index
-
-    def _with_acting(self, name: str) -> Array:
-        own = getattr(self.crossings, name)
-        return np.concatenate([own, getattr(self.stops, name)[self.acting_row >= 0]]) if self._any_acts else own
 
     @cached_property
     def jumps(self) -> Jumps | None:

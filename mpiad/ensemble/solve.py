@@ -22,7 +22,7 @@ from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
-from mpiad.ensemble.device_run import run_of
+from mpiad.ensemble.device_run import DeviceRun
 from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, traced_times
@@ -153,7 +153,7 @@ def solve(
         Number of trajectories that are solved together, which limits the memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
-        the steps. The default is tangents if a trajectory is differentiated with respect to at most two numbers (four in a
+        the steps. The default is tangents if a trajectory is differentiated with respect to one number (at most four in a
         kernel, none for device arrays without a kernel), tspan isn't differentiated, and there are no events. Otherwise
         the default is the adjoint. Both give the same result. With events, or with respect to tspan, "tangent" is slow: it
         repeats the steps once for each differentiated number.
@@ -245,10 +245,10 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
     given = digests_of(problem, options.events)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
-    compiler.log_warnings(outcomes.warnings, used.rank)
+    compiler.log_warnings([other.warnings for other in outcomes.shares], used.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
     components = int(np.prod(share.u_end.shape[1:]))
-    mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    mpi.remember(outcomes.naccept + outcomes.nreject, components, outcomes.any("compiled"), outcomes.any("traced"))
     has_outputs = problem.output_func is not None or problem.reduction is not None
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
@@ -331,7 +331,8 @@ def _by_arrays(
     outcome = compiler.run(batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
-        sol = differentiable(sol, run_of(batch, settings, outcome), given)
+        run = (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
+        sol = differentiable(sol, run, given)
     return replace(sol, dense=DenseOutput(batch, settings, outcome, given)) if options.dense_output else sol
 
 
@@ -429,24 +430,33 @@ def solved_with_events(
     """
     times = GivenTimes(settings.events, batch)
     outcome = _solved_after_start(solve, batch, settings, times)
-    u, u_end, reached, codes = outcome.saved, outcome.u_end.T, outcome.t_reached, outcome.codes
-    times_of: Callable[[_OccurredEvents], Array] = lambda found: found.times  # noqa: E731
-    if given.traced and settings.record:
+    run: Run | None = None
+    if given.traced:
         run, due = Run(batch, settings, outcome), times.traced(given)
-        u, u_end, reached, crossed = traced_results(run, u, u_end, given, due)  # type: ignore[arg-type]
-        times_of = lambda found: found.traced(run, due, reached, crossed)  # noqa: E731
+        u, u_end, reached, crossed = traced_results(run, outcome.saved, outcome.u_end.T, given, due)  # type: ignore[arg-type]
 
     def events() -> dict:
-        found = _OccurredEvents(outcome, times)
-        return by_trajectory(found.ids, found.event, times_of(found))
+        """Return the roots of conditions and the given times that have passed, per trajectory, with derivatives."""
+        table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
+        # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
+        found = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
+        passed = times.passed(outcome.slots)
+        if passed.size:
+            found = np.concatenate([found, passed], axis=1)
+            # At equal times, roots of conditions come first.
+            found = found[:, np.lexsort((times.signs[found[0].astype(int)] * found[2], found[0]))]
+        (ids, event, source), when = found[[0, 1, 3]].astype(int), found[2]
+        if run is not None:
+            given_place = len(crossed) + (-1 - source) * due.shape[1] + ids
+            places = np.where(source < 0, given_place, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
+            every = concatenate([crossed, anp.reshape(due, (-1,))])
+            when = traced_times(ids, when, places, run.live, reached, every)
+        return by_trajectory(ids, event, when)
 
-    nf = evaluations(outcome.naccept, outcome.nreject, settings.alg, settings.dt is not None) + outcome.resumed
-    later: dict[str, Callable[[], Any]] = {"retcode": lambda: ReturnCode.names_of(codes), "events": events}
-    shape = batch.shape
-    u, u_end = anp.reshape(u, (*u.shape[:2], *shape)), anp.reshape(u_end, (batch.size, *shape))  # type: ignore[union-attr]
-    fields: dict[str, Any] = {"u": u, "t": np.array(settings.saveat), "u_end": u_end, "t_reached": reached, "nf": nf}
-    fields |= {"naccept": outcome.naccept, "nreject": outcome.nreject, "_codes": codes, "alg": settings.alg}
-    return EnsembleSolution.lazy(later, **fields)
+    sol = solution_of(outcome, batch, settings, events)
+    if run is not None:
+        sol.u, sol.u_end, sol.t_reached = anp.reshape(u, sol.u.shape), anp.reshape(u_end, sol.u_end.shape), reached
+    return sol
 
 
 def _solved_after_start(
@@ -465,27 +475,3 @@ def _solved_after_start(
     acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
     events = tuple(settings.events[e] for e in acting.found)
     return solve(batch, settings._replace(events=events, acting=acting))
-
-
-class _OccurredEvents:
-    """All events of a solve, sorted; `ids`, `event`, `times`: trajectories, indices of events and times, of shape (m,)."""
-
-    def __init__(self, outcome: Outcome, given: GivenTimes):
-        table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
-        ids, event, _, _, times = table
-        # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
-        found = np.stack([ids, event, times, np.arange(len(ids))])
-        passed = given.passed(outcome.slots)
-        if passed.size:
-            found = np.concatenate([found, passed], axis=1)
-            # At equal times, roots of conditions come first.
-            found = found[:, np.lexsort((given.signs[found[0].astype(int)] * found[2], found[0]))]
-        (self.ids, self.event, self._source), self.times = found[[0, 1, 3]].astype(int), found[2]
-
-    def traced(self, run: Run, due: Array, reached: Array, crossed: Array) -> Array:
-        """Return the times of events with derivatives, from given times `due`, final times `reached` and `Run.crossed`."""
-        ids, source = self.ids, self._source
-        given = len(crossed) + (-1 - source) * due.shape[1] + ids
-        places = np.where(source < 0, given, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
-        crossed = concatenate([crossed, anp.reshape(due, (-1,))])
-        return traced_times(ids, self.times, places, run.live, reached, crossed)
