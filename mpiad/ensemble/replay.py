@@ -23,7 +23,7 @@ from mpiad.differentiation.shortcuts import shortened
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.compiled.trace import packing_of
-from mpiad.ensemble.field_jacobian import JacobianProgram, derived, jacobian_program
+from mpiad.ensemble.field_jacobian import JacobianProgram
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
@@ -159,7 +159,7 @@ class RosenbrockReplay(StepReplay):
 
 def linearized(run: Run, u: Array, leaves: list[Any], t: Array) -> tuple[Any, Array, Array | None]:
     """Return places and values of the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
-    found, d, plain = derived(jacobian_program, run.batch), len(u), getval(u)
+    found, d, plain = run.jacobian, len(u), getval(u)
     if isinstance(found, JacobianProgram):
         values = values_of(found.program, u, _numbers(run, leaves, plain), t[None])
         count, of_time = len(found.places), dict(zip(found.slopes, range(len(found.places), len(values))))

@@ -12,6 +12,7 @@ from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients, coefficients_of
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.field_jacobian import JacobianProgram, derived, jacobian_program
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
@@ -246,6 +247,11 @@ class Run:
     def coefficients(self) -> Coefficients:
         """The method's coefficients, on the device of the states."""
         return coefficients_of(self.tableau, self.batch.u0)
+
+    @cached_property
+    def jacobian(self) -> JacobianProgram | str:
+        """The program of the Jacobian of f, or the reason why f can't be traced."""
+        return derived(jacobian_program, self.batch)
 
     @cached_property
     def terminated(self) -> Array:
