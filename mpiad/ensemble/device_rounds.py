@@ -330,9 +330,7 @@ class DeviceObservers:
             return saved
         final = saves.final & (outcome.codes == ReturnCode.Success.code)[:, None]
         for mask, states in ((saves.initial, self._batch.u0), (final, outcome.u_end)):
-            if mask.all():
-                saved = np.broadcast_to(states.T[:, None], saved.shape)
-            elif mask.any():
+            if mask.any():
                 same = bool((mask == mask[:1]).all())
                 on_device = self._xp.to_device(np.ascontiguousarray(mask[:1] if same else mask))
                 saved = np.where(on_device[:, :, None], states.T[:, None], saved)

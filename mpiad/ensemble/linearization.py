@@ -77,26 +77,12 @@ class Field:
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
-    def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Array]]:
-        """Return f with these leaves as a function of u and t.
-
-        It returns the derivative as a list of its components, or a list of one array with all of them.
-        """
-        if self.one_by_one:
-            return lambda u, t: [self._each(u, leaves, t)]
-        f, p = self._f, self._build(leaves)
-        if not self._shape:
-            return lambda u, t: [f(u[0], p, t)]
-
-        def rows(u: Array, t: Array) -> Sequence[Array]:
-            value = f(u, p, t)
-            return value if isinstance(value, (list, tuple)) else [value]
-
-        return rows
-
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n)."""
-        rows = self.bound(leaves)(u, t)
+        if self.one_by_one:
+            return self._each(u, leaves, t)
+        value = self._f(u if self._shape else u[0], self._build(leaves), t)
+        rows = value if self._shape and isinstance(value, (list, tuple)) else [value]
         if len(rows) == 1 and anp.shape(rows[0]) == u.shape:
             return rows[0]
         return rows_of(getval(u), *rows)

@@ -128,14 +128,6 @@ class SortedSweep(StepSweep):
     def __len__(self) -> int:
         return int(self.counts[0])
 
-    def backwards(self) -> Iterator[Visit]:
-        """Return the visits from the last step to the first."""
-        return super().backwards() if self._every else (self._visit(s) for s in range(len(self)))
-
-    def forwards(self) -> Iterator[Visit]:
-        """Return the visits from the first step to the last."""
-        return super().forwards() if self._every else (self._visit(s) for s in range(len(self) - 1, -1, -1))
-
     def visit_of(self, column: Array, number: Array) -> Array:
         """Return the indices of the visits that contain steps of columns; `number`: the steps, from 0."""
         return (len(self) if self._every else self.counts[column]) - 1 - number
@@ -149,10 +141,12 @@ class SortedSweep(StepSweep):
         return range(0, len(self), self._every or 1)
 
     def _segment(self, begin: int) -> Iterator[Visit]:
-        stop = min(begin + (self._every or 1), len(self))
-        width = self._width(begin)
+        if not self._every:
+            yield self._visit(len(self) - 1 - begin)
+            return
+        stop, width = min(begin + self._every, len(self)), self._width(begin)
         kept: Any = self._steps.kept
-        u = kept.states(self._trajectories[:width], np.full(width, begin // (self._every or 1)))
+        u = kept.states(self._trajectories[:width], np.full(width, begin // self._every))
         for number in range(begin, stop):
             width, following = self._width(number), self._width(number + 1)
             u = u[:, :width]
