@@ -24,7 +24,7 @@ from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.step_observers import Stopped
-from mpiad.ensemble.step_sweep import LocatedEvent
+from mpiad.ensemble.step_sweep import EventTimes, LocatedEvent
 from mpiad.transport.devices.device_arrays import arrays_of
 
 # Maximum size of one array of saved states, in numbers.
@@ -80,11 +80,6 @@ class SaveTimes:
         at_end = used & (times == t_new)
         x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of size zero
         return Due(slot, x, at_end)
-
-    def groups(self, most: int, entries: int) -> list[slice]:
-        """Divide ``range(most)`` into slices of limited size; `entries`: the number of entries of one state array."""
-        width = max(1, _BLOCK // max(1, entries))
-        return [slice(a, min(a + width, most)) for a in range(0, most, width)]
 
 
 class EveryStep:
@@ -162,15 +157,6 @@ def _moved(located: LocatedEvent, new_index: Array) -> LocatedEvent:
     return located._replace(columns=columns[rest], x=located.x[rest], time=located.time[rest], row=located.row[rest])
 
 
-class Events(NamedTuple):
-    """The times of events and the end times of trajectories."""
-
-    reached: Array  # shape (N,); end times of the trajectories
-    ids: Array  # int, shape (m,); the trajectories of all events
-    times: Array  # shape (m,); the times of these events
-    order: np.ndarray  # int, shape (m,), on the host; the permutation that sorts the events
-
-
 class Block:
     """Rounds of the same columns. `ids`: the trajectories, shape (n,). `sign`: 1 or -1, shape (n,); None if all are 1."""
 
@@ -190,7 +176,7 @@ class Record:
         # Factors of times: -1 for trajectories that are integrated backwards in time.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
-        self.events: Events | None = None  # None without event conditions
+        self.events: EventTimes | None = None  # None without event conditions
 
     def begin(self, ids: Array, sign: Array | None) -> None:
         """Begin a block of columns."""
@@ -297,7 +283,9 @@ class DeviceObservers:
         due = self._saves.due(step.ids, self._place, count, most, step.t, step.h, step.t_new)
         real = self._table.real
         terms = polynomials(self._table, step.u, step.h.astype(real), step.k)
-        for part in self._saves.groups(most, step.u.size):
+        width = max(1, _BLOCK // max(1, step.u.size))
+        for first in range(0, most, width):
+            part = slice(first, first + width)
             inside = states_at(terms, due.x[part][:, None].astype(real))
             states = np.where(due.at_end[part][:, None], step.new, inside)
             self._saved[step.ids, due.slot[part]] = np.moveaxis(states, 1, -1)
@@ -322,7 +310,7 @@ class DeviceObservers:
             if events:
                 rows = self._xp.empty((5, 0), float) if rows is None else rows
                 reached = results[0] * on_device_of(self._signs, self._batch.u0)
-                self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], order)
+                self._record.events = EventTimes(reached, rows[0].astype(np.int64), rows[4], order)
 
     def _all_saved(self, outcome: Outcome) -> Array:
         saves, saved = self._saves, self._saved[:, :-1]

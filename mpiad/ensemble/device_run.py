@@ -15,7 +15,7 @@ from mpiad.ensemble.device_rounds import Block, Record
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.step_sweep import LocatedEvent, Saved, SavedInStep, StepSweep, Visit
+from mpiad.ensemble.step_sweep import EventTimes, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 
 
 class DeviceRun(Run):
@@ -64,7 +64,8 @@ class DeviceRun(Run):
             padded[:, :-1] = np.where(np.isnan(saved), 0, saved)  # NaN for states that weren't reached
         return Seeds(np.swapaxes(end, 0, 1), padded, *times)
 
-    def _saved_at(self, at_start: bool) -> np.ndarray:
+    def saved_at(self, at_start: bool) -> np.ndarray:
+        """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
         saves = self.record.saves
         if saves is None:
             return np.zeros((self.batch.size, 0), bool)
@@ -73,24 +74,14 @@ class DeviceRun(Run):
     # ---- events
 
     @property
-    def reached(self) -> Array:
-        """End times of the trajectories, shape (N,)."""
-        return self.record.events.reached  # type: ignore[union-attr]
-
-    @property
-    def crossed(self) -> Array:
-        """Times of all events, shape (m,)."""
-        return self.record.events.times  # type: ignore[union-attr]
-
-    @property
-    def crossed_ids(self) -> Array:
-        """The trajectories of all events, shape (m,)."""
-        return self.record.events.ids  # type: ignore[union-attr]
+    def event_times(self) -> EventTimes:  # type: ignore[override]
+        """The final times, and the times of all events."""
+        return self.record.events  # type: ignore[return-value]
 
     @cached_property
     def crossed_row(self) -> np.ndarray:
         """For each row of the sorted table of events, its index in `crossed`, or -1 if the event ended its trajectory."""
-        return np.where(self._event_columns[-1], -1, self.record.events.order)  # type: ignore[union-attr]
+        return np.where(self._event_columns[-1], -1, self.event_times.order)
 
 
 class Slots(Saved):

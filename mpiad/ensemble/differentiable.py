@@ -137,7 +137,8 @@ class _SolvedRun:
 
     def __init__(self, run: Run, u: Array, u_end: Array):
         self._run, self._settings = run, run.settings
-        values = [u, u_end, *((run.reached, run.crossed) if run.settings.events else ())]
+        times = (run.event_times.reached, run.event_times.crossed) if run.settings.events else ()
+        values = [u, u_end, *times]
         self.layout = Concatenation([spec_like(value) for value in values])
         self.vector = self.layout.vector(values)
 

@@ -118,7 +118,7 @@ def product_per_trajectory(
     if seeds.reached is not None:
         part = part + seeds.reached * times
     if seeds.crossed is not None:
-        part = part + _by_trajectory(run.crossed_ids, seeds.crossed * crossed, part)
+        part = part + _by_trajectory(run.event_times.ids, seeds.crossed * crossed, part)
     return part
 
 

@@ -39,13 +39,6 @@ class Step(NamedTuple):
         fields.append(None if self.sign is None else self.sign[columns])
         return Step._make(fields)
 
-    def at_end(self, columns: Array) -> Step:
-        """Return the step of some columns, with only its times and the states after it."""
-        fields = (self.ids, self.number, self.t, self.t_new, self.new)
-        ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in fields)
-        sign = None if self.sign is None else self.sign[columns]
-        return Step(ids, number, self.accepted[:0], t, self.h[:0], t_new, self.u[:, :0], new, [], sign)
-
     def actual(self, times: Array) -> Array:
         """Return actual times or signed step sizes, given times or sizes in the direction of the solve."""
         return times if self.sign is None else times * self.sign

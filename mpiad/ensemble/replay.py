@@ -384,12 +384,12 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
         results = [rows.array(initial, states), anp.transpose(states)]
         if not run.settings.events:
             return results
-        reached = run.reached
+        reached, _, crossed, _ = run.event_times
         if timed:
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), inputs.lengthening, 0.0)
         if timed and run.jumps:
             reached = reached + anp.where(run.live & run.terminated, shift, 0.0)
-        return [*results, reached if run.jumps else _with_times(reached, ended), _with_times(run.crossed, passed)]
+        return [*results, reached if run.jumps else _with_times(reached, ended), _with_times(crossed, passed)]
 
 
 def _with_times(times: Array, found: list[tuple[Array, Array]]) -> Array:
@@ -420,11 +420,10 @@ class _SavedRows:
 
     def array(self, start: Array, end: Array) -> Array:
         """Return the saved states, shape (N, n_saved, d), given the initial and final states."""
-        run, index = self._run, self._index
+        run, index = self._run, self._index[:, : self._run.n_saved]
         rows = run.arange(run.batch.size)[:, None]
-        for at_start, states in ((True, start), (False, end)):
-            mask = run.saved_at(at_start)
-            if mask is not None:
-                index = np.where(mask, self._count + rows, index)
+        for mask, states in ((run.saved_at(True), start), (run.saved_at(False), end)):
+            if mask.any():
+                index = np.where(run.placed(mask), self._count + rows, index)
                 self._add(anp.transpose(states))
-        return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
+        return concatenate(self._rows, axis=0)[index]

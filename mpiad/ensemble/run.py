@@ -20,7 +20,7 @@ from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages, stages_for
-from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
+from mpiad.ensemble.step_sweep import Columns, EventTimes, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.transport.devices.device_arrays import arrays_of
 
 # Saved values, sorted by the steps that contain them.
@@ -61,7 +61,7 @@ class Seeds(NamedTuple):
     end: Array  # of the final states: shape (d, N)
     saved: Array | None = None  # of the saved states: shape (N, n_saved, d), or None if all are zero
     reached: Array | None = None  # of the final times: shape (N,), or None
-    crossed: Array | None = None  # of the times in `Run.crossed`: shape (m,), or None if all are zero
+    crossed: Array | None = None  # of the times in `EventTimes.crossed`: shape (m,), or None if all are zero
 
     def share(self, rows: slice) -> Seeds:
         """Return the seeds of some trajectories, without the cotangents of the times of events."""
@@ -269,20 +269,16 @@ class Run:
         """The length of the axis of saved values; on a device there is an additional entry for unsaved values."""
         return self.n_saved
 
-    @property
-    def reached(self) -> Array:
-        """The final times, shape (N,), on the device of the states."""
-        return self.outcome.t_reached
-
-    @property
-    def crossed(self) -> Array:
-        """The times of all events except terminal ones that don't act, shape (m,), on the device of the states."""
-        return self._event_columns[4][self._crossed_rows]
+    @cached_property
+    def event_times(self) -> EventTimes:
+        """The final times, and the times of events."""
+        ids, _, _, _, time, _ = self._event_columns
+        return EventTimes(self.outcome.t_reached, ids[self._crossed_rows], time[self._crossed_rows])
 
     @property
     def crossed_ids(self) -> Array:
-        """The trajectories of the events in `crossed`, shape (m,)."""
-        return self._event_columns[0][self._crossed_rows]
+        """The trajectories of the events in `EventTimes.crossed`, shape (m,)."""
+        return self.event_times.ids
 
     @cached_property
     def save_step(self) -> Array:
@@ -394,18 +390,13 @@ class Run:
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
         return ids, place, number, x
 
-    def _saved_at(self, at_start: bool) -> np.ndarray:
+    def saved_at(self, at_start: bool) -> np.ndarray:
         """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
         return self.save_step == (INITIAL if at_start else FINAL)
 
-    def saved_at(self, at_start: bool) -> Array | None:
-        """Return the mask of `_saved_at` on the device of the states, shape (N, slots); None if it is empty."""
-        mask = self._saved_at(at_start)
-        return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
-
     def add_saved(self, total: Array, saved: Array, at_start: bool) -> None:
         """Add to `total`, (d, N), the cotangents of saved values that are initial (or final) states."""
-        mask = self._saved_at(at_start)
+        mask = self.saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
             own = mask[:, slot]
             ids = slice(None) if own.all() else self.placed(np.flatnonzero(own))

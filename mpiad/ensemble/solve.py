@@ -16,6 +16,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm, Tree
 from mpiad.device.assembly import concatenate
+from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, save_times, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
@@ -42,10 +43,10 @@ from mpiad.ensemble.step_observers import EventColumns
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.primitives import mpi_allgather
-from mpiad.primitives.cotangents import conform
+from mpiad.primitives.cotangents import spec_like
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten, is_variable
-from mpiad.transport import Channel, channel
+from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core.agreement import raise_first, raising_together
 
 
@@ -53,8 +54,7 @@ class _Placeholder:
     """Placeholder for a numeric leaf; the numbers of all leaves are sent in one array."""
 
     def __init__(self, leaf: Array):
-        value = np.asarray(getval(leaf))
-        self.shape, self.dtype, self.size = value.shape, value.dtype, value.size
+        self.spec = Spec(*spec_like(leaf)[:2])
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
@@ -73,21 +73,10 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     if not all(pickles):
         raise_first(used, error)
     flat = [flatten(pickle.loads(text)) for text in pickles]
-    dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
-    dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
-    flat_numbers = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
-    # On ranks without numbers, the empty array determines the dtype.
-    all_numbers = mpi_allgather(anp.concatenate([np.empty(0, dtype), *flat_numbers]), axis=0, comm=comm)
-    trees, at = [], 0
-    for parts, make in flat:
-        filled = []
-        for part in parts:
-            if isinstance(part, _Placeholder):
-                values, at = all_numbers[at : at + part.size], at + part.size
-                part = conform(anp.reshape(values, part.shape)[()], part.shape, part.dtype)
-            filled.append(part)
-        trees.append(make(filled))
-    return trees
+    everything = Concatenation([part.spec for parts, _ in flat for part in parts if isinstance(part, _Placeholder)])
+    own = Concatenation([spec_like(number) for number in numbers]).vector(numbers).astype(everything.dtype)
+    found = iter(everything.parts(mpi_allgather(own, axis=0, comm=comm)))
+    return [make([next(found)[()] if isinstance(part, _Placeholder) else part for part in parts]) for parts, make in flat]
 
 
 _log = logging.getLogger("mpiad")

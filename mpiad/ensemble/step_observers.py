@@ -278,9 +278,9 @@ class ActingEvents:
         """
         if self._watch is None:
             empty = np.empty((0, len(columns)))
-            kept = CrossedSteps(empty, empty, empty, step.at_end(columns))
+            kept = CrossedSteps(empty, empty, empty, step.at(columns))
         else:
-            kept = self._watch.extracted(step, columns, crossed, not at_roots)
+            kept = self._watch.extracted(step, columns, crossed)
         self._suspended[at_roots].append((columns, h[columns], kept))
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
@@ -480,8 +480,7 @@ class StepObservers:
         for resumed, step in self._acting.resume() if self._acting is not None else ():
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))
-                if step.k:
-                    self._saves.save_inside(step, rows, resumed.columns)
+                self._saves.save_inside(step, rows, resumed.columns)
                 self._saves.save_at_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
 

@@ -71,6 +71,15 @@ class LocatedEvent(NamedTuple):
     row: Array  # int, shape (m,); the index of `time` among the times of all events, or among the final times
 
 
+class EventTimes(NamedTuple):
+    """The final times of trajectories, and the times of events, on the device of the states."""
+
+    reached: Array  # shape (N,)
+    ids: Array  # int, shape (m,); the trajectories of the events in `crossed`
+    crossed: Array  # shape (m,); the times of all events except, on the host, terminal ones that don't act
+    order: Any = None  # on a device: int, shape (m,), on the host; the permutation that sorts the events
+
+
 class StepSweep:
     """The visits of a block of trajectories."""
 
