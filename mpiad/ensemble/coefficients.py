@@ -47,7 +47,13 @@ class Coefficients:
 
         The argument of the last stage is the new state; i is -1 for the error. `out`, `term`: buffers.
         """
-        return weighted_sum(self._rows[i], k, out, term)
+        (first, weight), *others = self._rows[i]
+        multiply, add = np.multiply, np.add
+        multiply(k[first], weight, out)
+        for j, weight in others:
+            multiply(k[j], weight, term)
+            add(out, term, out)
+        return out
 
     def add_row(self, total: Array, i: int, k: StageArrays, mass: Mass, out: Array, term: Array) -> None:
         """Add the mass matrix times the weighted sum of row i (see `row`) to `total`."""
@@ -116,17 +122,6 @@ class DeviceCoefficients(Coefficients):
 def coefficients_of(tableau: Tableau, like: Array) -> Coefficients:
     """Return the table of a method for states on the host or on a device."""
     return (Coefficients if arrays_of(like) is None else DeviceCoefficients)(tableau, like)
-
-
-def weighted_sum(weights: Weights, arrays: StageArrays, out: Array, term: Array) -> Array:
-    """Write a sum of products into `out`, and return it; `term` is a buffer for one product."""
-    (first, weight), *others = weights
-    multiply, add = np.multiply, np.add
-    multiply(arrays[first], weight, out)
-    for i, weight in others:
-        multiply(arrays[i], weight, term)
-        add(out, term, out)
-    return out
 
 
 def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, x: Array) -> Array:

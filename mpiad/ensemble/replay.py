@@ -80,7 +80,7 @@ class StepReplay:
         count, run = len(located.columns), self._run
         every = two_at_least(count) if run.xp is None else slice(None)
         columns = _without_repetitions(located.columns, self._u.shape[1]) if count > 1 else located.columns[every]
-        condition, leaves = run.settings.events[located.event].condition, run.columns(self._leaves, columns)
+        condition, leaves = run.settings.events[located.event].condition, run.batch.p.chosen(columns, self._leaves)
         state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
         of_step = run.batch.p.build(leaves), self.t[columns], self.h[columns]
         state, time = event_at(condition, state_at, *of_step, located.x[every], exact)
@@ -205,7 +205,7 @@ class Inputs(NamedTuple):
 
     def of(self, run: Run, columns: Columns) -> Inputs:
         """Return the inputs of some of the trajectories."""
-        return Inputs(run.columns(self.leaves, columns), *[x if x is None else x[..., columns] for x in self[1:]])
+        return Inputs(run.batch.p.chosen(columns, self.leaves), *[x if x is None else x[..., columns] for x in self[1:]])
 
 
 class Visited(NamedTuple):
@@ -241,7 +241,7 @@ class Replay:
         t, h = self._times(sweep, visit, inputs)
         given = u, inputs.leaves, t, h
         if type(columns) is not slice:
-            given = u[:, columns], run.columns(inputs.leaves, columns), t[columns], h[columns]
+            given = u[:, columns], run.batch.p.chosen(columns, inputs.leaves), t[columns], h[columns]
         step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, *given)
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
@@ -318,7 +318,7 @@ class Replay:
             changed = np.flatnonzero(which == event)
             columns = changed[two_at_least(len(changed))]
             affect = Field(run.batch._replace(f=run.settings.events[event].affect))  # type: ignore[arg-type]
-            found = affect.array(before[:, columns], run.columns(chosen.leaves, columns), t[columns])
+            found = affect.array(before[:, columns], run.batch.p.chosen(columns, chosen.leaves), t[columns])
             after = replaced(after, changed, found[:, : len(changed)])
         return replaced(u, own, after), shift
 
@@ -327,9 +327,9 @@ class Replay:
         between = moved - inputs.shift
         if not isbox(between):
             return u
-        count, columns = u.shape[1], two_at_least(u.shape[1])
-        leaves, now, between = self._run.columns(inputs.leaves, columns), (t + inputs.shift)[columns], between[columns]
-        rate_at = partial(mass_matrix_rhs, self._run.batch, self._run.settings.mass)
+        batch, count, columns = self._run.batch, u.shape[1], two_at_least(u.shape[1])
+        leaves, now, between = batch.p.chosen(columns, inputs.leaves), (t + inputs.shift)[columns], between[columns]
+        rate_at = partial(mass_matrix_rhs, batch, self._run.settings.mass)
         rate = rate_at(u[:, columns], leaves, now)
         # A step of Heun's method, of order 2, gives correct derivatives up to second order.
         rate = 0.5 * (rate + rate_at(u[:, columns] + between * rate, leaves, now + between))

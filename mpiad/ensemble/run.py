@@ -20,7 +20,17 @@ from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages, stages_for
-from mpiad.ensemble.step_sweep import Columns, EventTimes, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
+from mpiad.ensemble.step_sweep import (
+    Columns,
+    EventTimes,
+    LocatedEvent,
+    Saved,
+    SavedInStep,
+    StepSweep,
+    Visit,
+    starts_of_runs,
+    turns,
+)
 from mpiad.transport.devices.device_arrays import arrays_of
 
 # Saved values, sorted by the steps that contain them.
@@ -33,21 +43,10 @@ from mpiad.transport.devices.device_arrays import arrays_of
 Groups: TypeAlias = dict[int, list[tuple[Array, ...]]]
 
 
-def starts_of_runs(*keys: Array) -> Array:
-    """Return the first index of each group of adjacent entries that are equal in all keys."""
-    first = np.ones(len(keys[0]), bool)
-    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
-    return np.flatnonzero(first)
-
-
-def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> Groups:
-    """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind.
-
-    `visits` and `kinds` belong to the entries `rows`, by default all.
-    """
+def grouped(visits: Array, kinds: Array, *arrays: Array) -> Groups:
+    """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind."""
     order = np.lexsort((kinds, visits))
-    entries = order if rows is None else rows[order]
-    v, chosen = visits[order], [np.take(array, entries, axis=-1) for array in arrays]
+    v, chosen = visits[order], [np.take(array, order, axis=-1) for array in arrays]
     cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
     groups: Groups = {}
     for start, stop in zip(cuts, cuts[1:]):
@@ -70,14 +69,14 @@ class Seeds(NamedTuple):
 
 
 def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> Groups:
-    """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column."""
-    order = np.flatnonzero(chosen)
-    order = order[np.argsort(visit[order], kind="stable")]
-    v, starts = visit[order], starts_of_runs(visit[order], column[order])
-    # The number of earlier entries with the same visit and column. Groups separate equal columns, since `+=` with an index
-    # array adds only once per column.
-    turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
-    return grouped(v, turn, *arrays, rows=order)
+    """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column.
+
+    Entries of a column must be adjacent and in the order of time. Groups separate equal columns, since `+=` with an index
+    array adds only once per column.
+    """
+    rows = np.flatnonzero(chosen)
+    visit, column, *arrays = (np.take(array, rows, axis=-1) for array in (visit, column, *arrays))  # type: ignore[assignment]
+    return grouped(visit, turns(visit, column), *arrays)
 
 
 # Sweeps on the host over the steps of a block of trajectories, each of which is a column of the arrays.
@@ -123,7 +122,7 @@ class SortedSweep(StepSweep):
     @cached_property
     def leaves(self) -> list[Any]:  # type: ignore[override]
         """The leaves of the parameters of the columns."""
-        return self._run.columns(self._run.batch.p.leaves, self.ids)
+        return self._run.batch.p.chosen(self.ids)
 
     def __len__(self) -> int:
         return int(self.counts[0])
@@ -319,10 +318,6 @@ class Run:
         single = width == 1 and self.xp is None and not self.field.one_by_one
         return np.zeros(2, int) if single else slice(0, width)
 
-    def columns(self, leaves: Sequence[Any], ids: Columns) -> list[Any]:
-        """Return the leaves of the parameters of some trajectories."""
-        return self.batch.p.chosen(ids, leaves)
-
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:
         """For each thread's share: its first trajectory, and the steps of its trajectories that didn't fail."""
@@ -417,12 +412,12 @@ class Run:
     @cached_property
     def crossings(self) -> Crossings:
         """The events that are neither terminal nor act, in trajectories that didn't fail."""
-        return self._crossings(self._crossing_rows)
+        return Crossings(*(column[self._crossing_rows] for column in self._event_columns[:5]))
 
     @cached_property
     def stops(self) -> Crossings:
         """The events that are terminal or act, at which steps end; only the last event that ends a step."""
-        return self._crossings(self.stop_rows)
+        return Crossings(*(column[self.stop_rows] for column in self._event_columns[:5]))
 
     @cached_property
     def stop_rows(self) -> Array:
@@ -431,10 +426,6 @@ class Run:
         rows = np.flatnonzero(ends & self.live[ids])
         own, step = ids[rows], number[rows]
         return rows[np.append((own[1:] != own[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]]
-
-    def _crossings(self, chosen: Array) -> Crossings:
-        ids, event, number, x, time, _ = self._event_columns
-        return Crossings(*(column[chosen] for column in (ids, event, number, x, time)))
 
     @cached_property
     def _crossed_rows(self) -> Array:

@@ -20,7 +20,7 @@ from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents, pulled, with_leaves
-from mpiad.ensemble.members import columns_of, master_seed, own_members
+from mpiad.ensemble.members import master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
@@ -434,13 +434,9 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:
-    problem = options.problem
-    if isinstance(problem, ODEProblem):
-        one = columns_of([problem], [1])
-        batch = one if len(numbers) else one.share(slice(0, 0))
-    else:
-        seed = master_seed(problem.seed) if problem.prob_func else 0
-        batch, _ = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
+    ensemble = EnsembleProblem(options.problem) if isinstance(options.problem, ODEProblem) else options.problem
+    seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
+    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, which isn't supported. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):

@@ -24,6 +24,19 @@ from mpiad._typing import Array
 Columns: TypeAlias = Array | slice
 
 
+def starts_of_runs(*keys: Array) -> Array:
+    """Return the first index of each group of adjacent entries that are equal in all keys."""
+    first = np.ones(len(keys[0]), bool)
+    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    return np.flatnonzero(first)
+
+
+def turns(*keys: Array) -> Array:
+    """Return for each entry the number of preceding adjacent entries that are equal in all keys."""
+    starts = starts_of_runs(*keys)
+    return np.arange(len(keys[0])) - np.repeat(starts, np.diff(np.append(starts, len(keys[0]))))
+
+
 class Visit(NamedTuple):
     """A step of the first columns of a block."""
 
