@@ -51,11 +51,7 @@ class Derivative:
                 out[i] = component
 
     def check(self, u: Array, p: Tree, t: Array) -> None:
-        """Call f once; raise an error if f can't be called with columns, or `write` can't use its value.
-
-        Raises a NotImplementedError if f reads a traced value from an enclosing function; a TypeError or ValueError if f
-        writes into its arguments, or returns an invalid derivative.
-        """
+        """Call f once; raise an error if f can't be called with columns, or `write` can't use its value."""
         try:
             value = self.called(u, p, t)
         except (TypeError, ValueError) as error:

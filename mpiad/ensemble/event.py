@@ -18,11 +18,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
-    """Return the states after an event, shape (d, n), n ≥ 2, at times t, shape (n,); `batch` gives the shape of a state.
-
-    Raises NotImplementedError if the affect uses a traced value of an enclosing function; TypeError or ValueError if the
-    affect writes into its arguments, or returns an invalid state.
-    """
+    """Return the states after an event, shape (d, n), n ≥ 2, at times t, shape (n,); `batch` gives the shape of a state."""
     try:
         value: Any = event.affect(locked(u) if batch.shape else locked(u)[0], p, locked(t))  # type: ignore[misc]
     except ValueError as error:
@@ -190,10 +186,7 @@ class Event:
 
 
 def _require_numbers(value: Array, shape: Shape) -> None:
-    """Raise unless a condition returned one real number per column.
-
-    ValueError for a wrong shape; TypeError for complex or boolean values; NotImplementedError for a traced value.
-    """
+    """Raise unless a condition returned one real number per column."""
     if isbox(value):
         raise NotImplementedError(
             "Event: condition closes over a traced value, through which no derivative can flow. Pass it as p."

@@ -210,10 +210,7 @@ def _projected(low: Array, high: Array, before: Array, after: Array, radius: flo
 
 
 def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
-    """Return the (event, time) pairs of each trajectory, given the sorted events of all trajectories.
-
-    `times` may be traced.
-    """
+    """Return the (event, time) pairs of each trajectory, given sorted events of all of them; `times` may be traced."""
     found: dict[int, list[tuple[int, Any]]] = {}
     every = times if isbox(times) else times.tolist()
     for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):

@@ -88,10 +88,7 @@ class StepReplay:
 
 
 def _without_repetitions(columns: Columns, count: int) -> Columns:
-    """Return an index of the same columns that can't contain a column twice, so that its adjoint is cheaper.
-
-    The columns must be in ascending order.
-    """
+    """Return an index of the same ascending columns that can't contain one twice, so that its adjoint is cheaper."""
     if type(columns) is not np.ndarray:  # a slice, or an array on a device
         return columns
     mask = np.zeros(count, bool)

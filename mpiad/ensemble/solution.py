@@ -381,10 +381,7 @@ def _interpolants(dense: object) -> Any:
 def solution_of(
     outcome: Outcome, batch: Batch, settings: Settings, events: Callable[[], dict] | None = None
 ) -> EnsembleSolution:
-    """Return the solution of an ensemble, with states in the shape of the user's u0.
-
-    ``events()`` returns the events per trajectory if events change states.
-    """
+    """Return the solution of an ensemble in the shape of u0; ``events()`` returns the events if they change states."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
     resumed = 0 if events is None else outcome.resumed  # f is called again after these events
     fields: dict[str, Any] = {name: getattr(outcome, name) for name in ("t_reached", "naccept", "nreject")}

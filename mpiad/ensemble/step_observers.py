@@ -180,10 +180,7 @@ class EventColumns:
         return finite
 
     def meet_given_times(self) -> None:
-        """Apply the affects of all events with a given time that equals the current time; update `slots`.
-
-        Several such events of one trajectory act one after the other.
-        """
+        """Apply, one after the other, the affects of events with a given time equal to the current time; update `slots`."""
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:
             ids = self.ids[rows]
