@@ -226,8 +226,7 @@ def check_place(batch: Batch) -> None:
     xp = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
         # A number may be on the host.
-        array = is_device_array(leaf) or np.ndim(leaf) > 0
-        if array and arrays_of(leaf) != xp:
+        if (is_device_array(leaf) or np.ndim(leaf)) and arrays_of(leaf) != xp:
             raise TypeError(
                 f"solve: u0 is {_device_of(batch.u0)}, but part {place} of p is {_device_of(leaf)}, of shape "
                 f"{np.shape(leaf)}. Apply mpiad.device.to_device or mpiad.device.to_host."

@@ -200,12 +200,6 @@ class Record:
             self.blocks.append(Block(block.ids[columns], None if block.sign is None else block.sign[columns]))
             self.blocks[-1].rounds = [round_.at(columns) for round_ in block.rounds]
 
-    def due(self, block: Block, round_: Round) -> Due:
-        """Return the slots and times of the values saved in a round."""
-        saves: Any = self.saves
-        end = round_.t_new if round_.reached is None else round_.reached
-        return saves.due(block.ids, round_.place, round_.count, round_.most, round_.t, round_.h, end)
-
 
 class DeviceObservers:
     """The observers of a solve on a device; results are written to `outcome`."""

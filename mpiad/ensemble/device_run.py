@@ -111,17 +111,13 @@ class RoundSweep(StepSweep):
         u = self._block.rounds[begin].u
         stop = min(begin + (self._every or 1), len(self._block.rounds))
         for number in range(begin, stop):
-            visit = self._visit(number, u)
+            round_, sign = self._block.rounds[number], self.sign
+            t, h = round_.t, np.where(round_.accepted, round_.h, 0.0)
+            t, h = (t, h) if sign is None else (t * sign, h * sign)
+            visit = Visit(number, t, h, u, round_, round_.accepted)
             yield visit
             if number + 1 < stop:  # the next segment begins at a stored state
                 u = self._advanced(visit)
-
-    def _visit(self, number: int, u: Array) -> Visit:
-        round_, sign = self._block.rounds[number], self.sign
-        t, h = round_.t, np.where(round_.accepted, round_.h, 0.0)
-        if sign is not None:
-            t, h = t * sign, h * sign
-        return Visit(number, t, h, u, round_, round_.accepted)
 
     def _advanced(self, visit: Visit) -> Array:
         """Return the recomputed states after a round."""
@@ -143,10 +139,12 @@ class RoundSweep(StepSweep):
         round_, run, table = visit.about, self._run, self._run.coefficients
         if not round_.most:
             return SavedInStep()
-        due = run.record.due(self._block, round_)
+        end = round_.t_new if round_.reached is None else round_.reached
+        saves: Any = run.record.saves
+        due = saves.due(self.ids, round_.place, round_.count, round_.most, round_.t, round_.h, end)
         nowhere = np.full_like(due.slot, run.n_saved)
         at_end = Slots(self.ids, np.where(due.at_end, due.slot, nowhere), slice(None))
-        if not run.record.saves.inside:  # type: ignore[union-attr]
+        if not saves.inside:
             return SavedInStep([at_end])
         place = np.where(due.at_end, nowhere, due.slot)
         weights = table.weights(due.x).astype(table.real)

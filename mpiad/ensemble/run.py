@@ -131,17 +131,15 @@ class SortedSweep(StepSweep):
         """Return the indices of the visits that contain steps of columns; `number`: the steps, from 0."""
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
-    def _visit(self, s: int) -> Visit:
-        stop = min(self._stop, int(self._steps.widths[s]))
-        t, h, u = (x[..., self._start : stop] for x in self._steps.sweep(s))
-        return Visit(s, t, h, u, slice(0, stop - self._start) if s == 0 else slice(0, 0))
-
     def _starts(self) -> range:
         return range(0, len(self), self._every or 1)
 
     def _segment(self, begin: int) -> Iterator[Visit]:
         if not self._every:
-            yield self._visit(len(self) - 1 - begin)
+            s = len(self) - 1 - begin
+            stop = min(self._stop, int(self._steps.widths[s]))
+            t, h, u = (x[..., self._start : stop] for x in self._steps.sweep(s))
+            yield Visit(s, t, h, u, slice(0, stop - self._start) if s == 0 else slice(0, 0))
             return
         stop, width = min(begin + self._every, len(self)), self._width(begin)
         kept: Any = self._steps.kept

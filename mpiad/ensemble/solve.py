@@ -28,7 +28,7 @@ from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.jumps import Jump
-from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
+from mpiad.ensemble.members import initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
@@ -201,14 +201,13 @@ def solve(
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories
     mpi_channel = None if single else used
-    options = options._replace(backend=EnsembleSerial()) if single else options
-    compiler = Compiler(options, 0 if single else count, mpi_channel is not None)
     if isinstance(problem, ODEProblem):
-        sol = _solved(options, compiler, columns_of([problem], [1]))
-    elif mpi_channel is not None:
+        options = options._replace(problem=EnsembleProblem(problem), backend=EnsembleSerial())
+    compiler = Compiler(options, 0 if single else count, mpi_channel is not None)
+    if mpi_channel is not None:
         sol = _over_ranks(options, compiler, mpi_channel)
     else:
-        sol = _ensemble(options, compiler, range(1, count + 1), progress)
+        sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, mpi_channel is None or mpi_channel.rank == 0)
     # The given problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
