@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -223,18 +223,25 @@ def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
 
     `groups`: for each group, the values of its inputs, which may be arrays.
     """
-    inputs = dict(zip(program.groups, groups, strict=True))
-    values: list[Any] = []
     with np.errstate(all="ignore"):
-        for operation, arguments, value in program.instructions:
-            if operation == "constant":
-                values.append(value)
-            elif operation == "input":
-                group, place = value  # type: ignore[misc]
-                values.append(inputs[group][place])
-            else:
-                values.append(OPERATIONS[operation].function(*(values[i] for i in arguments)))
-    return [values[i] for i in program.outputs]
+        return _function_of(program)(*groups)
+
+
+@lru_cache(256)
+def _function_of(program: Program) -> Callable[..., list[Any]]:
+    """Return the Python function of the groups that `evaluated` calls."""
+    groups = {name: f"g{k}" for k, name in enumerate(program.groups)}
+    names: dict[str, Any] = {name: operation.function for name, operation in OPERATIONS.items()}
+    lines = [f"def function({', '.join(groups.values())}):"]
+    for i, (operation, arguments, value) in enumerate(program.instructions):
+        if operation == "constant":
+            names[f"v{i}"] = value
+        elif operation == "input":
+            lines.append(f" v{i} = {groups[value[0]]}[{value[1]}]")  # type: ignore[index]
+        else:
+            lines.append(f" v{i} = {operation}({', '.join(f'v{k}' for k in arguments)})")
+    exec("\n".join([*lines, f" return [{', '.join(f'v{i}' for i in program.outputs)}]"]), names)
+    return names["function"]
 
 
 # Construction of programs: common subexpression elimination and constant folding.

@@ -7,7 +7,7 @@ Jv.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -171,12 +171,3 @@ class Bundle:
             if getattr(node, "tape", None) is self._tape:
                 return value, node.g
         return value, None
-
-    def run(
-        self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
-    ) -> tuple[list[Any], list[list[Any]]]:
-        """Call a function of a list; return the results, and for each result a list with one tangent per direction."""
-        out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
-        results = [self.parts(value) for value in out]
-        zeros = [None] * len(tangents[0])
-        return [value for value, _ in results], [zeros if gs is None else gs for _, gs in results]

@@ -84,17 +84,17 @@ def cotangents_at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: boo
 
     They include those of saved copies. If events act, they also include those of the final times that are times of events.
     """
-    batch, u0, start, end = run.batch, run.masked(seeds.end), *(run.numbers(run.batch.size) for _ in range(2))
+    batch, u0, start, end = run.batch, run.masked(seeds.end), *(run.zeros(run.batch.size) for _ in range(2))
     if seeds.saved is not None:
         run.add_saved(u0, seeds.saved, at_start=False)
     slots = 0 if run.jumps is None else int(run.jumps.slot.max()) + 1
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found, ids = Cotangents(u0, start, end, leaves, run.numbers(slots, batch.size)), run.ends_at_events
+    found, ids = Cotangents(u0, start, end, leaves, run.zeros(slots, batch.size)), run.ends_at_events
     if run.jumps is not None and seeds.reached is not None:
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
     if timed and ids.size:
         replay, u_bar, start_bar = Replay(run, timed), u0[:, ids], start[ids]
-        chosen, bars = run.columns(batch.p.leaves, ids), [u_bar, start_bar]
+        chosen, bars = run.batch.p.chosen(ids, batch.p.leaves), [u_bar, start_bar]
         at_end = lambda u, inputs: zip([replay.ended(ids, u, inputs), inputs.shift], bars)  # noqa: E731
         pull_columns(run, found, at_end, run.outcome.u_end[:, ids], chosen, ids, timed)
     return found
@@ -134,7 +134,7 @@ def _pull_sweep(run: Run, replay: Replay, sweep: StepSweep, seeds: Seeds, found:
                 bar = None if final and run.jumps else seeds.reached if final else seeds.crossed
                 yield time, None if bar is None else bar[located.row]
 
-        pull_columns(run, bars, results, visit.u, run.columns(leaves, columns), columns, timed)
+        pull_columns(run, bars, results, visit.u, run.batch.p.chosen(columns, leaves), columns, timed)
     found.u0[:, ids], found.start[ids] = bars.u0, bars.start
     found.end[ids] += bars.end
     found.due[:, ids] += bars.due

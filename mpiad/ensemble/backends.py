@@ -160,11 +160,7 @@ class EnsembleGPU(EnsembleVectorized):
 
 
 def device_for(batch: Batch, together: bool) -> ArrayModule:
-    """Return the device of a batch's arrays; for host arrays this rank's device or the current one.
-
-    `together`: whether several ranks solve the ensemble, each on its own device. Raises an ImportError if CuPy
-    isn't installed; a RuntimeError if there is no GPU.
-    """
+    """Return the device of a batch's arrays; for host arrays the current one, or this rank's if ranks solve `together`."""
     for x in (batch.u0, *batch.p.leaves):
         arrays = arrays_of(x)
         if arrays is not None:

@@ -117,11 +117,12 @@ class Batch(NamedTuple):
         u0, start, end = (getval(x) for x in (self.u0, self.start, self.end))
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
 
-    def share(self, rows: slice) -> Batch:
-        """Return some of the trajectories."""
-        return self._replace(
-            u0=self.u0[:, rows], p=self.p._replace(leaves=self.p.chosen(rows)), start=self.start[rows], end=self.end[rows]
-        )
+    def share(self, rows: slice | Array) -> Batch:
+        """Return some of the trajectories, copies if `rows` isn't a slice."""
+        u0, start, end = self.u0[:, rows], self.start[rows], self.end[rows]
+        if not isinstance(rows, slice) and self.one_span:
+            start, end = (np.broadcast_to(t[:1], len(start)) for t in (self.start, self.end))
+        return self._replace(u0=u0, p=self.p._replace(leaves=self.p.chosen(rows)), start=start, end=end)
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
@@ -225,8 +226,7 @@ def check_place(batch: Batch) -> None:
     xp = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
         # A number may be on the host.
-        array = is_device_array(leaf) or np.ndim(leaf) > 0
-        if array and arrays_of(leaf) != xp:
+        if (is_device_array(leaf) or np.ndim(leaf)) and arrays_of(leaf) != xp:
             raise TypeError(
                 f"solve: u0 is {_device_of(batch.u0)}, but part {place} of p is {_device_of(leaf)}, of shape "
                 f"{np.shape(leaf)}. Apply mpiad.device.to_device or mpiad.device.to_host."

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.column_lu import Mass
+from mpiad.ensemble.step_operators import advanced
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -46,7 +47,13 @@ class Coefficients:
 
         The argument of the last stage is the new state; i is -1 for the error. `out`, `term`: buffers.
         """
-        return weighted_sum(self._rows[i], k, out, term)
+        (first, weight), *others = self._rows[i]
+        multiply, add = np.multiply, np.add
+        multiply(k[first], weight, out)
+        for j, weight in others:
+            multiply(k[j], weight, term)
+            add(out, term, out)
+        return out
 
     def add_row(self, total: Array, i: int, k: StageArrays, mass: Mass, out: Array, term: Array) -> None:
         """Add the mass matrix times the weighted sum of row i (see `row`) to `total`."""
@@ -117,26 +124,10 @@ def coefficients_of(tableau: Tableau, like: Array) -> Coefficients:
     return (Coefficients if arrays_of(like) is None else DeviceCoefficients)(tableau, like)
 
 
-def weighted_sum(weights: Weights, arrays: StageArrays, out: Array, term: Array) -> Array:
-    """Write a sum of products into `out`, and return it; `term` is a buffer for one product."""
-    (first, weight), *others = weights
-    multiply, add = np.multiply, np.add
-    multiply(arrays[first], weight, out)
-    for i, weight in others:
-        multiply(arrays[i], weight, term)
-        add(out, term, out)
-    return out
-
-
 def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, x: Array) -> Array:
     """Return the states at the fractions x (n,) of steps of signed sizes h (n,) from u, as an array of shape (d, n)."""
-    total = np.zeros_like(u)
-    weights = coefficients.weights(x).astype(coefficients.real, copy=False)
-    for i in range(len(weights)):
-        total += weights[i] * k[i]
-    total *= h.astype(coefficients.real, copy=False)
-    total += u
-    return total
+    h, weights = (x.astype(coefficients.real, copy=False) for x in (h, coefficients.weights(x)))
+    return advanced.fun(u, h, weights, *k)
 
 
 def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) -> list[Array]:

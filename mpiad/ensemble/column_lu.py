@@ -63,6 +63,14 @@ def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:
     x[rows, ..., columns] = np.moveaxis(row, -1, 0)
 
 
+def products(matrix: Array, x: Array) -> Array:
+    """Return a constant matrix times x, shape (d, ..., n), by elementwise operations, which keep columns independent."""
+    total = np.zeros_like(x, shape=(len(matrix), *x.shape[1:]))
+    for i, j, value in entries_of(matrix):
+        total[i] += np.array(value, x.dtype) * x[j]
+    return total
+
+
 def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
     """Return the row, the column and the value of each nonzero entry."""
     return tuple((i, j, float(matrix[i, j])) for i, j in np.argwhere(matrix).tolist())
@@ -72,7 +80,7 @@ class Mass:
     """Products with the mass matrix M, shape (d, d), and with M/γ; `matrix` is None for the identity."""
 
     def __init__(self, matrix: Array | None, gamma: float):
-        self._gamma, self._entries = gamma, None if matrix is None else entries_of(matrix)
+        self._gamma, self._matrix, self._entries = gamma, matrix, None if matrix is None else entries_of(matrix)
 
     def add_to(self, matrices: Array) -> None:
         """Add M/γ to matrices, shape (d, d, n)."""
@@ -81,10 +89,5 @@ class Mass:
             matrices[i, j] += matrices.dtype.type(value / self._gamma)
 
     def times(self, x: Array) -> Array:
-        """Return M x, for x of shape (..., d, n)."""
-        if self._entries is None:
-            return x
-        total = np.zeros_like(x)
-        for i, j, value in self._entries:
-            total[..., i, :] += np.array(value, x.dtype) * x[..., j, :]
-        return total
+        """Return M x, for x of shape (d, n)."""
+        return x if self._matrix is None else products(self._matrix, x)

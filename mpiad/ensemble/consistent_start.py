@@ -16,7 +16,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch, two_at_least
-from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.column_lu import ColumnLU, products
 from mpiad.ensemble.derivative import derivative_of, locked
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
@@ -77,7 +77,7 @@ def _newton(
         derivative.write(k, u, p, t)
         new = gains(matrices, free, equations)
         # If all equations hold, the state is consistent for any index of the system.
-        holds = np.all(_products(equations.T, k) == 0, axis=0)
+        holds = np.all(products(equations.T, k) == 0, axis=0)
         change = np.where(holds, 0, applied(new, k))
         gain[:, :, ~converged] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~converged]
         u = np.where(converged, u, u - change)
@@ -91,22 +91,14 @@ def _newton(
 
 def gains(jacobian: Array, free: Array, equations: Array) -> Array:
     """Return the matrices N A⁻¹ Lᵀ of n columns, shape (d, d, n), given their Jacobians and the bases N and L."""
-    inner = _products(equations.T, np.swapaxes(_products(free.T, np.swapaxes(jacobian, 0, 1)), 0, 1))
+    inner = products(equations.T, np.swapaxes(products(free.T, np.swapaxes(jacobian, 0, 1)), 0, 1))
     lu, d, n = ColumnLU(inner), len(jacobian), jacobian.shape[-1]
     gain = np.empty((d, d, n), jacobian.dtype)
     for j in range(d):
         right = equations[j][:, None] + np.zeros((1, n), jacobian.dtype)
         lu.solve(right)
-        gain[:, j] = _products(free, right)
+        gain[:, j] = products(free, right)
     return gain
-
-
-def _products(matrix: Array, x: Array) -> Array:
-    """Return a constant matrix times x, shape (d, ..., n), by elementwise operations, which keep columns independent."""
-    total = np.zeros((len(matrix), *x.shape[1:]), x.dtype)
-    for i, j in np.argwhere(matrix).tolist():
-        total[i] += np.array(matrix[i, j], x.dtype) * x[j]
-    return total
 
 
 def applied(gain: Array, k: Array) -> Array:

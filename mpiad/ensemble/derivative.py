@@ -32,7 +32,7 @@ def locked(array: Array) -> Array:
 
 
 class Derivative:
-    """f of a problem whose state has shape (d,)."""
+    """f of a problem, as a function of columns."""
 
     def __init__(self, f: Function, shape: Shape):
         self.f, self.shape = f, shape
@@ -51,11 +51,7 @@ class Derivative:
                 out[i] = component
 
     def check(self, u: Array, p: Tree, t: Array) -> None:
-        """Call f once; raise an error if f can't be called with columns, or `write` can't use its value.
-
-        Raises a NotImplementedError if f reads a traced value from an enclosing function; a TypeError or ValueError if f
-        writes into its arguments, or returns an invalid derivative.
-        """
+        """Call f once; raise an error if f can't be called with columns, or `write` can't use its value."""
         try:
             value = self.called(u, p, t)
         except (TypeError, ValueError) as error:
@@ -113,18 +109,6 @@ class Derivative:
         return f"solve: f returned shape {got}, but {prefix}of shape {expected} was expected. {COUPLED}"
 
 
-class NumberDerivative(Derivative):
-    """f of a problem whose state is one number: it is called with u of shape (n,)."""
-
-    def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
-        """Write the derivative of each column of u, shape (1, n), into `out`, which has the same shape."""
-        out[0] = self.f(u[0], p, t)
-
-    def called(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return the value of f in a list, as for a state of one component."""
-        return [self.f(u[0], p, t)]
-
-
 class MatrixDerivative(Derivative):
     """f of a problem whose state is a matrix (or has more axes): it is called for one state at a time."""
 
@@ -168,7 +152,7 @@ class Columns:
 
 
 def derivative_of(f: Function, shape: Shape) -> Derivative:
-    """Return the `Derivative` for states of a shape."""
-    if len(shape) == 1:
-        return Derivative(f, shape)
-    return NumberDerivative(f, shape) if not shape else MatrixDerivative(f, shape)
+    """Return the `Derivative` for states of a shape; if a state is one number, f is called with u of shape (n,)."""
+    if len(shape) > 1:
+        return MatrixDerivative(f, shape)
+    return Derivative(f if shape else lambda u, p, t: [f(u[0], p, t)], shape)

@@ -24,7 +24,7 @@ from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.step_observers import Stopped
-from mpiad.ensemble.step_sweep import LocatedEvent
+from mpiad.ensemble.step_sweep import EventTimes, LocatedEvent
 from mpiad.transport.devices.device_arrays import arrays_of
 
 # Maximum size of one array of saved states, in numbers.
@@ -81,11 +81,6 @@ class SaveTimes:
         x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of size zero
         return Due(slot, x, at_end)
 
-    def groups(self, most: int, entries: int) -> list[slice]:
-        """Divide ``range(most)`` into slices of limited size; `entries`: the number of entries of one state array."""
-        width = max(1, _BLOCK // max(1, entries))
-        return [slice(a, min(a + width, most)) for a in range(0, most, width)]
-
 
 class EveryStep:
     """The counterpart of `SaveTimes` for ``save_everystep=True``; the number of slots is known only after the solve."""
@@ -94,7 +89,6 @@ class EveryStep:
 
     def __init__(self, batch: Batch):
         self._batch, self.count = batch, 1
-        self._steps: list[tuple[Array, Array, Array, Array]] = []
 
     @property
     def initial(self) -> np.ndarray:
@@ -108,17 +102,13 @@ class EveryStep:
         """Whether each value is copied from the final state: no, since each value is saved after its step."""
         return np.zeros((self._batch.size, self.count), bool)
 
-    def note(self, step: Step) -> None:
-        """Store references to the times and states before a step."""
-        self._steps.append((step.ids, step.number, step.t, step.u))
-
     def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
         """Return the values saved in a step: its end, if it was accepted."""
         accepted = count > 0
         slot = np.where(accepted, place + 1, self.count)
         return Due(slot[None], np.zeros_like(t)[None], accepted[None])
 
-    def collected(self, results: Array, u_end: Array, most: int) -> tuple[Array, Array]:
+    def collected(self, blocks: list[Block], results: Array, u_end: Array, most: int) -> tuple[Array, Array]:
         """Return the saved states, shape (N, most + 1, d), and their times, padded with NaN.
 
         `most`: the largest number of accepted steps; `results`: see `WorkingSet`. Times are in the direction of the solve.
@@ -127,10 +117,10 @@ class EveryStep:
         self.count = most + 1
         u = xp.full((self._batch.size, self.count, len(u_end)), np.nan, u_end.dtype)
         times = xp.full((self._batch.size, self.count), np.nan, float)
-        for ids, number, t, states in self._steps:
-            # A step that was rejected, and the next try, have the same number.
-            u[ids, number], times[ids, number] = states.T, t
-        self._steps.clear()
+        for block in blocks:
+            for round_ in block.rounds:
+                # A step that was rejected, and the next try, have the same number.
+                u[block.ids, round_.place], times[block.ids, round_.place] = round_.u.T, round_.t  # type: ignore[union-attr]
         ids, number = xp.arange(self._batch.size), results[2].astype(np.int64)
         u[ids, number], times[ids, number] = u_end.T, results[0]
         return u, times
@@ -167,15 +157,6 @@ def _moved(located: LocatedEvent, new_index: Array) -> LocatedEvent:
     return located._replace(columns=columns[rest], x=located.x[rest], time=located.time[rest], row=located.row[rest])
 
 
-class Events(NamedTuple):
-    """The times of events and the end times of trajectories."""
-
-    reached: Array  # shape (N,); end times of the trajectories
-    ids: Array  # int, shape (m,); the trajectories of all events
-    times: Array  # shape (m,); the times of these events
-    order: np.ndarray  # int, shape (m,), on the host; the permutation that sorts the events
-
-
 class Block:
     """Rounds of the same columns. `ids`: the trajectories, shape (n,). `sign`: 1 or -1, shape (n,); None if all are 1."""
 
@@ -195,7 +176,7 @@ class Record:
         # Factors of times: -1 for trajectories that are integrated backwards in time.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
-        self.events: Events | None = None  # None without event conditions
+        self.events: EventTimes | None = None  # None without event conditions
 
     def begin(self, ids: Array, sign: Array | None) -> None:
         """Begin a block of columns."""
@@ -218,12 +199,6 @@ class Record:
             columns = np.flatnonzero(live[block.ids])
             self.blocks.append(Block(block.ids[columns], None if block.sign is None else block.sign[columns]))
             self.blocks[-1].rounds = [round_.at(columns) for round_ in block.rounds]
-
-    def due(self, block: Block, round_: Round) -> Due:
-        """Return the slots and times of the values saved in a round."""
-        saves: Any = self.saves
-        end = round_.t_new if round_.reached is None else round_.reached
-        return saves.due(block.ids, round_.place, round_.count, round_.most, round_.t, round_.h, end)
 
 
 class DeviceObservers:
@@ -279,9 +254,7 @@ class DeviceObservers:
             reached = None if terminated is None else step.t_new
             saves = count if most else None
             self._record.note(Round(step.t, step.h, t_new, step.accepted, step.u, place, saves, reached, most, located))
-        if self._settings.saveat is None:
-            self._saves.note(step)
-        elif most:
+        if most and self._settings.saveat is not None:
             self._save(step, count, most)
             self._place = place + count
         return Stopped(terminated, alive=alive)
@@ -304,7 +277,9 @@ class DeviceObservers:
         due = self._saves.due(step.ids, self._place, count, most, step.t, step.h, step.t_new)
         real = self._table.real
         terms = polynomials(self._table, step.u, step.h.astype(real), step.k)
-        for part in self._saves.groups(most, step.u.size):
+        width = max(1, _BLOCK // max(1, step.u.size))
+        for first in range(0, most, width):
+            part = slice(first, first + width)
             inside = states_at(terms, due.x[part][:, None].astype(real))
             states = np.where(due.at_end[part][:, None], step.new, inside)
             self._saved[step.ids, due.slot[part]] = np.moveaxis(states, 1, -1)
@@ -313,7 +288,8 @@ class DeviceObservers:
         """Write saved states, events and the record to the outcome; `results`: see `WorkingSet`."""
         outcome, events = self._outcome, self._settings.events
         if self._settings.saveat is None:
-            outcome.saved, times = self._saves.collected(results, outcome.u_end, int(outcome.naccept.max(initial=0)))
+            blocks, most = self._record.blocks, int(outcome.naccept.max(initial=0))  # type: ignore[union-attr]
+            outcome.saved, times = self._saves.collected(blocks, results, outcome.u_end, most)
             outcome.saved_times = self._xp.to_host(times) * self._signs[:, None]
         else:
             outcome.saved = self._all_saved(outcome)
@@ -328,7 +304,7 @@ class DeviceObservers:
             if events:
                 rows = self._xp.empty((5, 0), float) if rows is None else rows
                 reached = results[0] * on_device_of(self._signs, self._batch.u0)
-                self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], order)
+                self._record.events = EventTimes(reached, rows[0].astype(np.int64), rows[4], order)
 
     def _all_saved(self, outcome: Outcome) -> Array:
         saves, saved = self._saves, self._saved[:, :-1]
@@ -336,9 +312,7 @@ class DeviceObservers:
             return saved
         final = saves.final & (outcome.codes == ReturnCode.Success.code)[:, None]
         for mask, states in ((saves.initial, self._batch.u0), (final, outcome.u_end)):
-            if mask.all():
-                saved = np.broadcast_to(states.T[:, None], saved.shape)
-            elif mask.any():
+            if mask.any():
                 same = bool((mask == mask[:1]).all())
                 on_device = self._xp.to_device(np.ascontiguousarray(mask[:1] if same else mask))
                 saved = np.where(on_device[:, :, None], states.T[:, None], saved)

@@ -11,18 +11,11 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
-from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.device_rounds import Block, Record
-from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.step_sweep import LocatedEvent, Saved, SavedInStep, StepSweep, Visit
-
-
-def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
-    """Return the run of a solve, on the host or on a device, depending on its record."""
-    return (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
+from mpiad.ensemble.step_sweep import EventTimes, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 
 
 class DeviceRun(Run):
@@ -56,16 +49,6 @@ class DeviceRun(Run):
         blocks, every = (self.record.blocks[::-1], self.record.every) if backwards else (self.record.blocks, None)
         return (RoundSweep(self, block, every) for block in blocks if len(block.ids))
 
-    def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the recomputed stages of a visit, and the states after the step."""
-        batch, stages = self.batch, self._new_stages(visit.u)
-        derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
-        stages.k[0][...] = derivative_at(derivative, visit.u, p, visit.t, None)
-        end = visit.about.t_new
-        end = end if sweep.sign is None else end * sweep.sign  # type: ignore[attr-defined]
-        stages.compute(visit.u, p, visit.t, visit.h, end, None)
-        return stages.k, stages.new
-
     @cached_property
     def ends(self) -> Array:
         """The ends of tspan, multiplied by -1 for trajectories that are integrated backwards in time."""
@@ -81,7 +64,8 @@ class DeviceRun(Run):
             padded[:, :-1] = np.where(np.isnan(saved), 0, saved)  # NaN for states that weren't reached
         return Seeds(np.swapaxes(end, 0, 1), padded, *times)
 
-    def _saved_at(self, at_start: bool) -> np.ndarray:
+    def saved_at(self, at_start: bool) -> np.ndarray:
+        """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
         saves = self.record.saves
         if saves is None:
             return np.zeros((self.batch.size, 0), bool)
@@ -90,24 +74,14 @@ class DeviceRun(Run):
     # ---- events
 
     @property
-    def reached(self) -> Array:
-        """End times of the trajectories, shape (N,)."""
-        return self.record.events.reached  # type: ignore[union-attr]
-
-    @property
-    def crossed(self) -> Array:
-        """Times of all events, shape (m,)."""
-        return self.record.events.times  # type: ignore[union-attr]
-
-    @property
-    def crossed_ids(self) -> Array:
-        """The trajectories of all events, shape (m,)."""
-        return self.record.events.ids  # type: ignore[union-attr]
+    def event_times(self) -> EventTimes:  # type: ignore[override]
+        """The final times, and the times of all events."""
+        return self.record.events  # type: ignore[return-value]
 
     @cached_property
     def crossed_row(self) -> np.ndarray:
         """For each row of the sorted table of events, its index in `crossed`, or -1 if the event ended its trajectory."""
-        return np.where(self._event_columns[-1], -1, self.record.events.order)  # type: ignore[union-attr]
+        return np.where(self._event_columns[-1], -1, self.event_times.order)
 
 
 class Slots(Saved):
@@ -137,27 +111,24 @@ class RoundSweep(StepSweep):
         u = self._block.rounds[begin].u
         stop = min(begin + (self._every or 1), len(self._block.rounds))
         for number in range(begin, stop):
-            visit = self._visit(number, u)
+            round_, sign = self._block.rounds[number], self.sign
+            t, h = round_.t, np.where(round_.accepted, round_.h, 0.0)
+            t, h = (t, h) if sign is None else (t * sign, h * sign)
+            visit = Visit(number, t, h, u, round_, round_.accepted)
             yield visit
             if number + 1 < stop:  # the next segment begins at a stored state
                 u = self._advanced(visit)
 
-    def _visit(self, number: int, u: Array) -> Visit:
-        round_, sign = self._block.rounds[number], self.sign
-        t, h = round_.t, np.where(round_.accepted, round_.h, 0.0)
-        if sign is not None:
-            t, h = t * sign, h * sign
-        return Visit(number, t, h, u, round_, round_.accepted)
-
     def _advanced(self, visit: Visit) -> Array:
         """Return the recomputed states after a round."""
         u, table = visit.u, self._run.coefficients
-        k, new = self._run.stages_again(self, visit)
-        new = np.where(visit.made, new, u)  # type: ignore[arg-type, call-overload]
+        p, end = self._run.batch.p.of_columns(self.leaves, self._run.field.one_by_one), visit.about.t_new
+        stages = self._run.stages(u, p, visit.t, visit.h, end if self.sign is None else end * self.sign)
+        new = np.where(visit.made, stages.new, u)  # type: ignore[arg-type, call-overload]
         for located in visit.about.located:
             if located.terminal:
                 c = located.columns
-                terms = polynomials(table, u[:, c], visit.h[c].astype(table.real), np.take(k, c, axis=-1))
+                terms = polynomials(table, u[:, c], visit.h[c].astype(table.real), np.take(stages.k, c, axis=-1))
                 new[:, c] = states_at(terms, located.x.astype(table.real))
         return new
 
@@ -168,10 +139,12 @@ class RoundSweep(StepSweep):
         round_, run, table = visit.about, self._run, self._run.coefficients
         if not round_.most:
             return SavedInStep()
-        due = run.record.due(self._block, round_)
+        end = round_.t_new if round_.reached is None else round_.reached
+        saves: Any = run.record.saves
+        due = saves.due(self.ids, round_.place, round_.count, round_.most, round_.t, round_.h, end)
         nowhere = np.full_like(due.slot, run.n_saved)
         at_end = Slots(self.ids, np.where(due.at_end, due.slot, nowhere), slice(None))
-        if not run.record.saves.inside:  # type: ignore[union-attr]
+        if not saves.inside:
             return SavedInStep([at_end])
         place = np.where(due.at_end, nowhere, due.slot)
         weights = table.weights(due.x).astype(table.real)

@@ -18,6 +18,8 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.differentiation.concatenation import Concatenation
+from mpiad.differentiation.gradient import cotangents_of_variables
+from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
@@ -36,7 +38,7 @@ from mpiad.ensemble.directions import (
     pushed,
 )
 from mpiad.ensemble.events import by_trajectory, traced_times
-from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
+from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.primitives.cotangents import conform, spec_like
@@ -135,7 +137,8 @@ class _SolvedRun:
 
     def __init__(self, run: Run, u: Array, u_end: Array):
         self._run, self._settings = run, run.settings
-        values = [u, u_end, *((run.reached, run.crossed) if run.settings.events else ())]
+        times = (run.event_times.reached, run.event_times.crossed) if run.settings.events else ()
+        values = [u, u_end, *times]
         self.layout = Concatenation([spec_like(value) for value in values])
         self.vector = self.layout.vector(values)
 
@@ -193,10 +196,14 @@ class _SolvedRun:
     # ---- by traceable functions
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> list[Array]:
-        return replayed_vjp(self._replayed, argnums, args, g)
+        variables = Variables(list(args), list(argnums), list)
+        traced = trace_backwards(self._replayed, variables)
+        seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
+        return cotangents_of_variables(traced, seeds, variables)
 
     def push_traced(self, argnums: Sequence[int], args: Sequence[Array], gs: Sequence[Array]) -> Array:
-        return replayed_jvp(self._replayed, argnums, args, gs)
+        tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
+        return trace_forwards(self._replayed, Variables(list(args), list(argnums), list), tangents)[1]
 
     def _replayed(self, args: Sequence[Array]) -> Array:
         u0, start, end, due, *leaves = args

@@ -34,10 +34,7 @@ def arguments_of(run: Run) -> list[Any]:
 
 
 def push_run(run: Run, args: Sequence[Any], tangents: Mapping[int, Sequence[Any]]) -> list[list[Array]]:
-    """Return the results of `replayed`, each as a list of its tangents in m directions.
-
-    `tangents`: m tangents by the position of an argument; None stands for zeros.
-    """
+    """Return the results of `replayed`, each as a list of tangents in m directions; in `tangents` None stands for zeros."""
     given = list(args)
     with restoring_state(), Bundle() as bundle:
         for k, gs in tangents.items():
@@ -118,7 +115,7 @@ def product_per_trajectory(
     if seeds.reached is not None:
         part = part + seeds.reached * times
     if seeds.crossed is not None:
-        part = part + _by_trajectory(run.crossed_ids, seeds.crossed * crossed, part)
+        part = part + _by_trajectory(run.event_times.ids, seeds.crossed * crossed, part)
     return part
 
 

@@ -13,17 +13,12 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.derivative import locked
-from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.problem import check_order
 from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
-    """Return the states after an event, shape (d, n), n ≥ 2, at times t, shape (n,); `batch` gives the shape of a state.
-
-    Raises NotImplementedError if the affect uses a traced value of an enclosing function; TypeError or ValueError if the
-    affect writes into its arguments, or returns an invalid state.
-    """
+    """Return the states after an event, shape (d, n), n ≥ 2, at times t, shape (n,); `batch` gives the shape of a state."""
     try:
         value: Any = event.affect(locked(u) if batch.shape else locked(u)[0], p, locked(t))  # type: ignore[misc]
     except ValueError as error:
@@ -53,11 +48,6 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     for i, part in enumerate(parts[0] if is_array else parts):
         after[i] = part
     return after
-
-
-def affect_field(event: Event, batch: Batch) -> Field:
-    """Return the affect of an event as a function of columns that may be traced."""
-    return Field(batch._replace(f=event.affect))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -196,10 +186,7 @@ class Event:
 
 
 def _require_numbers(value: Array, shape: Shape) -> None:
-    """Raise unless a condition returned one real number per column.
-
-    ValueError for a wrong shape; TypeError for complex or boolean values; NotImplementedError for a traced value.
-    """
+    """Raise unless a condition returned one real number per column."""
     if isbox(value):
         raise NotImplementedError(
             "Event: condition closes over a traced value, through which no derivative can flow. Pass it as p."

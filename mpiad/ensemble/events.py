@@ -87,11 +87,11 @@ class EventWatch:
         changed = (event.crossed(*pair, sides.get(e)) for e, (event, pair) in enumerate(zip(self._events, self.pairs)))
         return [step.accepted & mask for mask in changed]
 
-    def extracted(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
-        """Return the step of some columns, or only its end if `end` is true, and the sign changes of conditions."""
+    def extracted(self, step: Step, columns: Array, crossed: Sequence[Array]) -> CrossedSteps:
+        """Return the step of some columns, and the sign changes of conditions."""
         before, after = zip(*self.pairs)
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
-        return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
+        return CrossedSteps(changed, old, new, step.at(columns))
 
     def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
         """Store steps of some columns that don't end at events, to locate the events of many columns together."""
@@ -210,10 +210,7 @@ def _projected(low: Array, high: Array, before: Array, after: Array, radius: flo
 
 
 def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
-    """Return the (event, time) pairs of each trajectory, given the sorted events of all trajectories.
-
-    `times` may be traced.
-    """
+    """Return the (event, time) pairs of each trajectory, given sorted events of all of them; `times` may be traced."""
     found: dict[int, list[tuple[int, Any]]] = {}
     every = times if isbox(times) else times.tolist()
     for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):

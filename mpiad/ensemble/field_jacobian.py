@@ -9,7 +9,7 @@ The adjoint of a Rosenbrock method in a kernel needs second derivatives of f; it
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -78,7 +78,13 @@ def jacobian_of(batch: Batch) -> JacobianWriter:
             f"solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed ({found}). Write "
             "f with functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
         )
-    write = partial(_write_tangents, Field(batch))
+    field = Field(batch)
+
+    def write(out: Array, u: Array, p: Tree, t: Array) -> Array | None:
+        _, columns, slope = jacobian_by_tangents(field, u, _leaves(p), t)
+        np.stack(columns, axis=1, out=out)
+        return slope
+
     if batch.size:
         _check_differentiable(write, batch, str(found))
     return write
@@ -135,12 +141,6 @@ class _ProgramJacobian:
         for i, value in zip(self._slopes, values[len(self._places) :]):
             slope[i] = value
         return slope
-
-
-def _write_tangents(field: Field, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-    """Compute the Jacobian by tangents of f: see `JacobianWriter`."""
-    _, out[...], slope = jacobian_by_tangents(field, u, _leaves(p), t)
-    return slope
 
 
 def _leaves(p: Tree) -> list:

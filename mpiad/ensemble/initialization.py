@@ -32,9 +32,7 @@ class Entrants(NamedTuple):
     h: Array  # size of the first step, shape (n,)
     u: Array  # states, shape (d, n)
     k: Array  # derivatives, shape (d, n)
-    sign: (
-        Array | None
-    )  # -1 for trajectories integrated backwards in time, else 1; None if the batch has no such trajectories
+    sign: Array | None  # -1 for trajectories integrated backwards in time, else 1; None if all are 1
 
 
 # ``joined(old, new)`` returns an array of the next working set, given the arrays of the current one and of the entrants.

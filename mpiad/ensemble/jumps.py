@@ -15,7 +15,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.consistent_start import applied, gains, null_vectors
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
-from mpiad.ensemble.step_sweep import Columns
+from mpiad.ensemble.step_sweep import turns
 
 # The departure of a condition from its root after an affect: its next sign, and the time until it vanishes again.
 #
@@ -137,16 +137,7 @@ class Jumps:
     @cached_property
     def turn(self) -> Array:
         """Per jump, the number of earlier jumps of its trajectory after the same step."""
-        first = np.ones(len(self.ids), bool)
-        first[1:] = (self.ids[1:] != self.ids[:-1]) | (self.number[1:] != self.number[:-1])
-        place = np.arange(len(first))
-        return place - np.maximum.accumulate(np.where(first, place, 0))
-
-    @cached_property
-    def kinds(self) -> list[tuple[int, Columns]]:
-        """Each event with jumps, and the indices of its jumps."""
-        events = np.flatnonzero(np.bincount(self.event)).tolist()
-        return [(e, np.flatnonzero(self.event == e) if len(events) > 1 else slice(None)) for e in events]
+        return turns(self.ids, self.number)
 
     @cached_property
     def stepless(self) -> Array:

@@ -56,18 +56,18 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
         raise TypeError(f"solve: f can't be differentiated ({error}). {advice}") from error
 
 
-def jacobian_by_tangents(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> tuple[Array, Array, Array | None]:
-    """Return f, shape (d, n), ∂f/∂u, (d, d, n), and ∂f/∂t, (d, n), or None if it is zero."""
-    d, jacobian = len(u), np.zeros_like(u, shape=(len(u), *u.shape))
-    units = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
+def jacobian_by_tangents(
+    field: Field, u: Array, leaves: Sequence[Any], t: Array
+) -> tuple[Array, list[Array], Array | None]:
+    """Return f, the columns of ∂f/∂u, and ∂f/∂t or None if it is zero, each of shape (d, n); arguments may be traced."""
+    zeros = np.zeros_like(getval(u))
+    units = np.eye(len(u), dtype=zeros.dtype)[:, :, None] + zeros
     with restoring_state(), Bundle() as bundle:
         state = shortened(bundle.variable(u, [*units, None]))
-        time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
+        time = shortened(bundle.variable(t, [None] * len(u) + [np.ones_like(getval(t))]))
         value, found = bundle.parts(field.array(state, leaves, time))
-    found = found or [None] * (d + 1)
-    for j in range(d):
-        jacobian[:, j] = 0 if found[j] is None else found[j]
-    return value, jacobian, found[d]
+    *columns, slope = found or [None] * (len(u) + 1)
+    return value, [zeros if column is None else column for column in columns], slope
 
 
 class Field:
@@ -77,26 +77,12 @@ class Field:
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
-    def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Array]]:
-        """Return f with these leaves as a function of u and t.
-
-        It returns the derivative as a list of its components, or a list of one array with all of them.
-        """
-        if self.one_by_one:
-            return lambda u, t: [self._each(u, leaves, t)]
-        f, p = self._f, self._build(leaves)
-        if not self._shape:
-            return lambda u, t: [f(u[0], p, t)]
-
-        def rows(u: Array, t: Array) -> Sequence[Array]:
-            value = f(u, p, t)
-            return value if isinstance(value, (list, tuple)) else [value]
-
-        return rows
-
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n)."""
-        rows = self.bound(leaves)(u, t)
+        if self.one_by_one:
+            return self._each(u, leaves, t)
+        value = self._f(u if self._shape else u[0], self._build(leaves), t)
+        rows = value if self._shape and isinstance(value, (list, tuple)) else [value]
         if len(rows) == 1 and anp.shape(rows[0]) == u.shape:
             return rows[0]
         return rows_of(getval(u), *rows)

@@ -161,10 +161,8 @@ class Outcome:
         for first, steps in self.recorded():
             ids = np.repeat(np.arange(len(steps.counts)), steps.counts)
             numbers = np.arange(len(ids)) - np.repeat(np.cumsum(steps.counts) - steps.counts, steps.counts)
-            times[first + ids, numbers], u[first + ids, numbers] = (
-                steps.times(ids, numbers)[0],
-                steps.states(ids, numbers).T,
-            )
+            times[first + ids, numbers] = steps.times(ids, numbers)[0]
+            u[first + ids, numbers] = steps.states(ids, numbers).T
         # The record has only the states before each step.
         rows = np.arange(count)
         times[rows, self.naccept], u[rows, self.naccept] = self.t_reached, self.u_end.T

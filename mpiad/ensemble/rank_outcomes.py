@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
@@ -39,6 +39,15 @@ class _Share(NamedTuple):
     digests: dict[str, int]  # of the arguments
 
 
+def _joined(name: str, dtype: type) -> Any:
+    """Return an attribute, computed on first access: the attribute `name` of all trajectories, shape (N,)."""
+
+    def joined(self: RankOutcomes) -> Array:
+        return np.concatenate([np.broadcast_to(getattr(share, name), share.count) for share in self.shares], dtype=dtype)
+
+    return cached_property(joined)
+
+
 @dataclass(frozen=True)
 class RankOutcomes:
     """The outcomes of the trajectories of all ranks: the same on all ranks."""
@@ -46,6 +55,11 @@ class RankOutcomes:
     shares: list[_Share]
     t: Array  # the saved times, shape (n_saved,) or (N, n_saved)
     evaluated: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
+
+    codes = _joined("codes", np.int8)  # the numbers of the return codes
+    t_reached = _joined("reached", float)  # the final times
+    naccept = _joined("accepted", np.int64)  # the numbers of accepted steps
+    nreject = _joined("rejected", np.int64)  # the numbers of rejected steps
 
     def any(self, name: str) -> bool:
         """Return whether the attribute `name` is true in any share."""
@@ -61,44 +75,10 @@ class RankOutcomes:
         """Whether only initial and final states are saved."""
         return all(share.ends for share in self.shares)
 
-    @property
-    def warnings(self) -> list[str]:
-        """The warnings of all ranks about f, for the log."""
-        return [share.warnings for share in self.shares]
-
     @cached_property
     def events(self) -> dict[int, list[tuple[int, float]]]:
         """The events of each trajectory."""
         return joined_events([share.events for share in self.shares], self.counts)
-
-    def _joined(self, name: str, dtype: type | None = None) -> Array:
-        columns = [np.broadcast_to(getattr(share, name), share.count) for share in self.shares]
-        return np.concatenate(columns, dtype=dtype)
-
-    @cached_property
-    def codes(self) -> Array:
-        """The numbers of the return codes, shape (N,)."""
-        return self._joined("codes", np.int8)
-
-    @cached_property
-    def t_reached(self) -> Array:
-        """The final times, shape (N,)."""
-        return self._joined("reached", float)
-
-    @cached_property
-    def naccept(self) -> Array:
-        """Numbers of accepted steps, array of int, shape (N,)."""
-        return self._joined("accepted", np.int64)
-
-    @cached_property
-    def nreject(self) -> Array:
-        """Numbers of rejected steps, array of int, shape (N,)."""
-        return self._joined("rejected", np.int64)
-
-    @property
-    def tries(self) -> Array:
-        """Numbers of tried (accepted and rejected) steps, array of int, shape (N,)."""
-        return np.add(self._joined("accepted"), self._joined("rejected"), dtype=np.int32)
 
     @property
     def nf(self) -> Array:

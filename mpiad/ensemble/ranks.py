@@ -200,7 +200,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         # If no costs are known yet, shares have equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
-        return _LoadBalance(self._tries, self._entry, self._iteration, size).bounds()
+        return _balanced(self._tries, self._entry, self._iteration, size)
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
         """Store the numbers of tried steps, shape (N,), as costs; `components`: the number of components of a state."""
@@ -209,54 +209,43 @@ class EnsembleMPI(EnsembleAlgorithm):
         self._iteration = _LANES if compiled else (_TRACED_ITERATION if traced else _ITERATION) / max(1, components)
 
 
-class _LoadBalance:
-    """The division of N trajectories into `size` shares; the unit of all costs is the cost of a step of one trajectory.
+def _balanced(steps: Array, entry: float, iteration: float, size: int) -> Array:
+    """Return the first indices of the shares of `size` ranks and, last, the number of trajectories, shape (size + 1,).
 
-    `steps`: the numbers of steps; `entry`: the additional cost of a trajectory; `iteration`: the cost of an iteration.
+    The unit of all costs is the cost of a step of one trajectory. `steps`: the numbers of steps; `entry`: the additional
+    cost of a trajectory; `iteration`: the cost of an iteration.
     """
+    starts = np.arange(0, len(steps), max(1, len(steps) // (_BLOCKS * size)))
+    edges = np.append(starts, len(steps))
+    costs, longest = np.add.reduceat(steps, starts) + entry * np.diff(edges), np.maximum.reduceat(steps, starts) + entry
+    done = np.cumsum(costs)
 
-    def __init__(self, steps: Array, entry: float, iteration: float, size: int):
-        count = len(steps)
-        width = max(1, count // (_BLOCKS * size))
-        starts = np.arange(0, count, width)
-        self._edges = np.append(starts, count)
-        self._costs = np.add.reduceat(steps, starts) + entry * np.diff(self._edges)
-        self._longest = np.maximum.reduceat(steps, starts) + entry
-        self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
-        self._iteration, self._size = iteration, size
-
-    def bounds(self) -> Array:
-        """Return the first indices of the shares and, last, the number of trajectories, shape (size + 1,)."""
-        extra = np.zeros(self._size)
-        best = shares = self._divided(extra)
-        shortest = self._slowest(best)
-        for _ in range(_MOST_DIVISIONS):
-            # Damping keeps the longest trajectory from moving back and forth between two shares.
-            before, extra = shares, (extra + self._iterations(shares)) / 2
-            shares = self._divided(extra)
-            if np.array_equal(shares, before):
-                break
-            slowest = self._slowest(shares)
-            if slowest < shortest:
-                best, shortest = shares, slowest
-        return self._edges[best]
-
-    def _divided(self, extra: Array) -> Array:
+    def divided(extra: Array) -> Array:
         """Return the boundaries of shares, as indices of blocks, for which the costs plus the `extra` costs are equal."""
-        done = self._done[1:]
-        targets = np.cumsum(np.maximum((done[-1] + extra.sum()) / self._size - extra, 0.0))[:-1]
+        targets = np.cumsum(np.maximum((done[-1] + extra.sum()) / size - extra, 0.0))[:-1]
         targets = np.minimum(targets, done[-1])  # targets are clipped at zero, so their sum may exceed the total
         inner = np.searchsorted(done, targets)
         # Choose the boundary of the block that is closer to the target.
-        inner += done[inner] - targets < targets - (done[inner] - self._costs[inner])
+        inner += done[inner] - targets < targets - (done[inner] - costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
-    def _iterations(self, shares: Array) -> Array:
-        filled = np.diff(shares) > 0
-        longest = np.zeros(self._size)
+    def iterations(shares: Array) -> Array:
+        """Return the costs of the iterations of each share."""
+        filled, found = np.diff(shares) > 0, np.zeros(size)
         # reduceat has no empty groups.
-        longest[filled] = np.maximum.reduceat(self._longest, shares[:-1][filled])
-        return self._iteration * longest
+        found[filled] = np.maximum.reduceat(longest, shares[:-1][filled])
+        return iteration * found
 
-    def _slowest(self, shares: Array) -> float:
-        return float((np.diff(self._done[shares]) + self._iterations(shares)).max())
+    def slowest(shares: Array) -> float:
+        return float((np.diff(np.append(0.0, done)[shares]) + iterations(shares)).max())
+
+    extra = np.zeros(size)
+    best = shares = divided(extra)
+    for _ in range(_MOST_DIVISIONS):
+        # Damping keeps the longest trajectory from moving back and forth between two shares.
+        before, extra = shares, (extra + iterations(shares)) / 2
+        shares = divided(extra)
+        if np.array_equal(shares, before):
+            break
+        best = min(best, shares, key=slowest)
+    return edges[best]

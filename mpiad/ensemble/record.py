@@ -39,25 +39,9 @@ class Step(NamedTuple):
         fields.append(None if self.sign is None else self.sign[columns])
         return Step._make(fields)
 
-    def at_end(self, columns: Array) -> Step:
-        """Return the step of some columns, with only its times and the states after it."""
-        fields = (self.ids, self.number, self.t, self.t_new, self.new)
-        ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in fields)
-        sign = None if self.sign is None else self.sign[columns]
-        return Step(ids, number, self.accepted[:0], t, self.h[:0], t_new, self.u[:, :0], new, [], sign)
-
     def actual(self, times: Array) -> Array:
         """Return actual times or signed step sizes, given times or sizes in the direction of the solve."""
         return times if self.sign is None else times * self.sign
-
-
-class Sweep(NamedTuple):
-    """One step of several trajectories, which `step_sweep` calls a visit."""
-
-    ids: Array  # trajectories, int, shape (width,), in the sorted order
-    t: Array  # times before the step, shape (width,)
-    h: Array  # signed sizes, shape (width,)
-    u: Array  # states before the step, shape (d, width)
 
 
 class Steps:
@@ -85,11 +69,11 @@ class Steps:
     def __len__(self) -> int:
         return len(self.widths)
 
-    def sweep(self, s: int) -> Sweep:
-        """Return sweep s: the (s+1)-th step from the end of each trajectory that has it."""
+    def sweep(self, s: int) -> tuple[Array, Array, Array]:
+        """Return the times, the signed step sizes, each of shape (width,), and the states, (d, width), of sweep s."""
         start, stop = int(self._offsets[s]), int(self._offsets[s + 1])
         u = self._u[self.d * start : self.d * stop].reshape(self.d, stop - start)
-        return Sweep(self.order[: stop - start], self._t[start:stop], self._h[start:stop], u)
+        return self._t[start:stop], self._h[start:stop], u
 
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
         """Return the times before steps of the trajectories `ids`, and their signed sizes; `numbers`: the steps, from 0."""
@@ -109,10 +93,9 @@ class Steps:
             return self
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
         for s in range(len(self)):
-            sweep = self.sweep(s)
-            columns = np.flatnonzero(keep[sweep.ids])
-            ids = sweep.ids[columns]
-            steps.fill(ids, self.counts[ids] - 1 - s, sweep.t[columns], sweep.h[columns], sweep.u[:, columns])
+            columns = np.flatnonzero(keep[self.order[: self.widths[s]]])
+            ids = self.order[columns]
+            steps.fill(ids, self.counts[ids] - 1 - s, *(x[..., columns] for x in self.sweep(s)))
         steps.every, steps.kept = self.every, self.kept and self.kept.chosen(keep)
         return steps
 

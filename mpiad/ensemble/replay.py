@@ -18,21 +18,18 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, Tree
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device
-from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.shortcuts import shortened
-from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.compiled.trace import packing_of
-from mpiad.ensemble.event import affect_field
-from mpiad.ensemble.field_jacobian import JacobianProgram, derived, jacobian_program
+from mpiad.ensemble.field_jacobian import JacobianProgram
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
+from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_operators import advanced, replaced, rows_of, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
-from mpiad.primitives.cotangents import conform, spec_like
 
 # Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2
@@ -83,7 +80,7 @@ class StepReplay:
         count, run = len(located.columns), self._run
         every = two_at_least(count) if run.xp is None else slice(None)
         columns = _without_repetitions(located.columns, self._u.shape[1]) if count > 1 else located.columns[every]
-        condition, leaves = run.settings.events[located.event].condition, run.columns(self._leaves, columns)
+        condition, leaves = run.settings.events[located.event].condition, run.batch.p.chosen(columns, self._leaves)
         state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
         of_step = run.batch.p.build(leaves), self.t[columns], self.h[columns]
         state, time = event_at(condition, state_at, *of_step, located.x[every], exact)
@@ -91,10 +88,7 @@ class StepReplay:
 
 
 def _without_repetitions(columns: Columns, count: int) -> Columns:
-    """Return an index of the same columns that can't contain a column twice, so that its adjoint is cheaper.
-
-    The columns must be in ascending order.
-    """
+    """Return an index of the same ascending columns that can't contain one twice, so that its adjoint is cheaper."""
     if type(columns) is not np.ndarray:  # a slice, or an array on a device
         return columns
     mask = np.zeros(count, bool)
@@ -162,18 +156,15 @@ class RosenbrockReplay(StepReplay):
 
 def linearized(run: Run, u: Array, leaves: list[Any], t: Array) -> tuple[Any, Array, Array | None]:
     """Return places and values of the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
-    found, d, plain = derived(jacobian_program, run.batch), len(u), getval(u)
+    found, d, plain = run.jacobian, len(u), getval(u)
     if isinstance(found, JacobianProgram):
         values = values_of(found.program, u, _numbers(run, leaves, plain), t[None])
         count, of_time = len(found.places), dict(zip(found.slopes, range(len(found.places), len(values))))
         slope = rows_of(plain, *[values[of_time[i]] if i in of_time else 0.0 for i in range(d)]) if of_time else None
         places = tuple(np.array(found.places, int).reshape(-1, 2).T)
         return places, values[:count], slope
-    ones, units = np.ones_like(plain[0]), np.eye(d, dtype=u.dtype)
-    columns = [jvp(lambda u: run.field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
-    slope = jvp(lambda t: run.field.array(u, leaves, t), t, ones)[1]
-    places = np.divmod(np.arange(d * d), d)
-    return places[::-1], concatenate(columns), slope
+    _, columns, slope = jacobian_by_tangents(run.field, u, leaves, t)
+    return np.divmod(np.arange(d * d), d)[::-1], concatenate(columns), slope
 
 
 def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:
@@ -211,7 +202,7 @@ class Inputs(NamedTuple):
 
     def of(self, run: Run, columns: Columns) -> Inputs:
         """Return the inputs of some of the trajectories."""
-        return Inputs(run.columns(self.leaves, columns), *[x if x is None else x[..., columns] for x in self[1:]])
+        return Inputs(run.batch.p.chosen(columns, self.leaves), *[x if x is None else x[..., columns] for x in self[1:]])
 
 
 class Visited(NamedTuple):
@@ -247,7 +238,7 @@ class Replay:
         t, h = self._times(sweep, visit, inputs)
         given = u, inputs.leaves, t, h
         if type(columns) is not slice:
-            given = u[:, columns], run.columns(inputs.leaves, columns), t[columns], h[columns]
+            given = u[:, columns], run.batch.p.chosen(columns, inputs.leaves), t[columns], h[columns]
         step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, *given)
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
@@ -323,8 +314,8 @@ class Replay:
         for event in np.unique(which).tolist():
             changed = np.flatnonzero(which == event)
             columns = changed[two_at_least(len(changed))]
-            field = affect_field(run.settings.events[event], run.batch)
-            found = field.array(before[:, columns], run.columns(chosen.leaves, columns), t[columns])
+            affect = Field(run.batch._replace(f=run.settings.events[event].affect))  # type: ignore[arg-type]
+            found = affect.array(before[:, columns], run.batch.p.chosen(columns, chosen.leaves), t[columns])
             after = replaced(after, changed, found[:, : len(changed)])
         return replaced(u, own, after), shift
 
@@ -333,9 +324,9 @@ class Replay:
         between = moved - inputs.shift
         if not isbox(between):
             return u
-        count, columns = u.shape[1], two_at_least(u.shape[1])
-        leaves, now, between = self._run.columns(inputs.leaves, columns), (t + inputs.shift)[columns], between[columns]
-        rate_at = partial(mass_matrix_rhs, self._run.batch, self._run.settings.mass)
+        batch, count, columns = self._run.batch, u.shape[1], two_at_least(u.shape[1])
+        leaves, now, between = batch.p.chosen(columns, inputs.leaves), (t + inputs.shift)[columns], between[columns]
+        rate_at = partial(mass_matrix_rhs, batch, self._run.settings.mass)
         rate = rate_at(u[:, columns], leaves, now)
         # A step of Heun's method, of order 2, gives correct derivatives up to second order.
         rate = 0.5 * (rate + rate_at(u[:, columns] + between * rate, leaves, now + between))
@@ -390,12 +381,12 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
         results = [rows.array(initial, states), anp.transpose(states)]
         if not run.settings.events:
             return results
-        reached = run.reached
+        reached, _, crossed, _ = run.event_times
         if timed:
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), inputs.lengthening, 0.0)
         if timed and run.jumps:
             reached = reached + anp.where(run.live & run.terminated, shift, 0.0)
-        return [*results, reached if run.jumps else _with_times(reached, ended), _with_times(run.crossed, passed)]
+        return [*results, reached if run.jumps else _with_times(reached, ended), _with_times(crossed, passed)]
 
 
 def _with_times(times: Array, found: list[tuple[Array, Array]]) -> Array:
@@ -426,28 +417,10 @@ class _SavedRows:
 
     def array(self, start: Array, end: Array) -> Array:
         """Return the saved states, shape (N, n_saved, d), given the initial and final states."""
-        run, index = self._run, self._index
+        run, index = self._run, self._index[:, : self._run.n_saved]
         rows = run.arange(run.batch.size)[:, None]
-        for at_start, states in ((True, start), (False, end)):
-            mask = run.saved_at(at_start)
-            if mask is not None:
-                index = np.where(mask, self._count + rows, index)
+        for mask, states in ((run.saved_at(True), start), (run.saved_at(False), end)):
+            if mask.any():
+                index = np.where(run.placed(mask), self._count + rows, index)
                 self._add(anp.transpose(states))
-        return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
-
-
-Replayed = Callable[[list], Array]
-
-
-def replayed_jvp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-    """Return the tangent of the results of `replay`, given the tangents `gs` of the arguments at `argnums`."""
-    tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
-    return trace_forwards(replay, Variables(list(args), list(argnums), list), tangents)[1]
-
-
-def replayed_vjp(replay: Replayed, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-    """Return the cotangents of the arguments at `argnums`, given the cotangent g of the results of `replay`."""
-    variables = Variables(list(args), list(argnums), list)
-    traced = trace_backwards(replay, variables)
-    seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
-    return cotangents_of_variables(traced, seeds, variables)
+        return concatenate(self._rows, axis=0)[index]

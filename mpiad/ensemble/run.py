@@ -8,17 +8,29 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients, coefficients_of
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.field_jacobian import JacobianProgram, derived, jacobian_program
+from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages, stages_for
-from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
+from mpiad.ensemble.step_sweep import (
+    Columns,
+    EventTimes,
+    LocatedEvent,
+    Saved,
+    SavedInStep,
+    StepSweep,
+    Visit,
+    starts_of_runs,
+    turns,
+)
 from mpiad.transport.devices.device_arrays import arrays_of
 
 # Saved values, sorted by the steps that contain them.
@@ -31,21 +43,10 @@ from mpiad.transport.devices.device_arrays import arrays_of
 Groups: TypeAlias = dict[int, list[tuple[Array, ...]]]
 
 
-def starts_of_runs(*keys: Array) -> Array:
-    """Return the first index of each group of adjacent entries that are equal in all keys."""
-    first = np.ones(len(keys[0]), bool)
-    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
-    return np.flatnonzero(first)
-
-
-def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> Groups:
-    """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind.
-
-    `visits` and `kinds` belong to the entries `rows`, by default all.
-    """
+def grouped(visits: Array, kinds: Array, *arrays: Array) -> Groups:
+    """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind."""
     order = np.lexsort((kinds, visits))
-    entries = order if rows is None else rows[order]
-    v, chosen = visits[order], [np.take(array, entries, axis=-1) for array in arrays]
+    v, chosen = visits[order], [np.take(array, order, axis=-1) for array in arrays]
     cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
     groups: Groups = {}
     for start, stop in zip(cuts, cuts[1:]):
@@ -59,7 +60,7 @@ class Seeds(NamedTuple):
     end: Array  # of the final states: shape (d, N)
     saved: Array | None = None  # of the saved states: shape (N, n_saved, d), or None if all are zero
     reached: Array | None = None  # of the final times: shape (N,), or None
-    crossed: Array | None = None  # of the times in `Run.crossed`: shape (m,), or None if all are zero
+    crossed: Array | None = None  # of the times in `EventTimes.crossed`: shape (m,), or None if all are zero
 
     def share(self, rows: slice) -> Seeds:
         """Return the seeds of some trajectories, without the cotangents of the times of events."""
@@ -68,14 +69,14 @@ class Seeds(NamedTuple):
 
 
 def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> Groups:
-    """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column."""
-    order = np.flatnonzero(chosen)
-    order = order[np.argsort(visit[order], kind="stable")]
-    v, starts = visit[order], starts_of_runs(visit[order], column[order])
-    # The number of earlier entries with the same visit and column. Groups separate equal columns, since `+=` with an index
-    # array adds only once per column.
-    turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
-    return grouped(v, turn, *arrays, rows=order)
+    """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column.
+
+    Entries of a column must be adjacent and in the order of time. Groups separate equal columns, since `+=` with an index
+    array adds only once per column.
+    """
+    rows = np.flatnonzero(chosen)
+    visit, column, *arrays = (np.take(array, rows, axis=-1) for array in (visit, column, *arrays))  # type: ignore[assignment]
+    return grouped(visit, turns(visit, column), *arrays)
 
 
 # Sweeps on the host over the steps of a block of trajectories, each of which is a column of the arrays.
@@ -121,38 +122,28 @@ class SortedSweep(StepSweep):
     @cached_property
     def leaves(self) -> list[Any]:  # type: ignore[override]
         """The leaves of the parameters of the columns."""
-        return self._run.columns(self._run.batch.p.leaves, self.ids)
+        return self._run.batch.p.chosen(self.ids)
 
     def __len__(self) -> int:
         return int(self.counts[0])
-
-    def backwards(self) -> Iterator[Visit]:
-        """Return the visits from the last step to the first."""
-        return super().backwards() if self._every else (self._visit(s) for s in range(len(self)))
-
-    def forwards(self) -> Iterator[Visit]:
-        """Return the visits from the first step to the last."""
-        return super().forwards() if self._every else (self._visit(s) for s in range(len(self) - 1, -1, -1))
 
     def visit_of(self, column: Array, number: Array) -> Array:
         """Return the indices of the visits that contain steps of columns; `number`: the steps, from 0."""
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
-    def _visit(self, s: int) -> Visit:
-        sweep = self._steps.sweep(s)
-        stop = min(self._stop, int(self._steps.widths[s]))
-        cut = slice(self._start, stop)
-        last = slice(0, stop - self._start) if s == 0 else slice(0, 0)
-        return Visit(s, sweep.t[cut], sweep.h[cut], sweep.u[:, cut], last)
-
     def _starts(self) -> range:
         return range(0, len(self), self._every or 1)
 
     def _segment(self, begin: int) -> Iterator[Visit]:
-        stop = min(begin + (self._every or 1), len(self))
-        width = self._width(begin)
+        if not self._every:
+            s = len(self) - 1 - begin
+            stop = min(self._stop, int(self._steps.widths[s]))
+            t, h, u = (x[..., self._start : stop] for x in self._steps.sweep(s))
+            yield Visit(s, t, h, u, slice(0, stop - self._start) if s == 0 else slice(0, 0))
+            return
+        stop, width = min(begin + self._every, len(self)), self._width(begin)
         kept: Any = self._steps.kept
-        u = kept.states(self._trajectories[:width], np.full(width, begin // (self._every or 1)))
+        u = kept.states(self._trajectories[:width], np.full(width, begin // self._every))
         for number in range(begin, stop):
             width, following = self._width(number), self._width(number + 1)
             u = u[:, :width]
@@ -160,7 +151,7 @@ class SortedSweep(StepSweep):
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
             if number + 1 < stop:  # the state at `stop` was stored
-                u = self._run.stages_again(self, visit)[1]
+                u = self._run.stages_of(self.ids[:width], u, t, h)[1]
                 for rows, columns in self.jumps(visit):
                     u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
 
@@ -249,6 +240,11 @@ class Run:
         return coefficients_of(self.tableau, self.batch.u0)
 
     @cached_property
+    def jacobian(self) -> JacobianProgram | str:
+        """The program of the Jacobian of f, or the reason why f can't be traced."""
+        return derived(jacobian_program, self.batch)
+
+    @cached_property
     def terminated(self) -> Array:
         """A mask of the trajectories that an event ended, shape (N,), on the host."""
         return self.outcome.codes == ReturnCode.Terminated.code
@@ -258,7 +254,7 @@ class Run:
         """The number of steps to differentiate per trajectory: array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    few = 2  # number of directions up to which tangents are at most as expensive as the adjoint
+    few = 1  # number of directions up to which tangents are at most as expensive as the adjoint
 
     @property
     def n_saved(self) -> int:
@@ -270,20 +266,16 @@ class Run:
         """The length of the axis of saved values; on a device there is an additional entry for unsaved values."""
         return self.n_saved
 
-    @property
-    def reached(self) -> Array:
-        """The final times, shape (N,), on the device of the states."""
-        return self.outcome.t_reached
-
-    @property
-    def crossed(self) -> Array:
-        """The times of all events except terminal ones that don't act, shape (m,), on the device of the states."""
-        return self._with_acting("time")
+    @cached_property
+    def event_times(self) -> EventTimes:
+        """The final times, and the times of events."""
+        ids, _, _, _, time, _ = self._event_columns
+        return EventTimes(self.outcome.t_reached, ids[self._crossed_rows], time[self._crossed_rows])
 
     @property
     def crossed_ids(self) -> Array:
-        """The trajectories of the events in `crossed`, shape (m,)."""
-        return self._with_acting("ids")
+        """The trajectories of the events in `EventTimes.crossed`, shape (m,)."""
+        return self.event_times.ids
 
     @cached_property
     def save_step(self) -> Array:
@@ -315,7 +307,7 @@ class Run:
         """Return a host array, a copy if x is on a device."""
         return x if self.xp is None else self.xp.to_host(x)
 
-    def numbers(self, *shape: int) -> Array:
+    def zeros(self, *shape: int) -> Array:
         """Return zeros in double precision on the device of the states."""
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
@@ -323,10 +315,6 @@ class Run:
         """Return the columns with which f is called: all columns, or on the host a single column twice."""
         single = width == 1 and self.xp is None and not self.field.one_by_one
         return np.zeros(2, int) if single else slice(0, width)
-
-    def columns(self, leaves: Sequence[Any], ids: Columns) -> list[Any]:
-        """Return the leaves of the parameters of some trajectories."""
-        return self.batch.p.chosen(ids, leaves)
 
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:
@@ -349,18 +337,19 @@ class Run:
     def _new_stages(self) -> Callable[[Array], Stages]:
         return stages_for(self.coefficients, self.batch, self.settings.mass)
 
-    def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the stages of a visit and the states after it, computed as in the solve."""
-        return self.stages_of(sweep.ids[: len(visit.t)], visit.u, visit.t, visit.h)
+    def stages(self, u: Array, p: Tree, t: Array, h: Array, end: Array) -> Stages:
+        """Return the stages of steps from states u, (d, n), computed as in the solve; times and h are actual ones."""
+        stages = self._new_stages(u)
+        stages.k[0][...] = derivative_at(derivative_of(self.batch.f, self.batch.shape), u, p, t, None)
+        stages.compute(u, p, t, h, end, None)
+        return stages
 
     def stages_of(self, ids: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
         """Return the stages of steps of some trajectories from states u, (d, n), and the states after them."""
-        width, batch = len(t), self.batch
+        width = len(t)
         columns = two_at_least(width)  # as in the solve
-        u, t, h, p = u[:, columns], t[columns], h[columns], batch.parameters(ids[columns])
-        stages = self._new_stages(u)
-        derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
-        stages.compute(u, p, t, h, t + h, None)
+        u, t, h = u[:, columns], t[columns], h[columns]
+        stages = self.stages(u, self.batch.parameters(ids[columns]), t, h, t + h)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
@@ -394,18 +383,13 @@ class Run:
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
         return ids, place, number, x
 
-    def _saved_at(self, at_start: bool) -> np.ndarray:
+    def saved_at(self, at_start: bool) -> np.ndarray:
         """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
         return self.save_step == (INITIAL if at_start else FINAL)
 
-    def saved_at(self, at_start: bool) -> Array | None:
-        """Return the mask of `_saved_at` on the device of the states, shape (N, slots); None if it is empty."""
-        mask = self._saved_at(at_start)
-        return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
-
     def add_saved(self, total: Array, saved: Array, at_start: bool) -> None:
         """Add to `total`, (d, N), the cotangents of saved values that are initial (or final) states."""
-        mask = self._saved_at(at_start)
+        mask = self.saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
             own = mask[:, slot]
             ids = slice(None) if own.all() else self.placed(np.flatnonzero(own))
@@ -420,14 +404,18 @@ class Run:
         return [ids, event, number, *rows[3:], ends]
 
     @cached_property
+    def _crossing_rows(self) -> Array:
+        return np.flatnonzero(self.live[self._event_columns[0]] & ~self._event_columns[-1])
+
+    @cached_property
     def crossings(self) -> Crossings:
         """The events that are neither terminal nor act, in trajectories that didn't fail."""
-        return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
+        return Crossings(*(column[self._crossing_rows] for column in self._event_columns[:5]))
 
     @cached_property
     def stops(self) -> Crossings:
         """The events that are terminal or act, at which steps end; only the last event that ends a step."""
-        return self._crossings(self.stop_rows)
+        return Crossings(*(column[self.stop_rows] for column in self._event_columns[:5]))
 
     @cached_property
     def stop_rows(self) -> Array:
@@ -437,29 +425,25 @@ class Run:
         own, step = ids[rows], number[rows]
         return rows[np.append((own[1:] != own[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]]
 
-    def _crossings(self, chosen: Array) -> Crossings:
-        ids, event, number, x, time, _ = self._event_columns
-        return Crossings(*(column[chosen] for column in (ids, event, number, x, time)))
-
     @cached_property
+    def _crossed_rows(self) -> Array:
+        """The rows of `crossed` in the table of events."""
+        acts = np.array([event.acts for event in self.settings.events], bool)
+        return np.append(self._crossing_rows, self.stop_rows[acts[self.stops.event]])
+
+    @property
     def acting_row(self) -> Array:
         """For each of `stops`, the index of its time in `crossed` if the event acted, else -1."""
-        acts = np.array([event.acts for event in self.settings.events], bool)[self.stops.event]
-        return np.where(acts, len(self.crossings.ids) + np.cumsum(acts) - 1, -1)
+        return self.crossed_row[self.stop_rows]
 
     @cached_property
     def crossed_row(self) -> Array:
         """The index of each event's time in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
         ids, *_, ends = self._event_columns
-        live, index = self.live[ids], np.full(len(ids), -1)
-        index[live & ~ends] = np.arange(len(self.crossings.ids))
-        rows = np.flatnonzero(live & ends)
-        index[rows] = self.acting_row[np.searchsorted(self.stop_rows, rows)]
+        index, rows = np.full(len(ids), -1), np.flatnonzero(self.live[ids] & ends)
+        index[self._crossed_rows] = np.arange(len(self._crossed_rows))
+        index[rows] = index[self.stop_rows[np.searchsorted(self.stop_rows, rows)]]
         return index
-
-    def _with_acting(self, name: str) -> Array:
-        own = getattr(self.crossings, name)
-        return np.concatenate([own, getattr(self.stops, name)[self.acting_row >= 0]]) if self._any_acts else own
 
     @cached_property
     def jumps(self) -> Jumps | None:

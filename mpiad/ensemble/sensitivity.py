@@ -61,7 +61,7 @@ class SensitivitySolve:
 
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
-        traced = self._traced(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
+        traced = self._traced(np.ascontiguousarray(x.T), self._batch.share(ids))
         batch, times = traced.batch.plain(), self._times if self._times.ndim == 1 else self._times[ids]
         leaves = [batch.p.leaves[place] for place in traced.leaves]
         numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if traced.u0 else 0)
@@ -164,9 +164,3 @@ def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangent
     if tangents is None or all(g is None for g in tangents):
         return flat, None
     return flat, [None if g is None else np.reshape(g, flat.shape) for g in tangents]
-
-
-def _chosen(batch: Batch, ids: Array) -> Batch:
-    spans = (np.broadcast_to(t[:1], len(ids)) if batch.one_span else t[ids] for t in (batch.start, batch.end))
-    u0 = np.take(batch.u0, ids, axis=1)
-    return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=batch.p.taken(ids)), *spans)

@@ -378,16 +378,21 @@ def _interpolants(dense: object) -> Any:
     return dense
 
 
-def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
-    """Return the solution of an ensemble, with states in the shape of the user's u0."""
+def solution_of(
+    outcome: Outcome, batch: Batch, settings: Settings, events: Callable[[], dict] | None = None
+) -> EnsembleSolution:
+    """Return the solution of an ensemble in the shape of u0; ``events()`` returns the events if they change states."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
+    resumed = 0 if events is None else outcome.resumed  # f is called again after these events
     fields: dict[str, Any] = {name: getattr(outcome, name) for name in ("t_reached", "naccept", "nreject")}
     fields |= {"u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "_codes": codes, "alg": settings.alg}
-    deferred = {
+    deferred: dict[str, Callable[[], Any]] = {
         "retcode": lambda: ReturnCode.names_of(codes),
-        "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None),
+        "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None) + resumed,
     }
-    if outcome.event_table is not None:
+    if events is not None:
+        deferred["events"] = events
+    elif outcome.event_table is not None:
         ids, event, _, _, when = outcome.event_table
         deferred["events"] = lambda: by_trajectory(ids, event, when)
     if settings.ends:
@@ -399,9 +404,9 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         saved: Any = outcome.saved
         # A copy, since the user may change sol.t before a gradient is computed, which needs the times.
         times, u = settings.saveat.copy(), saved
-        # Solves on the host save no states of trajectories with an empty tspan.
+        # Solves on the host save no states of trajectories with an empty tspan, unless events change states.
         empty = batch.start == batch.end
-        if type(u) is np.ndarray:  # solves on a device save these states
+        if type(u) is np.ndarray and events is None:  # solves on a device save these states
             u[empty] = batch.u0.T[empty][:, None]
     return EnsembleSolution.lazy(deferred, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **fields)
 

@@ -16,18 +16,19 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm, Tree
 from mpiad.device.assembly import concatenate
+from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, save_times, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
-from mpiad.ensemble.device_run import run_of
+from mpiad.ensemble.device_run import DeviceRun
 from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.jumps import Jump
-from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
+from mpiad.ensemble.members import initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
@@ -42,10 +43,10 @@ from mpiad.ensemble.step_observers import EventColumns
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.primitives import mpi_allgather
-from mpiad.primitives.cotangents import conform
+from mpiad.primitives.cotangents import spec_like
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten, is_variable
-from mpiad.transport import Channel, channel
+from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core.agreement import raise_first, raising_together
 
 
@@ -53,8 +54,7 @@ class _Placeholder:
     """Placeholder for a numeric leaf; the numbers of all leaves are sent in one array."""
 
     def __init__(self, leaf: Array):
-        value = np.asarray(getval(leaf))
-        self.shape, self.dtype, self.size = value.shape, value.dtype, value.size
+        self.spec = Spec(*spec_like(leaf)[:2])
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
@@ -73,21 +73,10 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     if not all(pickles):
         raise_first(used, error)
     flat = [flatten(pickle.loads(text)) for text in pickles]
-    dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
-    dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
-    flat_numbers = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
-    # On ranks without numbers, the empty array determines the dtype.
-    all_numbers = mpi_allgather(anp.concatenate([np.empty(0, dtype), *flat_numbers]), axis=0, comm=comm)
-    trees, at = [], 0
-    for parts, make in flat:
-        filled = []
-        for part in parts:
-            if isinstance(part, _Placeholder):
-                values, at = all_numbers[at : at + part.size], at + part.size
-                part = conform(anp.reshape(values, part.shape)[()], part.shape, part.dtype)
-            filled.append(part)
-        trees.append(make(filled))
-    return trees
+    everything = Concatenation([part.spec for parts, _ in flat for part in parts if isinstance(part, _Placeholder)])
+    own = Concatenation([spec_like(number) for number in numbers]).vector(numbers).astype(everything.dtype)
+    found = iter(everything.parts(mpi_allgather(own, axis=0, comm=comm)))
+    return [make([next(found)[()] if isinstance(part, _Placeholder) else part for part in parts]) for parts, make in flat]
 
 
 _log = logging.getLogger("mpiad")
@@ -153,7 +142,7 @@ def solve(
         Number of trajectories that are solved together, which limits the memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
-        the steps. The default is tangents if a trajectory is differentiated with respect to at most two numbers (four in a
+        the steps. The default is tangents if a trajectory is differentiated with respect to one number (at most four in a
         kernel, none for device arrays without a kernel), tspan isn't differentiated, and there are no events. Otherwise
         the default is the adjoint. Both give the same result. With events, or with respect to tspan, "tangent" is slow: it
         repeats the steps once for each differentiated number.
@@ -212,14 +201,13 @@ def solve(
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories
     mpi_channel = None if single else used
-    options = options._replace(backend=EnsembleSerial()) if single else options
-    compiler = Compiler(options, 0 if single else count, mpi_channel is not None)
     if isinstance(problem, ODEProblem):
-        sol = _solved(options, compiler, columns_of([problem], [1]))
-    elif mpi_channel is not None:
+        options = options._replace(problem=EnsembleProblem(problem), backend=EnsembleSerial())
+    compiler = Compiler(options, 0 if single else count, mpi_channel is not None)
+    if mpi_channel is not None:
         sol = _over_ranks(options, compiler, mpi_channel)
     else:
-        sol = _ensemble(options, compiler, range(1, count + 1), progress)
+        sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, mpi_channel is None or mpi_channel.rank == 0)
     # The given problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
@@ -245,10 +233,10 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
     given = digests_of(problem, options.events)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
-    compiler.log_warnings(outcomes.warnings, used.rank)
+    compiler.log_warnings([other.warnings for other in outcomes.shares], used.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
     components = int(np.prod(share.u_end.shape[1:]))
-    mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    mpi.remember(outcomes.naccept + outcomes.nreject, components, outcomes.any("compiled"), outcomes.any("traced"))
     has_outputs = problem.output_func is not None or problem.reduction is not None
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
@@ -331,7 +319,8 @@ def _by_arrays(
     outcome = compiler.run(batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
-        sol = differentiable(sol, run_of(batch, settings, outcome), given)
+        run = (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
+        sol = differentiable(sol, run, given)
     return replace(sol, dense=DenseOutput(batch, settings, outcome, given)) if options.dense_output else sol
 
 
@@ -429,24 +418,33 @@ def solved_with_events(
     """
     times = GivenTimes(settings.events, batch)
     outcome = _solved_after_start(solve, batch, settings, times)
-    u, u_end, reached, codes = outcome.saved, outcome.u_end.T, outcome.t_reached, outcome.codes
-    times_of: Callable[[_OccurredEvents], Array] = lambda found: found.times  # noqa: E731
-    if given.traced and settings.record:
+    run: Run | None = None
+    if given.traced:
         run, due = Run(batch, settings, outcome), times.traced(given)
-        u, u_end, reached, crossed = traced_results(run, u, u_end, given, due)  # type: ignore[arg-type]
-        times_of = lambda found: found.traced(run, due, reached, crossed)  # noqa: E731
+        u, u_end, reached, crossed = traced_results(run, outcome.saved, outcome.u_end.T, given, due)  # type: ignore[arg-type]
 
     def events() -> dict:
-        found = _OccurredEvents(outcome, times)
-        return by_trajectory(found.ids, found.event, times_of(found))
+        """Return the roots of conditions and the given times that have passed, per trajectory, with derivatives."""
+        table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
+        # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
+        found = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
+        passed = times.passed(outcome.slots)
+        if passed.size:
+            found = np.concatenate([found, passed], axis=1)
+            # At equal times, roots of conditions come first.
+            found = found[:, np.lexsort((times.signs[found[0].astype(int)] * found[2], found[0]))]
+        (ids, event, source), when = found[[0, 1, 3]].astype(int), found[2]
+        if run is not None:
+            given_place = len(crossed) + (-1 - source) * due.shape[1] + ids
+            places = np.where(source < 0, given_place, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
+            every = concatenate([crossed, anp.reshape(due, (-1,))])
+            when = traced_times(ids, when, places, run.live, reached, every)
+        return by_trajectory(ids, event, when)
 
-    nf = evaluations(outcome.naccept, outcome.nreject, settings.alg, settings.dt is not None) + outcome.resumed
-    later: dict[str, Callable[[], Any]] = {"retcode": lambda: ReturnCode.names_of(codes), "events": events}
-    shape = batch.shape
-    u, u_end = anp.reshape(u, (*u.shape[:2], *shape)), anp.reshape(u_end, (batch.size, *shape))  # type: ignore[union-attr]
-    fields: dict[str, Any] = {"u": u, "t": np.array(settings.saveat), "u_end": u_end, "t_reached": reached, "nf": nf}
-    fields |= {"naccept": outcome.naccept, "nreject": outcome.nreject, "_codes": codes, "alg": settings.alg}
-    return EnsembleSolution.lazy(later, **fields)
+    sol = solution_of(outcome, batch, settings, events)
+    if run is not None:
+        sol.u, sol.u_end, sol.t_reached = anp.reshape(u, sol.u.shape), anp.reshape(u_end, sol.u_end.shape), reached
+    return sol
 
 
 def _solved_after_start(
@@ -465,27 +463,3 @@ def _solved_after_start(
     acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
     events = tuple(settings.events[e] for e in acting.found)
     return solve(batch, settings._replace(events=events, acting=acting))
-
-
-class _OccurredEvents:
-    """All events of a solve, sorted; `ids`, `event`, `times`: trajectories, indices of events and times, of shape (m,)."""
-
-    def __init__(self, outcome: Outcome, given: GivenTimes):
-        table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
-        ids, event, _, _, times = table
-        # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
-        found = np.stack([ids, event, times, np.arange(len(ids))])
-        passed = given.passed(outcome.slots)
-        if passed.size:
-            found = np.concatenate([found, passed], axis=1)
-            # At equal times, roots of conditions come first.
-            found = found[:, np.lexsort((given.signs[found[0].astype(int)] * found[2], found[0]))]
-        (self.ids, self.event, self._source), self.times = found[[0, 1, 3]].astype(int), found[2]
-
-    def traced(self, run: Run, due: Array, reached: Array, crossed: Array) -> Array:
-        """Return the times of events with derivatives, from given times `due`, final times `reached` and `Run.crossed`."""
-        ids, source = self.ids, self._source
-        given = len(crossed) + (-1 - source) * due.shape[1] + ids
-        places = np.where(source < 0, given, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
-        crossed = concatenate([crossed, anp.reshape(due, (-1,))])
-        return traced_times(ids, self.times, places, run.live, reached, crossed)

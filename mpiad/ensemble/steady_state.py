@@ -13,14 +13,14 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.differentiation.forward import Bundle
+from mpiad.differentiation.products import jvp
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents, pulled, with_leaves
-from mpiad.ensemble.members import columns_of, master_seed, own_members
+from mpiad.ensemble.members import master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
@@ -31,7 +31,6 @@ from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all, raising_together
-from mpiad.transport.core.tracing import restoring_state
 
 # Newton's method for the roots of f of many trajectories at once, each damped by its own pseudo-time step.
 #
@@ -75,8 +74,8 @@ class Equations:
     def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
         """Return f, shape (d, n), and its Jacobian with respect to the states, shape (n, d, d)."""
         columns = two_at_least(len(ids))
-        value, jacobian, _ = jacobian_by_tangents(self._field, u[:, columns], *self.columns(ids[columns]))
-        return value[:, : len(ids)], np.ascontiguousarray(jacobian[:, :, : len(ids)].transpose(2, 0, 1))
+        value, found, _ = jacobian_by_tangents(self._field, u[:, columns], *self.columns(ids[columns]))
+        return value[:, : len(ids)], np.ascontiguousarray(np.stack(found, axis=-1)[:, : len(ids)].swapaxes(0, 1))
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
@@ -237,12 +236,10 @@ class SteadyStates:
             return result
         columns = ids[two_at_least(len(ids))]
         u, leaves, t = self._at_steady_states(columns)
-        along = [[np.take(g, columns, axis=-1) if varies[place] else g] for place, g in tangents.items()]
-        with restoring_state(), Bundle() as bundle:
-            given = [bundle.variable(leaves[place], gs) for place, gs in zip(tangents, along)]
-            found = bundle.parts(Field(self._batch).array(u, with_leaves(leaves, tangents, given), t))[1]
-        if found is not None:
-            result[ids] = -solved_each(self._jacobian[ids], found[0].T[: len(ids)])
+        given = [leaves[place] for place in tangents]
+        along = [np.take(g, columns, axis=-1) if varies[place] else g for place, g in tangents.items()]
+        value = lambda given: Field(self._batch).array(u, with_leaves(leaves, tangents, given), t)  # noqa: E731
+        result[ids] = -solved_each(self._jacobian[ids], jvp(value, given, along)[1].T[: len(ids)])
         return result
 
     def _at_steady_states(self, ids: Array) -> tuple[Array, list[Any], Array]:
@@ -437,13 +434,9 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:
-    problem = options.problem
-    if isinstance(problem, ODEProblem):
-        one = columns_of([problem], [1])
-        batch = one if len(numbers) else one.share(slice(0, 0))
-    else:
-        seed = master_seed(problem.seed) if problem.prob_func else 0
-        batch, _ = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
+    ensemble = EnsembleProblem(options.problem) if isinstance(options.problem, ODEProblem) else options.problem
+    seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
+    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, which isn't supported. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):

@@ -11,10 +11,9 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients, interpolate
-from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.events import CrossedSteps, EventWatch, StepEvents, in_order
-from mpiad.ensemble.initialization import Entrants, Initialization, Joint, derivative_at, least_step
+from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
 from mpiad.ensemble.jumps import (
     FOUND,
     LEAST,
@@ -133,10 +132,8 @@ class EventColumns:
         self._batch, self._acting, self._slots, self._jumps = batch, acting, slots, jumps
         self.ids, self.u, self.t, self._number = ids, u, t, number
         self.signs = signs[ids]
-        self._backward = bool((self.signs < 0).any())
         self.codes = np.full(len(ids), MOVING)
         self.left: defaultdict[int, Array] = defaultdict(lambda: np.zeros(len(ids)))
-        self._derivative = derivative_of(batch.f, batch.shape)
 
     def at(self, rows: Array) -> tuple[Array, Array]:
         """Return the states and times of the columns `rows`, in ascending order; they must not be modified."""
@@ -153,21 +150,12 @@ class EventColumns:
         """Return the values of a condition for some columns; `at`: states and times, by default the current ones."""
         return event.value(*self._arguments(rows, at))[: len(rows)] if rows.size else np.empty(0)
 
-    def rate(self, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
-        """Return f in the direction of the solve for some columns; `at`: see `condition`."""
+    def rate(self, rows: Array, at: tuple[Array, Array], mass: Array | None = None) -> Array:
+        """Return u' of M u' = f, by default f, in the direction of the solve for some columns at states and times."""
         if not rows.size:
             return np.empty_like(self.u[:, :0])
-        u, p, t = self._arguments(rows, at)
-        sign = self.signs[rows[two_at_least(len(rows))]] if self._backward else None
-        return derivative_at(self._derivative, u, p, t if sign is None else t * sign, sign)[:, : len(rows)]
-
-    def moving(self, rows: Array, mass: Array | None, at: tuple[Array, Array]) -> Array:
-        """Return u' in the direction of the solve for some columns, at the given states and times."""
-        if mass is None:
-            return self.rate(rows, at)
         twice, batch = two_at_least(len(rows)), self._batch
-        leaves = batch.p.chosen(self.ids[rows[twice]])
-        u, t = at[0][:, twice], at[1][twice].astype(at[0].real.dtype)
+        u, t, leaves = at[0][:, twice], at[1][twice].astype(at[0].real.dtype), batch.p.chosen(self.ids[rows[twice]])
         return (mass_matrix_rhs(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
@@ -192,10 +180,7 @@ class EventColumns:
         return finite
 
     def meet_given_times(self) -> None:
-        """Apply the affects of all events with a given time that equals the current time; update `slots`.
-
-        Several such events of one trajectory act one after the other.
-        """
+        """Apply, one after the other, the affects of events with a given time equal to the current time; update `slots`."""
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:
             ids = self.ids[rows]
@@ -290,9 +275,9 @@ class ActingEvents:
         """
         if self._watch is None:
             empty = np.empty((0, len(columns)))
-            kept = CrossedSteps(empty, empty, empty, step.at_end(columns))
+            kept = CrossedSteps(empty, empty, empty, step.at(columns))
         else:
-            kept = self._watch.extracted(step, columns, crossed, not at_roots)
+            kept = self._watch.extracted(step, columns, crossed)
         self._suspended[at_roots].append((columns, h[columns], kept))
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
@@ -331,7 +316,7 @@ class ActingEvents:
         continuing = moving & (step.t_new < goal)
         codes[moving & ~continuing] = ReturnCode.Success.code
         rows, k = np.flatnonzero(continuing), np.zeros_like(step.new)
-        k[:, rows] = at_event.rate(rows)
+        k[:, rows] = at_event.rate(rows, at_event.at(rows))
         self._continue_from(at_event, columns, rows, reached, assigned)
         limit = self._limit[columns] - step.t_new
         h = np.maximum(np.where(limit > 0, np.minimum(h, limit), h), least_step(step.t_new))
@@ -393,9 +378,9 @@ class ActingEvents:
         event, (u, t), own, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
         elapsed, self._last_acted[e][own] = now - self._last_acted[e][own], now
         ahead, mass = distance_ahead(elapsed, span), self._settings.mass
-        rate = at_event.moving(rows, mass, (u, t))
+        rate = at_event.rate(rows, (u, t), mass)
         euler, later = u + ahead * rate, t + at_event.signs[rows] * ahead
-        heun = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (euler, later)))
+        heun = u + 0.5 * ahead * (rate + at_event.rate(rows, (euler, later), mass))
         values = [at_event.condition(event, rows, at) for at in ((u, t), (euler, later), (heun, later))]
         side, back, endless = departure((before, *values), event.direction, elapsed, span)
         if self._adaptive:  # otherwise the step size is fixed
@@ -492,8 +477,7 @@ class StepObservers:
         for resumed, step in self._acting.resume() if self._acting is not None else ():
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))
-                if step.k:
-                    self._saves.save_inside(step, rows, resumed.columns)
+                self._saves.save_inside(step, rows, resumed.columns)
                 self._saves.save_at_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
 

@@ -24,6 +24,19 @@ from mpiad._typing import Array
 Columns: TypeAlias = Array | slice
 
 
+def starts_of_runs(*keys: Array) -> Array:
+    """Return the first index of each group of adjacent entries that are equal in all keys."""
+    first = np.ones(len(keys[0]), bool)
+    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    return np.flatnonzero(first)
+
+
+def turns(*keys: Array) -> Array:
+    """Return for each entry the number of preceding adjacent entries that are equal in all keys."""
+    starts = starts_of_runs(*keys)
+    return np.arange(len(keys[0])) - np.repeat(starts, np.diff(np.append(starts, len(keys[0]))))
+
+
 class Visit(NamedTuple):
     """A step of the first columns of a block."""
 
@@ -69,6 +82,15 @@ class LocatedEvent(NamedTuple):
     x: Array  # shape (m,); the fraction of the step
     time: Array  # shape (m,)
     row: Array  # int, shape (m,); the index of `time` among the times of all events, or among the final times
+
+
+class EventTimes(NamedTuple):
+    """The final times of trajectories, and the times of events, on the device of the states."""
+
+    reached: Array  # shape (N,)
+    ids: Array  # int, shape (m,); the trajectories of the events in `crossed`
+    crossed: Array  # shape (m,); the times of all events except, on the host, terminal ones that don't act
+    order: Any = None  # on a device: int, shape (m,), on the host; the permutation that sorts the events
 
 
 class StepSweep:

@@ -50,13 +50,13 @@ def test_sweeps_are_aligned_by_the_end():
     ((_, steps),) = outcome.steps
     assert len(steps) == outcome.naccept.max() and steps.widths.sum() == outcome.naccept.sum()
     for s in range(len(steps)):
-        sweep = steps.sweep(s)
-        assert sweep.u.flags.c_contiguous and sweep.u.shape[1] == len(sweep.ids) == steps.widths[s]
-        assert set(sweep.ids) == set(np.flatnonzero(outcome.naccept > s))
-        for j, i in enumerate(sweep.ids):
+        (times, sizes, states), ids = steps.sweep(s), steps.order[: steps.widths[s]]
+        assert states.flags.c_contiguous and states.shape[1] == len(times) == len(sizes) == len(ids)
+        assert set(ids) == set(np.flatnonzero(outcome.naccept > s))
+        for j, i in enumerate(ids):
             t, h, u = (array[..., outcome.naccept[i] - 1 - s] for array in trajectory(steps, i))
-            assert sweep.t[j] == t and sweep.h[j] == h < 0
-            np.testing.assert_array_equal(sweep.u[:, j], u)
+            assert times[j] == t and sizes[j] == h < 0
+            np.testing.assert_array_equal(states[:, j], u)
 
 
 def test_in_which_step_a_saved_time_lies():
