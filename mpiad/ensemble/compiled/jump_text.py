@@ -44,7 +44,7 @@ when not acts:
     when terminal:
         if first < np.inf:
             code = {Terminated}
-if code < 0 and was_accepted and tn == $end and given_times[slots[i], time_column] == t:
+if code < 0 and was_accepted and tn == $goal and given_times[slots[i], time_column] == t:
     acted = True
     @state
     slot = slots[i]
@@ -59,13 +59,13 @@ if code < 0 and was_accepted and tn == $end and given_times[slots[i], time_colum
     slots[i] = slot
     goal = end[0 if one_span else i]
     goal = given_times[slot, time_column] if sign * given_times[slot, time_column] <= sign * goal else goal
-    $end = sign * goal
+    $goal = sign * goal
     @least
-if acted and code < 0 and tn != $end:
+if acted and code < 0 and tn != $goal:
     resumed[i] += 1
     @state
     {rate}
-    each c: $last[{c}] = k0_{c}
+    each c: $k{last}[{c}] = k0_{c}
     when remembers: $q2_before = {least_error}
     @conditions_after
     when acts:
@@ -95,7 +95,7 @@ when both_directions: $side[{e}] = left{e} if left{e} != 0.0 else side
 # The state after the step, or after the last event, and the parameters.
 _STATE = """
 each c: u_{c} = $new[{c}]
-each p: p{p} = $p[{p}]
+each p: p{p} = $p{p}
 """
 
 # Makes the result w of an affect the current state; ends the trajectory if w isn't finite.

@@ -163,7 +163,7 @@ class _Launch:
         self.last = np.full(count if spec.record else 0, -1)  # row of the last step, or -1
         real = spec.dtype
         self._du = np.empty((m, d, count), real)
-        self._dsaved = np.zeros((m if spec.inside else 0, count, n_saved, d), real)
+        self._dsaved = np.zeros((m, count, n_saved, d), real)
         save_step = np.empty((0, n_saved), np.int32) if outcome.save_step is None else outcome.save_step
         self._event_arrays: list[Array] = []
         if settings.acting is not None:
@@ -239,8 +239,7 @@ class _Launch:
         unit = np.array([[kind == "u" and i == c for c in range(spec.d)] for kind, i in spec.directions])
         if empty_span.any():
             du[:, :, empty_span] = unit[:, :, None]
-            if len(dsaved):
-                dsaved[:, empty_span] = unit[:, None, None]
+            dsaved[:, empty_span] = unit[:, None, None]
         failed, dtype = self._outcome.failed, self._outcome.u_end.dtype
         du[:, :, failed] = 0
         dsaved[:, failed] = 0

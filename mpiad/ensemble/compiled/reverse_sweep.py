@@ -343,16 +343,5 @@ def carried_tangents(
     end, saved = run.outcome.carried
     if wanted != carried:
         chosen = [carried.index(direction) for direction in wanted]
-        end, saved = end[chosen], saved[chosen] if len(saved) else saved
-    if not saving:
-        return end, None
-    return end, saved if solver.spec.inside else _at_ends(solver, run, wanted, end)
-
-
-def _at_ends(solver: Solver, run: Run, directions: list[tuple[str, int]], end: Array) -> Array:
-    """Return the tangents of saved states if all saved times are ends of tspan."""
-    final = np.transpose(end, (0, 2, 1))[:, :, None]
-    unit = np.array([[float(kind == "u" and i == c) for c in range(solver.spec.d)] for kind, i in directions])
-    unit = from_parts(unit, run.batch.u0.dtype)
-    step = run.save_step[None, :, :, None]
-    return np.where(step == NOWHERE, 0.0, np.where(step == INITIAL, unit[:, None, None], final))
+        end, saved = end[chosen], saved[chosen]
+    return end, saved if saving else None

@@ -234,21 +234,21 @@ def placeholders_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
-        "j": range(len(spec.directions)), "e": range(len(spec.events)), "i": range(spec.stages + 1),
-        "m": len(spec.directions), "count": len(spec.events), "last": spec.stages, "used": steps.used(),
+        "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),
+        "i": range(spec.stages + 1), "inner": range(1, spec.stages), "last": spec.stages, "used": steps.used(),
         "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "lu_length": steps.lu_length,
         "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
         "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
 
 
-def layout_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
-    """Return the layout of a CPU kernel from the template `fields`, the lines of its steps, and its placeholders."""
-    result = Fields(spec)
-    steps = steps_of(spec, result)
-    names = placeholders_of(spec, steps)
-    result.add(filled(fields, names))
-    return result, steps, names
+def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> tuple[Fields, Steps, dict[str, Any]]:
+    """Add the fields of a CPU kernel, or of a GPU kernel with `fields`; also return the lines of steps and placeholders."""
+    by_lanes, fields = fields is None, fields or Fields(spec)
+    steps = steps_of(spec, fields if by_lanes else None, fused=by_lanes)
+    names = placeholders_of(spec, steps) | {"by_lanes": by_lanes}
+    fields.add(filled(template, names))
+    return fields, steps, names
 
 
 class RosenbrockSteps(Steps):

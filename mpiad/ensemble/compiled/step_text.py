@@ -17,7 +17,8 @@ from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
-Stage: TypeAlias = Callable[[int, int], str]  # returns the name of component c of stage i, given i and c
+# Returns lines for a power, given the names of x, the exponent and the result.
+Power: TypeAlias = Callable[[str, str, str], list[str]]
 
 
 class Steps:
@@ -154,11 +155,11 @@ class Steps:
         low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
         return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * largest"]
 
-    def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
+    def factor(self, power: Power, before: str, rejected: str) -> list[str]:
         """Return lines for `factor`, the ratio of the next step size to this one, as in `PIController.factor`.
 
-        ``power(x, exponent, out)`` returns lines for a power. `before`: the name of the `q2` of the last accepted step.
-        `rejected`: an expression for whether the previous try was rejected.
+        `before`: the name of the `q2` of the last accepted step. `rejected`: that of the number 1 if the previous try was
+        rejected, otherwise 0.
         """
         controller, order = self.spec.controller, self.spec.tableau.error_order
         beta, plain = controller.beta, number(-0.5 / order)
@@ -235,16 +236,15 @@ class Steps:
             lines += [f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}"] if rates else []
         return lines
 
-    def interpolated(self, target: str, stage: str | Stage, u: str, fused: bool = False) -> list[str]:
+    def interpolated(self, target: str, stage: str, u: str, fused: bool = False) -> list[str]:
         """Return lines that assign the components of the interpolated state to `target`, after the lines of `weights`.
 
-        The names of component c of `target`, of the state before the step and of stage i contain ``{c}`` and ``{i}``; the
-        names of stages may also be given by a function of i and c.
+        The names of component c of `target`, of the state before the step and of stage i contain ``{c}`` and ``{i}``.
         """
         (first, *others), fused, lines = self.used(), fused and self.fused, []
         for c in range(self.spec.d):
-            names = [stage.format(i=i, c=c) if isinstance(stage, str) else stage(i, c) for i in range(self.spec.stages + 1)]
-            lines += [f"total = w{first} * {names[first]}", *[f"total = total + w{i} * {names[i]}" for i in others]]
+            lines.append(f"total = w{first} * {stage.format(i=first, c=c)}")
+            lines += [f"total = total + w{i} * {stage.format(i=i, c=c)}" for i in others]
             before, after = u.format(c=c), target.format(c=c)
             lines.append(f"{after} = fma(total, {self.h}, {before})" if fused else f"{after} = total * {self.h} + {before}")
         return lines
@@ -266,7 +266,7 @@ class Steps:
         direction = direction or self.spec.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
-    def located(self, stage: str | Stage, u: str, value: list[str]) -> list[str]:
+    def located(self, stage: str, u: str, value: list[str]) -> list[str]:
         """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
 
         The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: names, as for
