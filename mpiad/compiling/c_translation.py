@@ -90,7 +90,8 @@ class _Expression(ast.NodeTransformer):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:  # noqa: N802
         if isinstance(node.op, ast.Not):
             return ast.Name(f"!({_text(node.operand)})")
-        return ast.Name(f"(-{_text(node.operand)})")
+        text = _text(node.operand)
+        return ast.Name(f"(-({text}))" if isinstance(node.operand, ast.BinOp) else f"(-{text})")
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # noqa: N802
         if isinstance(node.op, ast.Pow):

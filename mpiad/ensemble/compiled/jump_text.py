@@ -199,7 +199,7 @@ def _departure(spec: KernelSpec, steps: Steps, e: int, names: dict[str, Any]) ->
 # `jump[l]` is the index of the next jump in the backward sweep, `last_jump` the index of the last processed jump.
 _JUMP_BACK = """
 if {jump_step} == step[l] + 1:
-    each p: p{p} = $p[{p}]
+    each p: p{p} = $p{p}
     while jump[l] >= jump_first[i] and jump_number[jump[l]] == step[l] + 1:
         j = jump[l]
         each c: z_{c} = $cotangent[{c}]

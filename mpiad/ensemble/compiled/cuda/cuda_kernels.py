@@ -9,11 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mpiad.compiling.c_translation import c_lines
-from mpiad.compiling.source import indented, numbered
-from mpiad.ensemble.compiled.forward_kernel import FIELDS, parts_of
+from mpiad.compiling.source import numbered
+from mpiad.ensemble.compiled import forward_kernel, reverse_kernel
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, Registers, filled
-from mpiad.ensemble.compiled.rosenbrock_text import layout_of, placeholders_of, steps_of
+from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 # Definitions for both kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
@@ -57,14 +56,6 @@ INLINE double inverse_root(double x, const int n) {
     return y;
 }
 typedef {real} real;
-
-// The time with this index at which trajectory i is saved, multiplied by `sign`; infinity after the last one.
-INLINE double save_time_at(
-    const double* times, long long n_saved, long long by_row, long long i, long long time_index, double sign
-) {
-    if (time_index >= n_saved) return INFINITY;
-    return sign * times[by_row ? i * n_saved + time_index : time_index];
-}
 """
 
 
@@ -157,13 +148,13 @@ if u_end:
 def cuda_forward_text(spec: KernelSpec) -> str:
     """Return the source of `forward`, which calls `f` and its tangents `df0`, `df1`, ..."""
     registers = Registers(spec)
-    _, steps, names = layout_of(spec, FIELDS, registers)
+    _, steps, names = layout_of(spec, forward_kernel.FIELDS, registers)
     names |= {"row": "event_column", "stored": " and u_end"}
     stages = [*steps.stages(), *steps.error()]
     # Tangents are computed for accepted steps.
     tangents = [line for j in names["j"] for line in steps.tangents(j, 1, spec.stages)]
     first_tangents = [steps.call(f"l{j}_0", "u", 0, f"df{j}", steps.state(f"du{j}")) for j in names["j"]]
-    names |= parts_of(spec, steps, names, partial(_power, spec))
+    names |= forward_kernel.parts_of(spec, steps, names, partial(_power, spec))
     names |= {"stages": stages, "tangents": tangents, "first_tangents": first_tangents}
     names |= {"declarations": registers.declarations, "thread": registers.translated(filled(_THREAD, names))}
     return "\n".join(filled(_KERNEL, names))
@@ -188,174 +179,129 @@ ROWS = 6
 
 # Processes the events of a step, after the stages of the step have been recomputed.
 _CROSSED = """
-when uses_last: real {last_stage};
-while (event_column >= 0 && (long long)rows[2 * event_capacity + event_column] == step) {
-    has_arrivals = true;
-    @states
+while event_column >= 0 and crossings[event_column, 2] == step:
+    $has_arrivals = 1.0
+    @state
     @rates
-    const int event = (int)rows[event_capacity + event_column];
-    @bodies
-    event_column = (long long)rows[5 * event_capacity + event_column];
-}
+    @events
+    event_column = np.int64(crossings[event_column, 5])
 """
 
-_BODY = """
-if (event == {e}) {
-    // If two terminal events coincide, only the last has ended the trajectory. If the time of a nonterminal event isn't
-    // differentiated, its condition may have slope zero.
-    if ({differentiated}) {
-        real {derivatives};
-        slopes{e}({given});
-        const real slope = {slope};
-        when terminal: ends = false;
-        const real factor = -{fraction_bar} / slope;
-        when terminal:
-            each c: const real bar_{c} = total_{c} + factor * g_{c};
-            each c: total_{c} = 0;
-        when not terminal: each c: const real bar_{c} = factor * g_{c};
-        // The cotangent of the state at the event is treated like that of a saved state.
-        @sums
-        each c:
-            mid_bar_{c} += bar_{c};
-            each used: arrival{used}_{c} += w{used} * bar_{c};
-    }
-}
+# If two terminal events coincide, only the last has ended the trajectory. If the time of a nonterminal event isn't
+# differentiated, its condition may have slope zero.
+_EVENT = """
+if crossings[event_column, 1] == {e} and {differentiated}:
+    {gradient}
+    slope = {slope}
+    when terminal: ends = False
+    factor = -({fraction_bar}) / slope
+    when terminal: each c: bar_{c} = total_{c} + factor * g_{c}
+    when terminal: each c: total_{c} = {zero}
+    when not terminal: each c: bar_{c} = factor * g_{c}
+    # The cotangent of the state at the event is treated like that of a saved state.
+    each wanted_p: $p_bar[{wanted_p}] += factor * by{wanted_p}
+    each wanted_s: $s_bar[{wanted_s}] += factor * by{wanted_varying+wanted_s}
+    each c:
+        $value[{c}] += bar_{c}
+        each used: $arrival[{used}, {c}] += w{used} * bar_{c}
 """
 
 
-def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the placeholders of the reverse kernel for events."""
-    if not spec.events:
-        return {"declared": "", "crossed": []}
-    d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * event_capacity + event_column]"]
-    if spec.stages in steps.used():
-        last = steps.state(f"k{spec.stages}")
-        lines.append(steps.call(f"k{spec.stages}", f"y{spec.stages}", spec.stages))
+def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
+    """Return the lines of the reverse kernel for the events of a step; `names`: the values of the placeholders."""
+    d, h, real, last, lines = spec.d, steps.h, steps.rounded, spec.stages, ["x = crossings[event_column, 3]"]
+    if last in steps.used():
+        lines.append(steps.call(f"k{last}", f"y{last}", last))
     lines += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
-    slopes = [" + ".join(f"(real)r{i} * k{i}_{c}" for i in steps.used()) for c in range(d)]
-    sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
-    outputs = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
-    given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * event_capacity + event_column]", "1", *outputs]
-    names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(outputs), "given": ", ".join(given)}
-    names["slope"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
-    names["sums"] = [f"{name} += factor * by{j};" for j, name in enumerate(sums)]
-    end_fraction_bar = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
-    bodies = []
+    slopes = [" + ".join(f"{real(f'r{i}')} * k{i}_{c}" for i in steps.used()) for c in range(d)]
+    outputs = [*steps.state("g"), *numbered("by", spec.wanted_varying + spec.wanted_shared), "by_time"]
+    end_fraction_bar = f"{' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + {real('reached_bar[i]')} * {h}"
+    names = names | {"slope": f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}", "events": []}
+    names |= {"state": lines, "rates": [f"rate_{c} = ({slope}) * {h}" for c, slope in enumerate(slopes)]}
     for e, (terminal, _) in enumerate(spec.events):
-        names |= {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[event_column] != 0"}
-        names["fraction_bar"] = end_fraction_bar if terminal else f"(real)times_bar[event_column] * {h}"
-        bodies += filled(_BODY, names)
-    crossed = {"uses_last": bool(last), "last_stage": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
-    crossed["rates"] = [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)]
-    return {
-        "declared": ", const double* rows, const long long event_capacity, const long long* heads, "
-        "const double* reached_bar, const double* times_bar",
-        "crossed": filled(_CROSSED, crossed),
-    }
+        event = {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[event_column] != 0.0"}
+        time, seed = real("crossings[event_column, 4]"), [steps.number(1.0)]
+        event["gradient"] = steps.called(outputs, f"slopes{e}", "at", time, seed)
+        event["fraction_bar"] = end_fraction_bar if terminal else f"{real('times_bar[event_column]')} * {h}"
+        names["events"] += filled(_EVENT, names | event)
+    return filled(_CROSSED, names) if spec.events else []
 
 
-# The reverse kernel: each thread computes the adjoint of one trajectory's accepted steps.
-#
-# The stages are recomputed from the state before the step, and cotangents are propagated as in `reverse_kernel`. Each
+# The reverse kernel: each thread computes the adjoint of one trajectory's accepted steps, as in `reverse_kernel`. Each
 # trajectory writes its cotangents of shared parameters to a separate column, so the order of the sum is fixed.
 
 _REVERSE = """
 // Trajectories and steps as in forward. saved_bar: (n_saved, d, n); s_bar: (rows, count); other cotangents: (rows, n).
 KERNEL reverse(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
-    const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
+    const double* end, const long long by_span, const double* times, const long long n_saved, const long long by_row,
     const real* steps_u, const double* steps_t, const int* naccept, const double* t_reached, const int* codes,
-    const real* end_bar, const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar{declared}
+    const real* end_bar, const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar
+    when events: , const double* rows, const long long event_capacity, const long long* heads
+    when events: , const double* reached_bar, const double* times_bar
 ) {
+    #define p(j, i) p[(j) * n + (i)]
+    #define times(i, k) times[(i) * n_saved + (k)]
+    #define end_bar(c, i) end_bar[(c) * n + (i)]
+    #define saved_bar(i, k, c) saved_bar[((k) * {d} + (c)) * n + (i)]
+    #define crossings(row, k) rows[(k) * event_capacity + (row)]
     EACH(column, count) {
         const long long i = first + column;
-        const int code = codes[i];
-        when events: const bool alive = code == {Success} || code == {Terminated};
-        when not events: const bool alive = code == {Success};
-        const double t0 = start[i * by_span], sign = stop[i * by_span] < t0 ? -1.0 : 1.0;
-        const double start_time = sign * t0;
-        double ahead = sign * t_reached[i];
-        each p: const real p{p} = p[{p} * n + i];
+        const bool one_span = !by_span;
         each s: const real s{s} = s[{s}];
         when lu_length: real lu[{lu_length}];
-        // Cotangents of failed trajectories, which may be NaN, are ignored.
-        each c: real total_{c} = alive ? end_bar[{c} * n + i] : 0;
-        each wanted_p: real p_bar{wanted_p} = 0;
-        each wanted_s: real s_bar{wanted_s} = 0;
-        if (alive) {
-            long long time_index = n_saved - 1;
-            when events:
-                long long event_column = heads[i];
-                bool ends = code == {Terminated};
-            while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > ahead) --time_index;
-            for (long long step = naccept[i] - 1; step >= 0; --step) {
-                const double t = steps_t[2 * step * count + column], h = steps_t[(2 * step + 1) * count + column];
-                const double now = sign * t, size = sign * h;
-                when single: const real h_ = (real)h;
-                each c: const real y0_{c} = steps_u[(step * {d} + {c}) * count + column];
-                when inside:
-                    each c: real mid_bar_{c} = 0;
-                    each i: each c: real arrival{i}_{c} = 0;
-                    bool has_arrivals = false;
-                while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > now) {
-                    when inside:
-                        const double save_time = save_time_at(times, n_saved, by_row, i, time_index, sign);
-                        if (save_time < ahead) {
-                            has_arrivals = true;
-                            @weights
-                            each c:
-                                const real bar_{c} = saved_bar[(time_index * {d} + {c}) * n + i];
-                                mid_bar_{c} += bar_{c};
-                                each used: arrival{used}_{c} += w{used} * bar_{c};
-                        } else {
-                            each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
-                        }
-                    when not inside: each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
-                    --time_index;
-                }
-                // The stages of a step that a terminal event has cut short extend to the end of the full step.
-                when events: ahead = ends ? now + size : ahead;
-                const double tn = sign * ahead;
-                @stages
-                @crossed
-                real {new};
-                @pulled_last
-                // The cotangent of the new state is complete.
-                each c: z{last}_{c} = total_{c};
-                @pulled
-                when inside: each c: total_{c} += mid_bar_{c};
-                ahead = now;
-            }
-            while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) == start_time) {
-                each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
-                --time_index;
-            }
-        }
-        each c: u0_bar[{c} * n + i] = total_{c};
-        each wanted_p: p_bar[{wanted_p} * n + i] = p_bar{wanted_p};
-        each wanted_s: s_bar[{wanted_s} * count + column] = s_bar{wanted_s};
+        @declarations
+        @thread
+        each c: u0_bar[{c} * n + i] = cotangent_{c};
+        each wanted_p: p_bar[{wanted_p} * n + i] = p_bar_{wanted_p};
+        each wanted_s: s_bar[{wanted_s} * count + column] = s_bar_{wanted_s};
     }
 }
+"""
+
+# The adjoint of one trajectory, in the kernel language. Cotangents of failed trajectories, which may be NaN, are ignored.
+_REVERSE_THREAD = """
+sign = -1.0 if end[0 if one_span else i] < start[0 if one_span else i] else 1.0
+code = codes[i]
+if code == {Success}{or_terminated}:
+    @start
+    when events:
+        event_column = heads[i]
+        ends = code == {Terminated}
+    time_index[l] = n_saved - 1
+    while time_index[l] >= 0 and sign * times[i if by_row else 0, time_index[l]] > sign * $t:
+        time_index[l] -= 1
+    step = np.int64(naccept[i]) - 1
+    while step >= 0:
+        $tn = $t
+        $t = steps_t[2 * step * count + column]
+        $h = steps_t[(2 * step + 1) * count + column]
+        each c: $u[{c}] = steps_u[(step * {d} + {c}) * count + column]
+        when inside:
+            $has_arrivals = 0.0
+            each c: $value[{c}] = 0.0
+            each i: each c: $arrival[{i}, {c}] = 0.0
+        while time_index[l] >= 0 and sign * times[i if by_row else 0, time_index[l]] > sign * $t:
+            @saved
+        when events:
+            # The stages of a step that a terminal event has cut short extend to the end of the full step.
+            if ends:
+                $tn = $t + $h
+        @back
+        step -= 1
+    while time_index[l] >= 0:
+        each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
+        time_index[l] -= 1
 """
 
 
 def cuda_reverse_text(spec: KernelSpec) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
-    steps, last = steps_of(spec, fused=False), spec.stages
-    new = steps.state(f"z{last}")
-    scope = {*new, *steps.state("total")}  # variables that `_REVERSE` declares
-    names = placeholders_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
-    names["weights"] = c_lines(["x = (save_time - now) / size", *steps.weights()])
-    names["stages"] = c_lines(steps.again(), scope)
-    if last in steps.pulled_stages:
-        # The last stage contributes only to states inside the step.
-        names["pulled_last"] = ["if (has_arrivals) {", *indented(_pulled(spec, steps, last, set(scope))), "}"]
-    names["pulled"] = [line for i in reversed(steps.pulled_stages) if i < last for line in _pulled(spec, steps, i, scope)]
+    registers = Registers(spec)
+    _, steps, names = layout_of(spec, reverse_kernel.FIELDS, registers)
+    names |= {"jumping": False, "or_terminated": f" or code == {names['Terminated']}" if spec.events else ""}
+    names |= {"zero": steps.number(0.0)}
+    names["crossed"] = _crossed(spec, steps, names)
+    names |= reverse_kernel.parts_of(spec, steps, names)
+    names |= {"declarations": registers.declarations, "thread": registers.translated(filled(_REVERSE_THREAD, names))}
     return "\n".join(filled(_REVERSE, names))
-
-
-def _pulled(spec: KernelSpec, steps: Steps, i: int, scope: set[str]) -> list[str]:
-    """Return lines that propagate the cotangent of stage i to its argument and the parameters."""
-    lines = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
-    sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
-    return lines + [f"{name} += e{j};" for j, name in enumerate(sums)]
