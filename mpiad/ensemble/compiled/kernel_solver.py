@@ -24,7 +24,7 @@ from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, U, kernel_spec_of
-from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
+from mpiad.ensemble.compiled.kernel_texts import kernel_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.events import in_order
@@ -77,7 +77,7 @@ class Solver:
             outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
         if settings.progress is not None and empty_span.any():
             settings.progress(int(np.count_nonzero(empty_span)))
-        run = _Launch(self._function("forward", forward_text(self.traced, spec)), spec, self, outcome)
+        run = _Launch(self._function("forward", spec), spec, self, outcome)
         tapes = run.run_all()
         if spec.record:
             outcome.tapes, outcome.last = tapes, run.last
@@ -90,8 +90,8 @@ class Solver:
             outcome.carried = run.carried(empty_span)
         return outcome
 
-    def _function(self, name: str, text: str) -> Callable[..., None]:
-        self._kernels[name] = text
+    def _function(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> Callable[..., None]:
+        text = self._kernels[name] = kernel_text(name, self.traced, spec, wanted)
         return kernel_of(text, name, signature_in(text, name), call="solve").function
 
     # ---- derivatives
@@ -148,7 +148,7 @@ class Solver:
             jumps=tuple((e, e in (self.spec.affects or ())) for e in acts) if jumps else None,
             stops=stops,
         )
-        return self._function("reverse", reverse_text(self.traced, spec, (*varying, *shared))), spec
+        return self._function("reverse", spec, (*varying, *shared)), spec
 
 
 class _Launch:

@@ -182,10 +182,6 @@ class Fields:
 class Registers(Fields):
     """The fields as variables of a GPU thread, which processes one trajectory: ``$name[0, 1]`` is the variable name_0_1."""
 
-    def __init__(self, spec: KernelSpec):
-        super().__init__(spec)
-        self._double_times = True
-
     @property
     def declarations(self) -> list[str]:
         """The declarations of the variables, in C."""

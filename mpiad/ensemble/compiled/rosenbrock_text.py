@@ -220,16 +220,13 @@ LU: TypeAlias = "UnrolledLU | LoopedLU"
 _MOST_LINES, _MOST_ENTRIES = 4000, 100
 
 
-def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True) -> Steps:
-    """Return the lines of a method's step; they may reserve memory in `fields`, the layout of a CPU kernel."""
-    return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
-
-
-def placeholders_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the placeholders of all kernels: the fields of the spec, and the entries below."""
-    return {
+def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> tuple[Fields, Steps, dict[str, Any]]:
+    """Add the fields of a CPU kernel, or of a GPU kernel with `fields`; also return the lines of steps and placeholders."""
+    by_lanes, fields = fields is None, fields or Fields(spec)
+    steps = RosenbrockSteps(spec, fields if by_lanes else None) if spec.tableau.implicit else Steps(spec, by_lanes)
+    names = {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
-        "real": spec.dtype.name,
+        "real": spec.dtype.name, "by_lanes": by_lanes,
         # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
@@ -240,13 +237,6 @@ def placeholders_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
         "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
-
-
-def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> tuple[Fields, Steps, dict[str, Any]]:
-    """Add the fields of a CPU kernel, or of a GPU kernel with `fields`; also return the lines of steps and placeholders."""
-    by_lanes, fields = fields is None, fields or Fields(spec)
-    steps = steps_of(spec, fields if by_lanes else None, fused=by_lanes)
-    names = placeholders_of(spec, steps) | {"by_lanes": by_lanes}
     fields.add(filled(template, names))
     return fields, steps, names
 
@@ -254,8 +244,8 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
 class RosenbrockSteps(Steps):
     """The lines of one step. The function `jacobian` returns the structural nonzeros of ∂f/∂u, then of ∂f/∂t."""
 
-    def __init__(self, spec: KernelSpec, fields: Fields | None, fused: bool):
-        super().__init__(spec, fused)
+    def __init__(self, spec: KernelSpec, fields: Fields | None):
+        super().__init__(spec, fields is not None)
         self._table: RosenbrockTableau = spec.tableau  # type: ignore[assignment]
         self._mass = spec.mass or tuple((i, i, 1.0) for i in range(spec.d))
         entries = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}
