@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from mpiad.compiling.source import indented
+from mpiad.ensemble import events as event_location
 from mpiad.ensemble.compiled.jump_text import jump_lines
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, U, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
@@ -125,12 +126,41 @@ when acts: event_row = event_count
 @store
 """
 
+# Finds the fraction of the step at which a condition vanishes, as in `EventWatch`; `high` is at or after the sign change.
 _LOCATE = """
 $fraction[{e}] = np.inf
 if $crossed[{e}] > 0.0:
     value_before = $condition[{e}]
     value_after = $condition_new[{e}]
-    @located
+    low = 0.0
+    high = 1.0
+    value = 0.0
+    radius = 1.0
+    value_low = value_before
+    value_high = value_after
+    for evaluation in range({EVALUATIONS}):
+        width = high - low
+        if width <= {RESOLUTION}:
+            break
+        middle = 0.5 * (low + high)
+        # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from the
+        # middle is limited so that the search takes at most one more evaluation than bisection.
+        x = (value_high * low - value_low * high) / (value_high - value_low)
+        offset = middle - x
+        shift = max({TRUNCATION} * width * width, 0.5 * {RESOLUTION})
+        allowed = radius - 0.5 * width
+        x = middle if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)
+        x = x if abs(x - middle) <= allowed else (middle - allowed if offset > 0.0 else middle + allowed)
+        radius = 0.5 * radius
+        @weights
+        @at_x
+        @value
+        if (value > 0.0) if value_before > 0.0 else (value < 0.0):
+            low = x
+            value_low = {doubled}
+        else:
+            high = x
+            value_high = {doubled}
     $fraction[{e}] = high
     when ending:
         if ({ending}) and high < first:
@@ -169,7 +199,7 @@ def _output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, 
     for e in range(len(spec.events)):
         near_root = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
         coinciding += [
-            f"if $fraction[{e}] > first and {_changed(spec, steps, e)} and not ({near_root}):",
+            f"if $fraction[{e}] > first and {_changed(spec, e)} and not ({near_root}):",
             f"    $fraction[{e}] = first",
         ]
     names = names | {"coinciding": coinciding, "terminal": any(ends for ends, _ in spec.events), "table_u": U}
@@ -190,22 +220,20 @@ def _event_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[
         value = [line for e in names["e"] for line in (f"{'el' if e else ''}if e == {e}:", f"    {values[e]}")]
         ending = " or ".join(f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends)
         events = [{"e": "e", "value": value, "ending": ending}]
-    locate, store = [], []
-    for event in events:
-        located = steps.located("$k{i}[{c}]", "$u[{c}]", event["value"])
-        locate += filled(_LOCATE, names | event | {"located": located})
-        store += filled(_STORE, names | event)
+    names = vars(event_location) | names | {"doubled": steps.doubled("value")}
+    names["at_x"] = steps.interpolated("y_{c}", "$k{i}[{c}]", "$u[{c}]") if events else []
+    locate, store = ([line for event in events for line in filled(part, names | event)] for part in (_LOCATE, _STORE))
     if names["by_lanes"] and events:
         # A loop over the events, since a copy of these lines for each event would take longer to compile.
         locate, store = ([f"for e in range({len(spec.events)}):", *indented(lines)] for lines in (locate, store))
     return {"locate": locate, "store": store}
 
 
-def _crossed(spec: KernelSpec, steps: Steps) -> list[str]:
+def _crossed(spec: KernelSpec) -> list[str]:
     """Return lines that compute whether conditions have changed their signs in the directions of their events."""
     lines = []
     for e in range(len(spec.events)):
-        lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
+        lines += [f"crossed{e} = where({_changed(spec, e)}, accepted, 0.0)"]
         if spec.affects is not None:
             # After a very short step near a root, rounding may determine the sign, so a sign change isn't counted.
             near_root = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
@@ -214,14 +242,14 @@ def _crossed(spec: KernelSpec, steps: Steps) -> list[str]:
     return lines
 
 
-def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
-    """Return an expression that is true if a condition has changed its sign in the direction of its event."""
-    values = f"$condition[{e}]", f"$condition_new[{e}]"
-    if e not in spec.sided:
-        return steps.changed(e, *values)
-    # A sign change counts only if it starts on the side to which the condition left its last root.
-    up, down = (steps.changed(e, *values, direction) for direction in (1, -1))
-    return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
+def _changed(spec: KernelSpec, e: int) -> str:
+    """Return an expression for whether a condition has changed its sign in its event's direction, as in `Event.crossed`."""
+    before, after, direction = f"$condition[{e}]", f"$condition_new[{e}]", spec.events[e][1]
+    up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
+    if e in spec.sided:
+        # A sign change counts only if it starts on the side to which the condition left its last root.
+        up, down = f"({up} & ($side[{e}] <= 0.0))", f"({down} & ($side[{e}] >= 0.0))"
+    return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
 
 _KERNEL = """
@@ -495,7 +523,7 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
     unit = [(j, c, float(kind == "u" and i == c)) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
     names["unit_tangents"] = [f"$du{j}[{c}] = {value}" for j, c, value in unit]
-    names |= {"crossed": _crossed(spec, steps), "conditions": steps.conditions("condition", "u", "t")}
+    names |= {"crossed": _crossed(spec), "conditions": steps.conditions("condition", "u", "t")}
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
     names["factor"] = steps.factor(power, "$q2_before", "$rejected") if names["adaptive"] else []
     names |= {"next_save_time": filled(_NEXT_SAVE_TIME, {}), "least": filled(_LEAST, {})}

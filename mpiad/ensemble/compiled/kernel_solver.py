@@ -59,7 +59,10 @@ class Solver:
 
     def solved(self, given: Batch) -> Outcome:
         """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
-        self.directions = self._directions(given) if given.traced and not self.saves_every_step else ()
+        # With events the end times depend on all inputs.
+        times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
+        if given.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
+            self.directions = self.traced.carried(given, self.settings.gradient)  # otherwise an adjoint will be used
         # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         outcome = self._run(self.spec._replace(directions=self.directions, record=record))
@@ -95,14 +98,6 @@ class Solver:
         return kernel_of(text, name, signature_in(text, name), call="solve").function
 
     # ---- derivatives
-
-    def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
-        """Return the directions of tangents that the forward kernel propagates; none if an adjoint will be used."""
-        # With events the end times depend on all inputs.
-        times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
-        if times_vary or self.spec.tableau.implicit:
-            return ()
-        return self.traced.carried(given, self.settings.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
         """Return an outcome with a record of all steps: `outcome` if it has a record, or the outcome of another solve."""

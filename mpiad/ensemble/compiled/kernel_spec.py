@@ -184,19 +184,18 @@ class Registers(Fields):
 
     @property
     def declarations(self) -> list[str]:
-        """The declarations of the variables, in C."""
-        return [f"{'real' if buffer == 'b' else 'double'} {name} = 0;" for name, buffer in self._variables()]
-
-    def _variables(self) -> Iterator[tuple[str, str]]:
-        for name, (buffer, _, shape) in self._offsets.items():
-            yield from (("_".join([name, *map(str, index)]), buffer) for index in np.ndindex(*shape))
+        """The lines of the kernel language that declare the variables."""
+        return [
+            f"{'_'.join([name, *map(str, index)])} = {'real' if buffer == 'b' else 'double'}(0)"
+            for name, (buffer, _, shape) in self._offsets.items()
+            for index in np.ndindex(*shape)
+        ]
 
     def translated(self, lines: list[str]) -> list[str]:
         """Return lines of the kernel language in C."""
         lines = self.resolved(lines).replace("[l]", "").splitlines()
         # A field with the name of a local variable is this variable.
-        lines = [line for line in lines if not re.fullmatch(r"\s*(\w+) = \1", line)]
-        return c_lines(lines, [name for name, _ in self._variables()])
+        return c_lines([line for line in lines if not re.fullmatch(r"\s*(\w+) = \1", line)])
 
     def _element(self, field: re.Match[str]) -> str:
         return "_".join([field[1], *re.findall(r"\w+", field[2] or "")])

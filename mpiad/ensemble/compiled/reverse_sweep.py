@@ -269,9 +269,18 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
     s_bar = np.sum(each(pull_tape, outcome.tapes, solver.threads), axis=0)
     initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
-    _add_unstepped(run, seeds, initial)
+    if seeds.saved is not None:
+        # The saved states of trajectories without steps are initial states.
+        unstepped = np.flatnonzero(run.live & (run.outcome.naccept == 0))
+        chosen = run.save_step[unstepped] == INITIAL
+        initial[:, unstepped] += np.where(chosen[..., None], seeds.saved[unstepped], 0).sum(axis=1).T
     if timed and run.settings.events:
-        _correct_tspan(run, seeds, start_bar, stop_bar)
+        # If an event ended the last step, the size of this step doesn't depend on tspan.
+        ended = run.live & run.terminated
+        start_bar[ended] += stop_bar[ended]
+        stop_bar[ended] = 0.0
+        if seeds.reached is not None:
+            stop_bar += np.where(run.live & ~run.terminated, seeds.reached, 0.0)
         start_bar += prepared.start
     joined = ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count)
     batch.p.add_cotangents(found.leaves, {place: leaf.conj() for place, leaf in joined.items()}, slice(None))
@@ -306,23 +315,6 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
         found.u0[:, rows], found.start[rows], found.end[rows] = bars.u0, bars.start, bars.end
         batch.p.add_cotangents(leaves, bars.leaves, rows)
     return found
-
-
-def _add_unstepped(run: Run, seeds: Seeds, u0_bar: Array) -> None:
-    """Add the cotangents of saved states of trajectories without steps."""
-    if seeds.saved is not None:
-        unstepped = np.flatnonzero(run.live & (run.outcome.naccept == 0))
-        chosen = run.save_step[unstepped] == INITIAL
-        u0_bar[:, unstepped] += np.where(chosen[..., None], seeds.saved[unstepped], 0).sum(axis=1).T
-
-
-def _correct_tspan(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
-    """Correct the cotangents of tspan: if an event ended the last step, the size of this step doesn't depend on tspan."""
-    ended = run.live & run.terminated
-    start_bar[ended] += stop_bar[ended]
-    stop_bar[ended] = 0.0
-    if seeds.reached is not None:
-        stop_bar += np.where(run.live & ~run.terminated, seeds.reached, 0.0)
 
 
 def carried_tangents(

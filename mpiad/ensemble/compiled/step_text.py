@@ -15,7 +15,6 @@ import numpy as np
 from mpiad.compiling.source import indented, number, numbered
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR
-from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
 # Returns lines for a power, given the names of x, the exponent and the result.
 Power: TypeAlias = Callable[[str, str, str], list[str]]
@@ -259,47 +258,6 @@ class Steps:
         """Return lines that store the values of all conditions in a field."""
         events = range(len(self.spec.events))
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
-
-    def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
-        """Return an expression that is true if the condition of event e has changed its sign, as in `Event.crossed`."""
-        up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
-        direction = direction or self.spec.events[e][1]
-        return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
-
-    def located(self, stage: str, u: str, value: list[str]) -> list[str]:
-        """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
-
-        The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: names, as for
-        `interpolated`. `value`: lines that compute `value` at the state y.
-        """
-        inner = [
-            "width = high - low",
-            f"if width <= {RESOLUTION!r}:",
-            "    break",
-            "middle = 0.5 * (low + high)",
-            # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from the
-            # middle is limited so that the search takes at most one more evaluation than bisection.
-            "x = (value_high * low - value_low * high) / (value_high - value_low)",
-            "offset = middle - x",
-            f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
-            "allowed = radius - 0.5 * width",
-            "x = middle if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)",
-            "x = x if abs(x - middle) <= allowed else (middle - allowed if offset > 0.0 else middle + allowed)",
-            "radius = 0.5 * radius",
-            *self.weights(),
-            *self.interpolated("y_{c}", stage, u),
-            *value,
-            # `high` is at or after the sign change.
-            "if (value > 0.0) if value_before > 0.0 else (value < 0.0):",
-            "    low = x",
-            f"    value_low = {self.doubled('value')}",
-            "else:",
-            "    high = x",
-            f"    value_high = {self.doubled('value')}",
-        ]
-        begin = ["low = 0.0", "high = 1.0", "value = 0.0", "radius = 1.0"]
-        begin += ["value_low = value_before", "value_high = value_after"]
-        return [*begin, f"for evaluation in range({EVALUATIONS}):", *indented(inner)]
 
     # ---- reverse sweep
 

@@ -56,6 +56,10 @@ INLINE double inverse_root(double x, const int n) {
     return y;
 }
 typedef {real} real;
+
+// Elements of arrays with several axes.
+#define p(j, i) p[(j) * n + (i)]
+#define times(i, k) times[(i) * n_saved + (k)]
 """
 
 
@@ -77,9 +81,7 @@ KERNEL forward(
     int* nreject, real* du_end, real* dsaved, long long* failed, real* steps_u, double* steps_t, const long long capacity
     when events: , double* rows, const long long event_capacity, long long* event_count, long long* heads
 ) {
-    #define p(j, i) p[(j) * n + (i)]
     #define u0(c, i) u0[(c) * u0_row + (i)]
-    #define times(i, k) times[(i) * n_saved + (k)]
     #define u_end(i, c) u_end[(c) * n + (i)]
     #define saved(i, k, c) saved[((k) * {d} + (c)) * n + (i)]
     #define du_end(j, c, i) du_end[((j) * {d} + (c)) * n + (i)]
@@ -93,7 +95,6 @@ KERNEL forward(
         each tolerance: const real atol{tolerance} = atol[{tolerance}];
         when single: const real rtol_ = rtol;
         when lu_length: real lu[{lu_length}];
-        @declarations
         @thread
     }
 }
@@ -101,6 +102,7 @@ KERNEL forward(
 
 # The solution of one trajectory, in the kernel language.
 _THREAD = """
+@declarations
 h = 0.0
 tn = 0.0
 was_accepted = False
@@ -149,15 +151,14 @@ def cuda_forward_text(spec: KernelSpec) -> str:
     """Return the source of `forward`, which calls `f` and its tangents `df0`, `df1`, ..."""
     registers = Registers(spec)
     _, steps, names = layout_of(spec, forward_kernel.FIELDS, registers)
-    names |= {"row": "event_column", "stored": " and u_end"}
+    names |= {"row": "event_column", "stored": " and u_end", "declarations": registers.declarations}
     stages = [*steps.stages(), *steps.error()]
     # Tangents are computed for accepted steps.
     tangents = [line for j in names["j"] for line in steps.tangents(j, 1, spec.stages)]
     first_tangents = [steps.call(f"l{j}_0", "u", 0, f"df{j}", steps.state(f"du{j}")) for j in names["j"]]
     names |= forward_kernel.parts_of(spec, steps, names, partial(_power, spec))
     names |= {"stages": stages, "tangents": tangents, "first_tangents": first_tangents}
-    names |= {"declarations": registers.declarations, "thread": registers.translated(filled(_THREAD, names))}
-    return "\n".join(filled(_KERNEL, names))
+    return "\n".join(filled(_KERNEL, names | {"thread": registers.translated(filled(_THREAD, names))}))
 
 
 def _power(spec: KernelSpec, x: str, exponent: str, out: str) -> list[str]:
@@ -240,8 +241,6 @@ KERNEL reverse(
     when events: , const double* rows, const long long event_capacity, const long long* heads
     when events: , const double* reached_bar, const double* times_bar
 ) {
-    #define p(j, i) p[(j) * n + (i)]
-    #define times(i, k) times[(i) * n_saved + (k)]
     #define end_bar(c, i) end_bar[(c) * n + (i)]
     #define saved_bar(i, k, c) saved_bar[((k) * {d} + (c)) * n + (i)]
     #define crossings(row, k) rows[(k) * event_capacity + (row)]
@@ -250,7 +249,6 @@ KERNEL reverse(
         const bool one_span = !by_span;
         each s: const real s{s} = s[{s}];
         when lu_length: real lu[{lu_length}];
-        @declarations
         @thread
         each c: u0_bar[{c} * n + i] = cotangent_{c};
         each wanted_p: p_bar[{wanted_p} * n + i] = p_bar_{wanted_p};
@@ -261,6 +259,7 @@ KERNEL reverse(
 
 # The adjoint of one trajectory, in the kernel language. Cotangents of failed trajectories, which may be NaN, are ignored.
 _REVERSE_THREAD = """
+@declarations
 sign = -1.0 if end[0 if one_span else i] < start[0 if one_span else i] else 1.0
 code = codes[i]
 if code == {Success}{or_terminated}:
@@ -300,8 +299,7 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     registers = Registers(spec)
     _, steps, names = layout_of(spec, reverse_kernel.FIELDS, registers)
     names |= {"jumping": False, "or_terminated": f" or code == {names['Terminated']}" if spec.events else ""}
-    names |= {"zero": steps.number(0.0)}
+    names |= {"zero": steps.number(0.0), "declarations": registers.declarations}
     names["crossed"] = _crossed(spec, steps, names)
     names |= reverse_kernel.parts_of(spec, steps, names)
-    names |= {"declarations": registers.declarations, "thread": registers.translated(filled(_REVERSE_THREAD, names))}
-    return "\n".join(filled(_REVERSE, names))
+    return "\n".join(filled(_REVERSE, names | {"thread": registers.translated(filled(_REVERSE_THREAD, names))}))
