@@ -84,7 +84,12 @@ class Solver:
         tapes = run.run_all()
         if spec.record:
             outcome.tapes, outcome.last = tapes, run.last
-        at_conditions = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
+        at_conditions = np.empty((0, 0))
+        if spec.events:
+            rows = np.concatenate(run.crossings)
+            rows = rows[in_order(rows.T)]
+            outcome.crossings, outcome.event_table = rows[:, : U + spec.d], rows[:, :5].T
+            at_conditions = rows[:, U + spec.d :]  # the states at events, if recorded
         if settings.acting is not None:
             if spec.record:
                 outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
@@ -194,6 +199,7 @@ class _Launch:
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
         """Solve a share's trajectories, or those of the shared counter if `bounds` are empty; return the recorded steps."""
         (first, stop), spec = bounds, self._spec
+        batch, progress = self._solver.batch, self._solver.settings.progress
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
@@ -207,7 +213,11 @@ class _Launch:
             events = (crossings,) if spec.events else ()
             call(*lane, *self._inputs, *self._outputs, rows, previous, *self._event_arrays, *events)
             next_id, vacant_lanes, row, event_count, end, _ = state
-            reported = self._report_progress(first, next_id, lanes - vacant_lanes, reported)
+            if progress is not None:
+                started = np.count_nonzero(batch.start[first:next_id] != batch.end[first:next_id])
+                ended = int(started) - (lanes - vacant_lanes)
+                progress(ended - reported)
+                reported = ended
             if vacant_lanes == lanes and next_id == end:
                 break
             pause()
@@ -218,15 +228,6 @@ class _Launch:
                 rows, previous = _enlarged(rows, 1024), _enlarged(previous, 1024)
         self.crossings.append(crossings[:event_count])
         return Tape(first, stop, rows[:row], previous[:row])
-
-    def _report_progress(self, first: int, next_id: int, busy: int, reported: int) -> int:
-        """Add the newly ended trajectories of a share to the progress bar; return the number of all ended ones."""
-        progress, batch = self._solver.settings.progress, self._solver.batch
-        if progress is None:
-            return 0
-        ended = int(np.count_nonzero(batch.start[first:next_id] != batch.end[first:next_id])) - busy
-        progress(ended - reported)
-        return ended
 
     def carried(self, empty_span: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; those of failed trajectories are zero."""
@@ -274,14 +275,6 @@ class Tape(NamedTuple):
             steps.fill(ids, steps.counts[ids] - 1 - s, values[:, 0], values[:, 1], from_parts(values[:, 2:], dtype).T)
             row = self.previous[row]
         return steps
-
-
-def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
-    """Store the sorted events in `outcome`; return the states at events, shape (m, d), or (m, 0) if not recorded."""
-    rows = np.concatenate(tables)
-    rows = rows[in_order(rows.T)]
-    outcome.crossings, outcome.event_table = rows[:, : U + d], rows[:, :5].T
-    return rows[:, U + d :]
 
 
 def jumps_of(

@@ -73,8 +73,7 @@ class TracedProblem(NamedTuple):
         if gradient == "adjoint":
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
-        for place, leaf in enumerate(given.p.leaves):
-            found += self.directions_of(place) if isbox(leaf) else []
+        found += [along for i, leaf in enumerate(given.p.leaves) if isbox(leaf) for along in self.directions_of(i)]
         return tuple(found) if len(found) <= FEW or gradient == "tangent" else ()
 
 
