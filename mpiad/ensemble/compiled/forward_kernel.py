@@ -9,6 +9,8 @@ output arrays may be too small for another turn; the next call continues from `s
 
 Several threads take trajectories from a shared counter, a few at a time, to finish at about the same time.
 
+The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_kernels`.
+
 The kernel performs the same operations in the same order as the vectorized NumPy solver, except for the powers in the step
 size control, functions such as sin, and complex products. The compiler doesn't reorder operations, so the results of a
 trajectory don't depend on its lane or on other settings of the kernel. Only powers and tangents use `fma`.
@@ -515,10 +517,7 @@ def forward_source(spec: KernelSpec, wide: bool) -> str:
 
 
 def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power) -> dict[str, list[str]]:
-    """Return the lines for the beginning and end of a trajectory and of a step, and for output, for CPU and GPU kernels.
-
-    `names`: the values of the placeholders. `power`: see `Steps.factor`.
-    """
+    """Return the parts of a kernel for CPUs or GPUs; `names`: the values of the placeholders."""
     names = names | {"sided": spec.sided, "changed": "".join(f" + crossed{e}" for e in names["e"])}
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
     unit = [(j, c, float(kind == "u" and i == c)) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
@@ -553,10 +552,7 @@ _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
 
 
 def power_lines(x: str, exponent: str, out: str) -> list[str]:
-    """Return lines for out = x ** exponent, |exponent| <= 0.5, with an error of a few ulp.
-
-    x is clipped to [1e-30, 1e30]; NaN is replaced by 1e30.
-    """
+    """Return lines for out = x ** exponent, |exponent| <= 0.5, to a few ulp; x is clipped to [1e-30, 1e30], NaN to 1e30."""
     return [
         f"x = where({x} < 1e30, {x}, 1e30)",
         "x = where(x > 1e-30, x, 1e-30)",

@@ -130,10 +130,7 @@ class Solver:
             yield rows, part
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel for cotangents of the `wanted` parameters (indices), and its spec.
-
-        `jumps`: whether events can act. `stops`: whether roots of conditions have ended steps.
-        """
+        """Return the reverse kernel for the `wanted` parameters, and its spec; `stops`: whether roots have ended steps."""
         names = self.traced.names
         varying, shared = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]

@@ -18,6 +18,8 @@ stages. The remaining terms, from the dependence of W and T on the state, the pa
 
 with r̄ and k held fixed. φ is a sum of directional derivatives of r̄_i · f along (h k_i, h d_i), so its gradient consists of
 products with second derivatives of f, whose matrices are never formed.
+
+The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_kernels`.
 """
 
 from __future__ import annotations

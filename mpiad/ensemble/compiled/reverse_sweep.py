@@ -125,10 +125,7 @@ def _pull_event(
 
 
 class KernelJumps:
-    """The events that acted during a run, for the reverse kernel.
-
-    `time_bar`, shape (N,): cotangents of the times of jumps that no step follows. The entries used here are set to zero.
-    """
+    """The events that acted, for the reverse kernel; `time_bar`, (N,), of jumps that no step follows is used and zeroed."""
 
     def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
         self._jumps, self._due, integer = jumps, np.zeros(len(jumps.ids)), np.dtype(np.int64)

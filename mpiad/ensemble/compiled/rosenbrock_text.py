@@ -184,10 +184,7 @@ each c: {x}_{c} = {b}[{rhs+c}]
 
 
 class LoopedLU:
-    """A factorization by loops.
-
-    From the offset `start` on, the buffer contains the factors, column by column, a right-hand side, and the row exchanges.
-    """
+    """A factorization by loops; the buffer contains the factors, by columns, a right-hand side, and the row exchanges."""
 
     def __init__(self, d: int, entries: Iterable[tuple[int, int]], buffer: str, start: int):
         self._names = {"b": buffer, "start": start, "d": d, "size": d * d, "c": range(d)}

@@ -105,10 +105,7 @@ class Steps:
         return lines
 
     def tangents(self, j: int, first: int, last: int) -> list[str]:
-        """Return lines for the tangents in direction j of the stages `first`, ..., `last`, and of the new state.
-
-        The names are l{j}_0, l{j}_1, ... for stages, du{j} for the given tangent of the state, dnew{j} for the new state.
-        """
+        """Return lines for the tangents l{j}_{i} of stages `first` to `last`, and dnew{j} of the new state, given du{j}."""
         lines, stages = [], self.spec.stages
         for i in range(first, stages + 1):
             w = f"du{j}" if i == 0 else f"dnew{j}" if i == stages else f"w{j}"
@@ -155,11 +152,7 @@ class Steps:
         return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * largest"]
 
     def factor(self, power: Power, before: str, rejected: str) -> list[str]:
-        """Return lines for `factor`, the ratio of the next step size to this one, as in `PIController.factor`.
-
-        `before`: the name of the `q2` of the last accepted step. `rejected`: that of the number 1 if the previous try was
-        rejected, otherwise 0.
-        """
+        """Return lines for `factor`, as in `PIController.factor`; `before`: the name of the last accepted step's `q2`."""
         controller, order = self.spec.controller, self.spec.tableau.error_order
         beta, plain = controller.beta, number(-0.5 / order)
         lines = [f"exponent = {plain}"]
@@ -236,10 +229,7 @@ class Steps:
         return lines
 
     def interpolated(self, target: str, stage: str, u: str, fused: bool = False) -> list[str]:
-        """Return lines that assign the components of the interpolated state to `target`, after the lines of `weights`.
-
-        The names of component c of `target`, of the state before the step and of stage i contain ``{c}`` and ``{i}``.
-        """
+        """Return lines for the interpolated state; names contain ``{c}`` for the component, ``{i}`` for the stage."""
         (first, *others), fused, lines = self.used(), fused and self.fused, []
         for c in range(self.spec.d):
             lines.append(f"total = w{first} * {stage.format(i=first, c=c)}")

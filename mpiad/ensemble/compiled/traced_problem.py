@@ -80,10 +80,7 @@ class TracedProblem(NamedTuple):
 def remembered(
     make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *further: object
 ) -> _Found | None:
-    """Return the cached trace for such a batch, otherwise the result of `make`, which is cached unless it is None.
-
-    ``make(known)``: `known` is whether a trace is cached that differs only by numbers. `further`: other parts of the key.
-    """
+    """Return the cached trace, or cache ``make(known)``; `known`: whether a cached trace differs only by numbers."""
     # Leaves that can be differentiated are compared by dtype and shape, others by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]

@@ -1,7 +1,8 @@
 """The CUDA sources of the forward and the reverse kernel: each thread processes one trajectory, with state in registers.
 
-The lines of a step are those of `step_text`, translated to C++. The times `now` and `ahead` and the step size `size` are
-multiplied by the sign of the direction of integration. Events are written to one table, and the reverse kernel reads it.
+A thread performs the parts of CPU kernels, which `forward_kernel` and `reverse_kernel` contain, one after the other for one
+trajectory; the fields of a lane are its variables. The text is translated to C++ (see `mpiad.compiling.c_translation`). All
+threads write events to one table, and the reverse kernel reads it.
 """
 
 from __future__ import annotations
