@@ -182,14 +182,17 @@ class Fields:
 class Registers(Fields):
     """The fields as variables of a GPU thread, which processes one trajectory: ``$name[0, 1]`` is the variable name_0_1."""
 
+    # Fields that are whole numbers; as doubles they would take more registers.
+    _WHOLE = ("live", "accepted", "rejected", "tries", "number")
+
     @property
     def declarations(self) -> list[str]:
         """The lines of the kernel language that declare the variables."""
-        return [
-            f"{'_'.join([name, *map(str, index)])} = {'real' if buffer == 'b' else 'double'}(0)"
-            for name, (buffer, _, shape) in self._offsets.items()
-            for index in np.ndindex(*shape)
-        ]
+        lines = []
+        for name, (buffer, _, shape) in self._offsets.items():
+            kind = "int" if name in self._WHOLE else "real" if buffer == "b" else "double"
+            lines += [f"{'_'.join([name, *map(str, index)])} = {kind}(0)" for index in np.ndindex(*shape)]
+        return lines
 
     def translated(self, lines: list[str]) -> list[str]:
         """Return lines of the kernel language in C."""
