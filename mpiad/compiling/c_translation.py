@@ -1,9 +1,9 @@
 """Translation of statements of the kernel language to C++ and CUDA, so that CPU and GPU kernels share one source.
 
-The language is that of `translation`, but without arrays: kernels declare their arrays in C. A variable is declared at its
-first assignment, with the type of the value (`auto`), in the block of this assignment. Functions of `math` and NumPy are
-called by their names in C++, which overloads them by precision. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for
-GPUs may turn into one instruction.
+The language is that of `translation`. Kernels declare their arrays in C, and macros for the elements of arrays with several
+axes. A variable is declared at its first assignment, with the type of the value (`auto`), in the block of this assignment.
+Functions of `math` and NumPy are called by their names in C++, which overloads them by precision. ``fma(a, b, c)`` becomes
+``a * b + c``, which compilers for GPUs may turn into one instruction.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def _block(body: Sequence[ast.stmt], known: set[str]) -> list[str]:
 
 
 def _statement(node: ast.stmt, known: set[str]) -> list[str]:
-    if isinstance(node, ast.If):
-        lines = [f"if ({_text(node.test)}) {{", *_block(node.body, set(known))]
+    if isinstance(node, (ast.If, ast.While)):
+        lines = [f"{type(node).__name__.lower()} ({_text(node.test)}) {{", *_block(node.body, set(known))]
         return [*lines, *(["} else {", *_block(node.orelse, set(known))] if node.orelse else []), "}"]
     if isinstance(node, ast.For):
         i = ast.unparse(node.target)
         return [f"for ({_counted(i, node.iter)}) {{", *_block(node.body, known | {i}), "}"]
     if isinstance(node, ast.AugAssign):
-        return [f"{ast.unparse(node.target)} {'-' if isinstance(node.op, ast.Sub) else '+'}= {_text(node.value)};"]
+        return [f"{_text(node.target)} {'-' if isinstance(node.op, ast.Sub) else '+'}= {_text(node.value)};"]
     if isinstance(node, ast.Break):
         return ["break;"]
     assert isinstance(node, ast.Assign), ast.unparse(node)  # noqa: S101 the texts are ours
     target = node.targets[0]
     parts = target.elts if isinstance(target, ast.Tuple) else [target]
-    names = [ast.unparse(part) for part in parts]
+    names = [_text(part) for part in parts]
     new = [name for name, part in zip(names, parts) if isinstance(part, ast.Name) and name not in known]
     known.update(names)
     if not isinstance(target, ast.Tuple):
@@ -90,11 +90,18 @@ class _Expression(ast.NodeTransformer):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:  # noqa: N802
         if isinstance(node.op, ast.Not):
             return ast.Name(f"!({_text(node.operand)})")
-        return ast.Name(f"(-{_text(node.operand)})")
+        text = _text(node.operand)
+        return ast.Name(f"(-({text}))" if isinstance(node.operand, ast.BinOp) else f"(-{text})")
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # noqa: N802
         if isinstance(node.op, ast.Pow):
             return ast.Name(f"pow({_text(node.left)}, {_text(node.right)})")
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:  # noqa: N802
+        """Return an element of an array; if this has several axes, by a macro with the name of the array."""
+        if isinstance(node.slice, ast.Tuple):
+            return ast.Name(f"{ast.unparse(node.value)}({', '.join(map(_text, node.slice.elts))})")
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802

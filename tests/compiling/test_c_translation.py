@@ -25,7 +25,12 @@ LINES = [
     "    else:",
     "        b = w",
     "y += where((b > 0.0) & (x < 2.0), abs(-b), math.hypot(3.0, 4.0))",
-    "result = y - z / (x - (a - b)) - min(a, b)",
+    "count = 0.0",
+    "while count < 2.5:",
+    "    count += 1.0",
+    "    m[1, 0] = -(a + count)",
+    "m[1, 0] += m[1, 0] * -(b - y)",
+    "result = y - z / (x - (a - b)) - min(a, b) * m[1, 0]",
 ]
 HEAD = """
 #include <math.h>
@@ -34,7 +39,8 @@ static double larger(double a, double b) { return a > b || a != a ? a : b; }
 static double smaller(double a, double b) { return a < b || a != a ? a : b; }
 static void f(real a, real b, real& c, real& d) { c = a - b; d = a + b; }
 extern "C" double computed(double x, double y) {
-    double result;
+    double result, elements[4];
+    #define m(i, j) elements[(i) * 2 + (j)]
 """
 
 
@@ -48,7 +54,7 @@ def test_numbers_are_those_of_python(x, y, tmp_path):
     computed.restype, computed.argtypes = ctypes.c_double, [ctypes.c_double] * 2
     names = {
         "x": x, "y": y, "fma": lambda a, b, c: a * b + c, "where": lambda c, a, b: a if c else b, "math": math,
-        "f": lambda a, b: (a - b, a + b), "np": np,
+        "f": lambda a, b: (a - b, a + b), "np": np, "m": np.zeros((2, 2)),
     }  # fmt: skip
     exec("\n".join(LINES), names)  # noqa: S102 the language is a part of Python
     assert computed(x, y) == names["result"]

@@ -9,6 +9,8 @@ output arrays may be too small for another turn; the next call continues from `s
 
 Several threads take trajectories from a shared counter, a few at a time, to finish at about the same time.
 
+The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_kernels`.
+
 The kernel performs the same operations in the same order as the vectorized NumPy solver, except for the powers in the step
 size control, functions such as sin, and complex products. The compiler doesn't reorder operations, so the results of a
 trajectory don't depend on its lane or on other settings of the kernel. Only powers and tangents use `fma`.
@@ -17,20 +19,19 @@ trajectory don't depend on its lane or on other settings of the kernel. Only pow
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
+from mpiad.compiling.source import indented
+from mpiad.ensemble import events as event_location
 from mpiad.ensemble.compiled.jump_text import jump_lines
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, U, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
-from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.compiled.step_text import Power, Steps
 from mpiad.ensemble.jumps import LEAST
 
-# Writes the output of one lane: saved states, events, and the results of a trajectory that has ended.
+# Finds events, and saves states.
 _OUTPUT = """
-i = ids[l]
-was_accepted = $accepted > 0.0
-tn = $tn
 when events:
     first = np.inf
     if was_accepted:
@@ -43,41 +44,42 @@ when affected:
     @jump
 while was_accepted and $save_time <= tn:
     @saving
+"""
+
+# Sets `code`: the return code if the trajectory ends, otherwise -1.
+_END = """
 when not affected:
     code = -1
     when terminal:
         if first < np.inf:
             code = {Terminated}
-if code < 0 and was_accepted and tn == $end:
+if code < 0 and was_accepted and tn == $goal:
     code = {Success}
 when not adaptive:
     elif not was_accepted:
         code = {Unstable}
 when adaptive:
     elif $next < $least:
-        now = tn if was_accepted else $now
-        least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
-        if $next < least:
+        reached = tn if was_accepted else $now
+        smallest = 10.0 * (number_of(bits_of(reached + 0.0) + (1 if reached >= 0.0 else -1)) - reached)
+        if $next < smallest:
             if was_accepted:
-                $next = least
+                $next = smallest
             else:
                 code = {DtLessThanMin} if np.isfinite($q2) else {Unstable}
 if code < 0 and $tries >= max_steps:
     code = {MaxIters}
-if code >= 0:
-    number = np.int64($number + $accepted)
-    codes[i] = code
-    naccept[i] = number
-    nreject[i] = np.int64($tries) - number
-    t_reached[i] = $sign * (tn if was_accepted else $now)
-    each c: u_end[i, {c}] = $new[{c}] if was_accepted else $u[{c}]
-    each j: each c: du_end[{j}, {c}, i] = $dnew[{j}, {c}] if was_accepted else $du[{j}, {c}]
-    ids[l] = -1
-    vacant_lanes += 1
-    # Until another trajectory starts in the lane, the lane's steps have size zero.
-    $live = 0.0
-    $end = tn
-    $next = 0.0
+"""
+
+# Writes the results of a trajectory that has ended.
+_RESULTS = """
+steps = np.int64($number + $accepted)
+codes[i] = code
+naccept[i] = steps
+nreject[i] = np.int64($tries) - steps
+t_reached[i] = $sign * (tn if was_accepted else $now)
+each c: u_end[i, {c}] = $new[{c}] if was_accepted else $u[{c}]
+each j: each c: du_end[{j}, {c}, i] = $dnew{j}[{c}] if was_accepted else $du{j}[{c}]
 """
 
 _SAVING = """
@@ -90,40 +92,32 @@ when inside:
         @interpolated
     else:
         each c: saved[i, time_index[l], {c}] = $new[{c}]
-        each j: each c: dsaved[{j}, i, time_index[l], {c}] = $dnew[{j}, {c}]
-when not inside: each c: saved[i, time_index[l], {c}] = $new[{c}]
-if save_step.shape[0] > 0:
-    # A state after an event belongs to the next step.
-    when affected: save_step[i, time_index[l]] = np.int32($number + (1.0 if acted else 0.0))
-    when not affected: save_step[i, time_index[l]] = np.int32($number)
+        each j: each c: dsaved[{j}, i, time_index[l], {c}] = $dnew{j}[{c}]
+when not inside:
+    each c: saved[i, time_index[l], {c}] = $new[{c}]
+    each j: each c: dsaved[{j}, i, time_index[l], {c}] = $dnew{j}[{c}]
+when by_lanes:
+    if save_step.shape[0] > 0:
+        # A state after an event belongs to the next step.
+        when affected: save_step[i, time_index[l]] = np.int32($number + (1.0 if acted else 0.0))
+        when not affected: save_step[i, time_index[l]] = np.int32($number)
 @next_save_time
 """
 
-# Locates the events of a step and writes them to a table (see `kernel_spec`). The first event that is terminal or acts ends
-# the step at the fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends, for all
-# lanes at once.
+# Locates the events of a step and stores them in a table. The first event that is terminal or acts ends the step at the
+# fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends.
 _EVENTS = """
 h = $sign * $size
 @rounded_step
-each p: p{p} = $p[{p}]
-# A loop over the events, since a copy of these lines for each event would take longer to compile.
-for e in range({count}):
-    $fraction[e] = np.inf
-    if $crossed[e] > 0.0:
-        value_before = $condition[e]
-        value_after = $condition_new[e]
-        @located
-        $fraction[e] = high
-        when terminal:
-            if ({ending}) and high < first:
-                first = high
+each p: p{p} = $p{p}
+@locate
 when terminal:
     if first < np.inf:
         x = first
         @weights
         @cut
         tn = min($now + x * $size, tn)
-        $tn = tn
+        $ahead = tn
         when affected:
             each c: y_{c} = $new[{c}]
             @conditions_at_cut
@@ -131,57 +125,117 @@ when terminal:
             # `first`: the next step wouldn't detect the sign change (see `ActingEvents`).
             @coinciding
 when acts: event_row = event_count
-for e in range({count}):
-    if $fraction[e] < np.inf and $fraction[e] <= first:
-        crossings[event_count, 0] = i
-        crossings[event_count, 1] = e
-        crossings[event_count, 2] = $number
-        crossings[event_count, 3] = $fraction[e]
-        crossings[event_count, 4] = $sign * min($now + $fraction[e] * $size, tn)
-        crossings[event_count, 5] = $sign * $now
-        crossings[event_count, 6] = $sign * $size
-        each c: crossings[event_count, {first+c}] = $u[{c}]
-        event_count += 1
+@store
+"""
+
+# Finds the fraction of the step at which a condition vanishes, as in `EventWatch`; `high` is at or after the sign change.
+_LOCATE = """
+$fraction[{e}] = np.inf
+if $crossed[{e}] > 0.0:
+    value_before = $condition[{e}]
+    value_after = $condition_new[{e}]
+    low = 0.0
+    high = 1.0
+    value = 0.0
+    radius = 1.0
+    value_low = value_before
+    value_high = value_after
+    for evaluation in range({EVALUATIONS}):
+        width = high - low
+        if width <= {RESOLUTION}:
+            break
+        middle = 0.5 * (low + high)
+        # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from the
+        # middle is limited so that the search takes at most one more evaluation than bisection.
+        x = (value_high * low - value_low * high) / (value_high - value_low)
+        offset = middle - x
+        shift = max({TRUNCATION} * width * width, 0.5 * {RESOLUTION})
+        allowed = radius - 0.5 * width
+        x = middle if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)
+        x = x if abs(x - middle) <= allowed else (middle - allowed if offset > 0.0 else middle + allowed)
+        radius = 0.5 * radius
+        @weights
+        @at_x
+        @value
+        if (value > 0.0) if value_before > 0.0 else (value < 0.0):
+            low = x
+            value_low = {doubled}
+        else:
+            high = x
+            value_high = {doubled}
+    $fraction[{e}] = high
+    when ending:
+        if ({ending}) and high < first:
+            first = high
+"""
+
+# `row`: the next row of the table of events. See `kernel_spec` for the table of CPU kernels, and `cuda_kernels`.
+_STORE = """
+if $fraction[{e}] < np.inf and $fraction[{e}] <= first{stored}:
+    when not by_lanes: {row} = NEXT(event_count)
+    crossings[{row}, 0] = i
+    crossings[{row}, 1] = {e}
+    crossings[{row}, 2] = $number
+    crossings[{row}, 3] = $fraction[{e}]
+    crossings[{row}, 4] = $sign * min($now + $fraction[{e}] * $size, tn)
+    when by_lanes:
+        crossings[{row}, 5] = $sign * $now
+        crossings[{row}, 6] = $sign * $size
+        each c: crossings[{row}, {table_u+c}] = $u[{c}]
+        {row} += 1
+    when not by_lanes:
+        crossings[{row}, 5] = head
+        head = {row}
 """
 
 
-def output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return the lines for a lane that has output; `names`: the values of the placeholders."""
-    saved, cut, value, coinciding = [], [], [], []
+def _output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the lines for output and for the end of a trajectory; `names`: the values of the placeholders."""
+    saved, cut, coinciding = [], [], []
     if spec.inside:
-        saved += steps.interpolated("saved[i, time_index[l], {c}]", partial(_stage, spec), "$u[{c}]")
-        cut += steps.interpolated("$new[{c}]", partial(_stage, spec), "$u[{c}]")
+        saved += steps.interpolated("saved[i, time_index[l], {c}]", "$k{i}[{c}]", "$u[{c}]")
+        cut += steps.interpolated("$new[{c}]", "$k{i}[{c}]", "$u[{c}]")
         for j in range(len(spec.directions)):
-            target, stage, u = f"dsaved[{j}, i, time_index[l], {{c}}]", f"$dk[{j}, {{i}}, {{c}}]", f"$du[{j}, {{c}}]"
-            saved += steps.interpolated(target, stage, u, fused=True)
+            target = f"dsaved[{j}, i, time_index[l], {{c}}]"
+            saved += steps.interpolated(target, f"$l{j}_{{i}}[{{c}}]", f"$du{j}[{{c}}]", fused=True)
     for e in range(len(spec.events)):
-        value += [f"{'el' if e else ''}if e == {e}:"]
-        value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
         near_root = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
         coinciding += [
-            f"if $fraction[{e}] > first and {_changed(spec, steps, e)} and not ({near_root}):",
+            f"if $fraction[{e}] > first and {_changed(spec, e)} and not ({near_root}):",
             f"    $fraction[{e}] = first",
         ]
-    terminal = [f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends]
-    names = names | {"coinciding": coinciding, "terminal": bool(terminal), "ending": " or ".join(terminal)}
-    names |= {"first": U, "cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
+    names = names | {"coinciding": coinciding, "terminal": any(ends for ends, _ in spec.events), "table_u": U}
+    names |= {"cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
     names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
-    names["located"] = steps.located(partial(_stage, spec), "$u[{c}]", value) if spec.events else []
-    names |= {"saving": filled(_SAVING, names), "locate_events": filled(_EVENTS, names)}
+    names |= _event_lines(spec, steps, names) | {"saving": filled(_SAVING, names)}
+    names["locate_events"] = filled(_EVENTS, names)
     if spec.affects is not None:
         names["jump"] = jump_lines(spec, steps, names)
-    return filled(_OUTPUT, names)
+    return {"output": filled(_OUTPUT, names), "end": filled(_END, names)}
 
 
-def _stage(spec: KernelSpec, i: int, c: int) -> str:
-    return f"$k[{c}]" if i == 0 else f"$last[{c}]" if i == spec.stages else f"$inner[{i - 1}, {c}]"
+def _event_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the lines that locate and store events."""
+    values = [steps.condition(e, "value", "y", "$sign * ($now + x * $size)") for e in names["e"]]
+    events = [{"e": e, "value": [values[e]], "ending": "True" if ends else ""} for e, (ends, _) in enumerate(spec.events)]
+    if names["by_lanes"] and events:
+        value = [line for e in names["e"] for line in (f"{'el' if e else ''}if e == {e}:", f"    {values[e]}")]
+        ending = " or ".join(f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends)
+        events = [{"e": "e", "value": value, "ending": ending}]
+    names = vars(event_location) | names | {"doubled": steps.doubled("value")}
+    names["at_x"] = steps.interpolated("y_{c}", "$k{i}[{c}]", "$u[{c}]") if events else []
+    locate, store = ([line for event in events for line in filled(part, names | event)] for part in (_LOCATE, _STORE))
+    if names["by_lanes"] and events:
+        # A loop over the events, since a copy of these lines for each event would take longer to compile.
+        locate, store = ([f"for e in range({len(spec.events)}):", *indented(lines)] for lines in (locate, store))
+    return {"locate": locate, "store": store}
 
 
-def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
+def _crossed(spec: KernelSpec) -> list[str]:
     """Return lines that compute whether conditions have changed their signs in the directions of their events."""
     lines = []
     for e in range(len(spec.events)):
-        lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
+        lines += [f"crossed{e} = where({_changed(spec, e)}, accepted, 0.0)"]
         if spec.affects is not None:
             # After a very short step near a root, rounding may determine the sign, so a sign change isn't counted.
             near_root = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
@@ -190,14 +244,14 @@ def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
     return lines
 
 
-def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
-    """Return an expression that is true if a condition has changed its sign in the direction of its event."""
-    values = f"$condition[{e}]", f"$condition_new[{e}]"
-    if e not in spec.sided:
-        return steps.changed(e, *values)
-    # A sign change counts only if it starts on the side to which the condition left its last root.
-    up, down = (steps.changed(e, *values, direction) for direction in (1, -1))
-    return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
+def _changed(spec: KernelSpec, e: int) -> str:
+    """Return an expression for whether a condition has changed its sign in its event's direction, as in `Event.crossed`."""
+    before, after, direction = f"$condition[{e}]", f"$condition_new[{e}]", spec.events[e][1]
+    up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
+    if e in spec.sided:
+        # A sign change counts only if it starts on the side to which the condition left its last root.
+        up, down = f"({up} & ($side[{e}] <= 0.0))", f"({down} & ($side[{e}] >= 0.0))"
+    return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
 
 _KERNEL = """
@@ -247,12 +301,14 @@ def forward(
                     i = next_id
                     next_id += 1
                     vacant_lanes -= 1
+                    ids[l] = i
                     @enter
         # Return at the end, after the given number of turns, or if the output arrays may be too small for another turn.
         if vacant_lanes == {lanes} or turns == 0{full}:
             break
         turns -= 1
         for l in range({lanes}):
+            @advance
             @begin_step
             @stages
             @decide
@@ -267,7 +323,19 @@ def forward(
                     row += 1
         for l in range({lanes}):
             if $event > 0.0:
+                i = ids[l]
+                was_accepted = $accepted > 0.0
+                tn = $ahead
                 @output
+                @end
+                if code >= 0:
+                    @results
+                    ids[l] = -1
+                    vacant_lanes += 1
+                    # Until another trajectory starts in the lane, the lane's steps have size zero.
+                    $live = 0.0
+                    $goal = tn
+                    $next = 0.0
     state[0] = next_id
     state[1] = vacant_lanes
     state[2] = row
@@ -276,9 +344,8 @@ def forward(
     state[5] = turns
 """
 
-# Trajectory i starts in lane l.
+# Starts trajectory i.
 _ENTER = """
-ids[l] = i
 t = start[0 if one_span else i]
 goal = end[0 if one_span else i]
 sign = -1.0 if goal < t else 1.0
@@ -286,8 +353,7 @@ when affected:
     # The goal is the end of tspan, or an earlier given time of an event.
     time_column = 0 if one_column else i
     goal = given_times[slots[i], time_column] if sign * given_times[slots[i], time_column] <= sign * goal else goal
-column = 0 if one_start else i
-each c: u_{c} = u0[{c}, column]
+each c: u_{c} = u0[{c}, 0 if one_start else i]
 each p: p{p} = p[{p}, i]
 {rate}
 now = sign * t
@@ -296,14 +362,14 @@ span = sign * goal - now
 h = h if h < dtmax else dtmax
 # The smallest allowed step, as in `least_step`: ten times the distance to the next larger double, whose bits are those of
 # `now` plus 1, or minus 1 if `now` is negative. Adding 0.0 turns -0.0 into 0.0.
-least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
-h = h if h > least else least
+smallest = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
+h = h if h > smallest else smallest
 each c: $u[{c}] = u_{c}
-each c: $k[{c}] = k0_{c}
-each p: $p[{p}] = p{p}
+each c: $k0[{c}] = k0_{c}
+each p: $p{p} = p{p}
 @unit_tangents
 $sign = sign
-$end = sign * goal
+$goal = sign * goal
 @least
 $live = 1.0
 $rejected = 0.0
@@ -315,9 +381,10 @@ time_index[l] = -1
 @next_save_time
 while $save_time == now:
     each c: saved[i, time_index[l], {c}] = u_{c}
-    when inside: each j: each c: dsaved[{j}, i, time_index[l], {c}] = $du[{j}, {c}]
-    if save_step.shape[0] > 0:
-        save_step[i, time_index[l]] = -1
+    each j: each c: dsaved[{j}, i, time_index[l], {c}] = $du{j}[{c}]
+    when by_lanes:
+        if save_step.shape[0] > 0:
+            save_step[i, time_index[l]] = -1
     @next_save_time
 $now = now
 $accepted = 0.0
@@ -344,25 +411,29 @@ most = max(abs(t), abs(goal))
 $least = 10.0 * (number_of(bits_of(most) + 1) - most)
 """
 
-# Moves to the end of the previous step if it was accepted, and sets the start, the end and the size of the next step.
-_BEGIN_STEP = """
+# Moves to the end of the previous step if it was accepted.
+_ADVANCE = """
 was_accepted = $accepted > 0.0
 each c:
     u_{c} = where(was_accepted, $new[{c}], $u[{c}])
     $u[{c}] = u_{c}
 each c:
-    k0_{c} = where(was_accepted, $last[{c}], $k[{c}])
-    $k[{c}] = k0_{c}
+    k0_{c} = where(was_accepted, $k{last}[{c}], $k0[{c}])
+    $k0[{c}] = k0_{c}
 each j: each c:
-    du{j}_{c} = where(was_accepted, $dnew[{j}, {c}], $du[{j}, {c}])
-    $du[{j}, {c}] = du{j}_{c}
+    du{j}_{c} = where(was_accepted, $dnew{j}[{c}], $du{j}[{c}])
+    $du{j}[{c}] = du{j}_{c}
 each e:
     c{e} = where(was_accepted, $condition_new[{e}], $condition[{e}])
     when affected: c{e} = where((abs($condition[{e}]) <= {least_value}) & ($size <= $unresolved), $condition[{e}], c{e})
     $condition[{e}] = c{e}
 $number += $accepted
-now = where(was_accepted, $tn, $now)
-goal = $end
+now = where(was_accepted, $ahead, $now)
+"""
+
+# Sets the start, the end and the size of the next step.
+_BEGIN_STEP = """
+goal = $goal
 following = $next
 ahead = now + following
 # Equal steps don't sum up to tspan exactly: a remainder of the size of rounding is added to the last step.
@@ -375,9 +446,9 @@ h = sign * size
 t = sign * now
 tn = sign * ahead
 $now = now
-$tn = ahead
+$ahead = ahead
 $size = size
-each p: p{p} = $p[{p}]
+each p: p{p} = $p{p}
 """
 
 # Accepts or rejects the step, chooses the size of the next step, and decides whether the lane has output (`event`).
@@ -405,18 +476,20 @@ saves = where($save_time <= ahead, accepted, 0.0)
 $event = small + exhausted + ended + saves{changed}
 """
 
-# The fields of a lane, in the form of `Fields.add`.
-_FIELDS = """
-u[{d}] k[{d}] p[{varying}]
-exact now tn sign size end save_time least live rejected tries number
+# The fields of a trajectory, in the form of `Fields.add`. Fields have the names of the local variables that they store.
+FIELDS = """
+u[{d}] k0[{d}]
+each p: p{p}
+exact now ahead sign size goal save_time least live rejected tries number
 # Errors are double, like the step sizes that are computed from them.
 exact q2 accepted next event
 when remembers: exact q2_before
-# The last stage, which is the first stage of the next step, has a separate field.
-new[{d}] last[{d}]
-when inside: inner[{last-1}, {d}]
-du[{m}, {d}] dnew[{m}, {d}]
-when inside: dk[{m}, {last+1}, {d}]
+# The last stage is the first stage of the next step.
+new[{d}] k{last}[{d}]
+when inside: each inner: k{inner}[{d}]
+each j: du{j}[{d}]
+each j: dnew{j}[{d}]
+each j: each i: l{j}_{i}[{d}]
 when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fraction[{count}]
 # `last_acted`: per event, the time at which it last acted, or the start. `last_root`: the time of the last root of any
 # condition. `short_count`: the number of successive short intervals between roots. `side`: per event that acts in both
@@ -430,27 +503,31 @@ when affected: exact unresolved
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
     """Return the layout of the kernel's buffers."""
-    return layout_of(spec, _FIELDS)[0]
+    return layout_of(spec, FIELDS)[0]
 
 
 def forward_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
-    fields, steps, names = layout_of(spec, _FIELDS)
+    fields, steps, names = layout_of(spec, FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
     full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
-    names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": spec.sided}
-    names["changed"] = "".join(f" + crossed{e}" for e in names["e"])
+    names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "stages": _stages(spec, steps)}
+    names |= {"row": "event_count", "stored": ""}
+    return fields.resolved(filled(_KERNEL, names | parts_of(spec, steps, names, power_lines)))
+
+
+def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power) -> dict[str, list[str]]:
+    """Return the parts of a kernel for CPUs or GPUs; `names`: the values of the placeholders."""
+    names = names | {"sided": spec.sided, "changed": "".join(f" + crossed{e}" for e in names["e"])}
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
     unit = [(j, c, float(kind == "u" and i == c)) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
-    names["unit_tangents"] = [f"$du[{j}, {c}] = {value}" for j, c, value in unit]
-    names |= {"stages": _stages(spec, steps), "crossed": crossed(spec, steps)}
-    names["conditions"] = steps.conditions("condition", "u", "t")
+    names["unit_tangents"] = [f"$du{j}[{c}] = {value}" for j, c, value in unit]
+    names |= {"crossed": _crossed(spec), "conditions": steps.conditions("condition", "u", "t")}
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
-    names["factor"] = steps.factor(power_lines, "$q2_before", "$rejected") if names["adaptive"] else []
+    names["factor"] = steps.factor(power, "$q2_before", "$rejected") if names["adaptive"] else []
     names |= {"next_save_time": filled(_NEXT_SAVE_TIME, {}), "least": filled(_LEAST, {})}
-    names |= {"enter": filled(_ENTER, names), "begin_step": filled(_BEGIN_STEP, names), "decide": filled(_DECIDE, names)}
-    names["output"] = output(spec, steps, names)
-    return fields.resolved(filled(_KERNEL, names))
+    parts = {"enter": _ENTER, "advance": _ADVANCE, "begin_step": _BEGIN_STEP, "decide": _DECIDE, "results": _RESULTS}
+    return {name: filled(part, names) for name, part in parts.items()} | _output(spec, steps, names)
 
 
 def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
@@ -458,13 +535,13 @@ def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
     # In this step the last stage's tangent is needed only for states inside the step.
     last = spec.stages - (not spec.inside)
     for j in range(len(spec.directions)):
-        lines += [*steps.tangents(j, 0, last), *(f"$dnew[{j}, {c}] = dnew{j}_{c}" for c in components)]
-        lines += [f"$dk[{j}, {i}, {c}] = l{j}_{i}_{c}" for i in range(last + 1) for c in components if spec.inside]
+        lines += [*steps.tangents(j, 0, last), *(f"$dnew{j}[{c}] = dnew{j}_{c}" for c in components)]
+        lines += [f"$l{j}_{i}[{c}] = l{j}_{i}_{c}" for i in range(last + 1) for c in components if spec.inside]
     lines += steps.error()
     lines += ["$q2 = q2"] if spec.tableau.error is not None else []
     lines += [f"$new[{c}] = new_{c}" for c in components]
-    lines += [f"$last[{c}] = k{spec.stages}_{c}" for c in components]
-    return lines + [f"$inner[{i - 1}, {c}] = k{i}_{c}" for i in range(1, spec.stages) for c in components if spec.inside]
+    stored = [spec.stages, *(range(1, spec.stages) if spec.inside else ())]
+    return lines + [f"$k{i}[{c}] = k{i}_{c}" for i in stored for c in components]
 
 
 # Powers by series, since a call in the loop over lanes would prevent its vectorization. For x = m 2^n with m near 1,
@@ -475,10 +552,7 @@ _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
 
 
 def power_lines(x: str, exponent: str, out: str) -> list[str]:
-    """Return lines for out = x ** exponent, |exponent| <= 0.5, with an error of a few ulp.
-
-    x is clipped to [1e-30, 1e30]; NaN is replaced by 1e30.
-    """
+    """Return lines for out = x ** exponent, |exponent| <= 0.5, to a few ulp; x is clipped to [1e-30, 1e30], NaN to 1e30."""
     return [
         f"x = where({x} < 1e30, {x}, 1e30)",
         "x = where(x > 1e-30, x, 1e-30)",

@@ -5,19 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpiad.compiling.source import numbered
+from mpiad.ensemble import jumps
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, U, filled
 from mpiad.ensemble.compiled.step_text import Steps
-from mpiad.ensemble.jumps import (
-    AHEAD,
-    AHEAD_OF_SHORT,
-    AT_ONCE,
-    AT_ROOT,
-    LEAST_AHEAD,
-    MANY_SHORT,
-    OF_WAY,
-    SHORT,
-    SHORT_PIECE,
-)
 
 # Applies the affects of events at the end of a step, and sets the next goal, the time at which steps must end. `code` is
 # the return code if the trajectory ends there, otherwise -1. The vectorized counterpart is `ActingEvents`.
@@ -34,9 +24,9 @@ when acts:
         span = abs(end[0 if one_span else i] - start[0 if one_span else i])
         stopped = False
         @at_conditions
-        $short_count = $short_count + 1.0 if abs(tn - $last_root) <= {short} * span else 0.0
+        $short_count = $short_count + 1.0 if abs(tn - $last_root) <= {SHORT} * span else 0.0
         $last_root = tn
-        if code < 0 and $short_count >= {many_short}.0:
+        if code < 0 and $short_count >= {MANY_SHORT}.0:
             code = {Zeno}
         if code < 0 and stopped:
             code = {Terminated}
@@ -44,7 +34,7 @@ when not acts:
     when terminal:
         if first < np.inf:
             code = {Terminated}
-if code < 0 and was_accepted and tn == $end and given_times[slots[i], time_column] == t:
+if code < 0 and was_accepted and tn == $goal and given_times[slots[i], time_column] == t:
     acted = True
     @state
     slot = slots[i]
@@ -59,13 +49,13 @@ if code < 0 and was_accepted and tn == $end and given_times[slots[i], time_colum
     slots[i] = slot
     goal = end[0 if one_span else i]
     goal = given_times[slot, time_column] if sign * given_times[slot, time_column] <= sign * goal else goal
-    $end = sign * goal
+    $goal = sign * goal
     @least
-if acted and code < 0 and tn != $end:
+if acted and code < 0 and tn != $goal:
     resumed[i] += 1
     @state
     {rate}
-    each c: $last[{c}] = k0_{c}
+    each c: $k{last}[{c}] = k0_{c}
     when remembers: $q2_before = {least_error}
     @conditions_after
     when acts:
@@ -95,7 +85,7 @@ when both_directions: $side[{e}] = left{e} if left{e} != 0.0 else side
 # The state after the step, or after the last event, and the parameters.
 _STATE = """
 each c: u_{c} = $new[{c}]
-each p: p{p} = $p[{p}]
+each p: p{p} = $p{p}
 """
 
 # Makes the result w of an affect the current state; ends the trajectory if w isn't finite.
@@ -127,9 +117,9 @@ _DEPARTURE = """
 elapsed = tn - $last_acted[{e}]
 $last_acted[{e}] = tn
 # As in `jumps.distance_ahead`.
-ahead = {least_ahead} * span
+ahead = {LEAST_AHEAD} * span
 if elapsed > $unresolved:
-    ahead = min({ahead_of_short} * elapsed, max({ahead} * elapsed, ahead))
+    ahead = min({AHEAD_OF_SHORT} * elapsed, max({AHEAD} * elapsed, ahead))
 {rate_now}
 later = t + sign * ahead
 each c: k0_{c} = sign * k0_{c}
@@ -141,25 +131,22 @@ each c: y_{c} = u_{c} + 0.5 * ahead * (k0_{c} + sign * k1_{c})
 {heun}
 linear = euler - now_
 second = heun - euler
-if abs(now_) <= max({at_root} * abs(condition_before), {of_way} * abs(linear * elapsed / ahead)):
+if abs(now_) <= max({AT_ROOT} * abs(condition_before), {OF_WAY} * abs(linear * elapsed / ahead)):
     side = 1.0 if linear > 0.0 else (-1.0 if linear < 0.0 else (-1.0 if second > 0.0 else (1.0 if second < 0.0 else 0.0)))
     when both_directions: left{e} = side
     if side * second < 0.0{directed}:
         time_to_return = -ahead * linear / second
         # Fixed steps aren't shortened.
         when adaptive: $limit = min($limit if $limit > tn else np.inf, tn + 0.25 * time_to_return)
-        if time_to_return <= {at_once} * span and (linear == 0.0 or elapsed <= {short_piece} * span):
+        if time_to_return <= {AT_ONCE} * span and (linear == 0.0 or elapsed <= {SHORT_PIECE} * span):
             code = {Zeno}
 """
-
-_CONSTANTS = {"ahead": AHEAD, "ahead_of_short": AHEAD_OF_SHORT, "at_once": AT_ONCE, "at_root": AT_ROOT, "of_way": OF_WAY}
-_CONSTANTS |= {"least_ahead": LEAST_AHEAD, "many_short": MANY_SHORT, "short": SHORT, "short_piece": SHORT_PIECE}
 
 
 def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel; `names`: the values of the placeholders."""
     finite = " and ".join(f"np.isfinite(w_{c})" for c in range(spec.d))
-    names = names | _CONSTANTS | {"state": filled(_STATE, names), "state_column": U + spec.d, "finite": finite}
+    names = vars(jumps) | names | {"state": filled(_STATE, names), "state_column": U + spec.d, "finite": finite}
     names["conditions_after"], at_conditions, affects = [], [], []
     for e in range(len(spec.events)):
         event = {"e": e, "value": steps.condition(e, "value", "u", "t"), "both_directions": e in spec.sided}
@@ -199,7 +186,7 @@ def _departure(spec: KernelSpec, steps: Steps, e: int, names: dict[str, Any]) ->
 # `jump[l]` is the index of the next jump in the backward sweep, `last_jump` the index of the last processed jump.
 _JUMP_BACK = """
 if {jump_step} == step[l] + 1:
-    each p: p{p} = $p[{p}]
+    each p: p{p} = $p{p}
     while jump[l] >= jump_first[i] and jump_number[jump[l]] == step[l] + 1:
         j = jump[l]
         each c: z_{c} = $cotangent[{c}]

@@ -58,10 +58,7 @@ class Compiler:
         return Solver(self.kernels, plan, batch, settings, threads).solved(given)
 
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
-        """Check f and the events by a first call; return the traced problem if a CPU kernel will solve the batch.
-
-        `given` is the batch with autograd's traced values, `batch` the same batch with plain values.
-        """
+        """Check f and the events by a first call; return the traced problem if a CPU kernel will solve the batch."""
 
         def make(known: bool = False) -> TracedProblem | None:
             # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.

@@ -24,7 +24,7 @@ from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, U, kernel_spec_of
-from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
+from mpiad.ensemble.compiled.kernel_texts import kernel_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.events import in_order
@@ -59,7 +59,10 @@ class Solver:
 
     def solved(self, given: Batch) -> Outcome:
         """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
-        self.directions = self._directions(given) if given.traced and not self.saves_every_step else ()
+        # With events the end times depend on all inputs.
+        times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
+        if given.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
+            self.directions = self.traced.carried(given, self.settings.gradient)  # otherwise an adjoint will be used
         # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         outcome = self._run(self.spec._replace(directions=self.directions, record=record))
@@ -77,11 +80,16 @@ class Solver:
             outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
         if settings.progress is not None and empty_span.any():
             settings.progress(int(np.count_nonzero(empty_span)))
-        run = _Launch(self._function("forward", forward_text(self.traced, spec)), spec, self, outcome)
+        run = _Launch(self._function("forward", spec), spec, self, outcome)
         tapes = run.run_all()
         if spec.record:
             outcome.tapes, outcome.last = tapes, run.last
-        at_conditions = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
+        at_conditions = np.empty((0, 0))
+        if spec.events:
+            rows = np.concatenate(run.crossings)
+            rows = rows[in_order(rows.T)]
+            outcome.crossings, outcome.event_table = rows[:, : U + spec.d], rows[:, :5].T
+            at_conditions = rows[:, U + spec.d :]  # the states at events, if recorded
         if settings.acting is not None:
             if spec.record:
                 outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
@@ -90,19 +98,11 @@ class Solver:
             outcome.carried = run.carried(empty_span)
         return outcome
 
-    def _function(self, name: str, text: str) -> Callable[..., None]:
-        self._kernels[name] = text
+    def _function(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> Callable[..., None]:
+        text = self._kernels[name] = kernel_text(name, self.traced, spec, wanted)
         return kernel_of(text, name, signature_in(text, name), call="solve").function
 
     # ---- derivatives
-
-    def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
-        """Return the directions of tangents that the forward kernel propagates; none if an adjoint will be used."""
-        # With events the end times depend on all inputs.
-        times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
-        if times_vary or self.spec.tableau.implicit:
-            return ()
-        return self.traced.carried(given, self.settings.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
         """Return an outcome with a record of all steps: `outcome` if it has a record, or the outcome of another solve."""
@@ -130,10 +130,7 @@ class Solver:
             yield rows, part
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel for cotangents of the `wanted` parameters (indices), and its spec.
-
-        `jumps`: whether events can act. `stops`: whether roots of conditions have ended steps.
-        """
+        """Return the reverse kernel for the `wanted` parameters, and its spec; `stops`: whether roots have ended steps."""
         names = self.traced.names
         varying, shared = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
@@ -148,7 +145,7 @@ class Solver:
             jumps=tuple((e, e in (self.spec.affects or ())) for e in acts) if jumps else None,
             stops=stops,
         )
-        return self._function("reverse", reverse_text(self.traced, spec, (*varying, *shared))), spec
+        return self._function("reverse", spec, (*varying, *shared)), spec
 
 
 class _Launch:
@@ -163,7 +160,7 @@ class _Launch:
         self.last = np.full(count if spec.record else 0, -1)  # row of the last step, or -1
         real = spec.dtype
         self._du = np.empty((m, d, count), real)
-        self._dsaved = np.zeros((m if spec.inside else 0, count, n_saved, d), real)
+        self._dsaved = np.zeros((m, count, n_saved, d), real)
         save_step = np.empty((0, n_saved), np.int32) if outcome.save_step is None else outcome.save_step
         self._event_arrays: list[Array] = []
         if settings.acting is not None:
@@ -199,6 +196,7 @@ class _Launch:
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
         """Solve a share's trajectories, or those of the shared counter if `bounds` are empty; return the recorded steps."""
         (first, stop), spec = bounds, self._spec
+        batch, progress = self._solver.batch, self._solver.settings.progress
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
@@ -212,7 +210,11 @@ class _Launch:
             events = (crossings,) if spec.events else ()
             call(*lane, *self._inputs, *self._outputs, rows, previous, *self._event_arrays, *events)
             next_id, vacant_lanes, row, event_count, end, _ = state
-            reported = self._report_progress(first, next_id, lanes - vacant_lanes, reported)
+            if progress is not None:
+                started = np.count_nonzero(batch.start[first:next_id] != batch.end[first:next_id])
+                ended = int(started) - (lanes - vacant_lanes)
+                progress(ended - reported)
+                reported = ended
             if vacant_lanes == lanes and next_id == end:
                 break
             pause()
@@ -224,23 +226,13 @@ class _Launch:
         self.crossings.append(crossings[:event_count])
         return Tape(first, stop, rows[:row], previous[:row])
 
-    def _report_progress(self, first: int, next_id: int, busy: int, reported: int) -> int:
-        """Add the newly ended trajectories of a share to the progress bar; return the number of all ended ones."""
-        progress, batch = self._solver.settings.progress, self._solver.batch
-        if progress is None:
-            return 0
-        ended = int(np.count_nonzero(batch.start[first:next_id] != batch.end[first:next_id])) - busy
-        progress(ended - reported)
-        return ended
-
     def carried(self, empty_span: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; those of failed trajectories are zero."""
         du, dsaved, spec = self._du, self._dsaved, self._spec
         unit = np.array([[kind == "u" and i == c for c in range(spec.d)] for kind, i in spec.directions])
         if empty_span.any():
             du[:, :, empty_span] = unit[:, :, None]
-            if len(dsaved):
-                dsaved[:, empty_span] = unit[:, None, None]
+            dsaved[:, empty_span] = unit[:, None, None]
         failed, dtype = self._outcome.failed, self._outcome.u_end.dtype
         du[:, :, failed] = 0
         dsaved[:, failed] = 0
@@ -280,14 +272,6 @@ class Tape(NamedTuple):
             steps.fill(ids, steps.counts[ids] - 1 - s, values[:, 0], values[:, 1], from_parts(values[:, 2:], dtype).T)
             row = self.previous[row]
         return steps
-
-
-def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
-    """Store the sorted events in `outcome`; return the states at events, shape (m, d), or (m, 0) if not recorded."""
-    rows = np.concatenate(tables)
-    rows = rows[in_order(rows.T)]
-    outcome.crossings, outcome.event_table = rows[:, : U + d], rows[:, :5].T
-    return rows[:, U + d :]
 
 
 def jumps_of(

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned, is_complex, real_dtype
+from mpiad.compiling.c_translation import c_lines
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.column_lu import entries_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
@@ -176,6 +177,31 @@ class Fields:
             size = math.prod(shape)
             offsets = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
             yield f"{offsets}: {name}" if buffer == "b" else f"{buffer} {offsets}: {name}"
+
+
+class Registers(Fields):
+    """The fields as variables of a GPU thread, which processes one trajectory: ``$name[0, 1]`` is the variable name_0_1."""
+
+    # Fields that are whole numbers; as doubles they would take more registers.
+    _WHOLE = ("live", "accepted", "rejected", "tries", "number")
+
+    @property
+    def declarations(self) -> list[str]:
+        """The lines of the kernel language that declare the variables."""
+        lines = []
+        for name, (buffer, _, shape) in self._offsets.items():
+            kind = "int" if name in self._WHOLE else "real" if buffer == "b" else "double"
+            lines += [f"{'_'.join([name, *map(str, index)])} = {kind}(0)" for index in np.ndindex(*shape)]
+        return lines
+
+    def translated(self, lines: list[str]) -> list[str]:
+        """Return lines of the kernel language in C."""
+        lines = self.resolved(lines).replace("[l]", "").splitlines()
+        # A field with the name of a local variable is this variable.
+        return c_lines([line for line in lines if not re.fullmatch(r"\s*(\w+) = \1", line)])
+
+    def _element(self, field: re.Match[str]) -> str:
+        return "_".join([field[1], *re.findall(r"\w+", field[2] or "")])
 
 
 # A template is the text of a kernel, in a subset of Python or in C, with these placeholders:

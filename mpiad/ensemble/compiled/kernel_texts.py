@@ -19,41 +19,26 @@ _MOST_TEXTS = 32
 
 # A training loop requests the same texts in each step. `traced.numbers` must be empty, since numbers change between solves.
 @lru_cache(_MOST_TEXTS)
-def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
-    """Return the text of f and its derivatives, of the conditions and affects of events, and of the forward kernel."""
-    programs = _forward_programs(traced, spec)
-    if spec.affects is not None:
-        programs |= {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None}
-    parts = [_function(one, name, spec, traced.names) for name, one in programs.items()]
-    return "\n\n".join([*parts, forward_source(spec, are_simple(list(programs.values())))])
+def kernel_text(
+    kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = (), language: str = "python"
+) -> str:
+    """Return the text of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`.
 
-
-@lru_cache(_MOST_TEXTS)
-def reverse_text(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> str:
-    """Return the text of f and its derivatives, of the adjoints of affects, and of the reverse kernel."""
-    programs = _reverse_programs(traced.program, spec, wanted)
-    wrt: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if spec.timed else {})
-    programs |= {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
-    parts = [_function(one, name, spec, traced.names) for name, one in programs.items()]
-    return "\n\n".join([*parts, reverse_source(spec, are_simple(list(programs.values())))])
-
-
-@lru_cache(_MOST_TEXTS)
-def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> str:
-    """Return the CUDA C source of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`.
-
-    NVRTC and nvcc need no headers to compile it. Compiled as C++ for a CPU, the kernels loop over the trajectories.
+    `language`: "python" for CPUs, or "c" for CUDA. NVRTC and nvcc need no headers to compile CUDA. Compiled as C++ for a
+    CPU, the kernels loop over the trajectories.
     """
-    if kernel == "forward":
-        programs, text = _forward_programs(traced, spec), cuda_forward_text(spec)
-    else:
-        programs, text = _reverse_programs(traced.program, spec, wanted, traced.conditions), cuda_reverse_text(spec)
-    functions = [_function(one, name, spec, traced.names, language="c") for name, one in programs.items()]
-    return "\n\n".join([prelude(spec), *functions, text]) + "\n"
+    on_gpu, forward = language == "c", kernel == "forward"
+    programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted, on_gpu)
+    functions = [_function(one, name, spec, traced.names, language) for name, one in programs.items()]
+    if on_gpu:
+        text = cuda_forward_text(spec) if forward else cuda_reverse_text(spec)
+        return "\n\n".join([prelude(spec), *functions, text]) + "\n"
+    source = forward_source if forward else reverse_source
+    return "\n\n".join([*functions, source(spec, are_simple(programs.values()))])
 
 
 def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:
-    """Return f, its tangents and Jacobian, and the conditions of events, by the names that kernels use."""
+    """Return f, its tangents and Jacobian, and the conditions and affects of events, by the names that kernels use."""
     program, programs = traced.program, {"f": traced.program}
     if spec.jacobian or spec.slopes:
         programs["jacobian"] = jacobian_program(program).program
@@ -61,23 +46,25 @@ def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Prog
         along = [] if kind == "u" else [traced.names.index(f"{kind}{index}")]
         tangent = jvp(program, {"state": None, "parameter": along})
         programs[f"df{i}"] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
-    return programs | {f"condition{e}": g for e, g in enumerate(traced.conditions)}
+    programs |= {f"condition{e}": g for e, g in enumerate(traced.conditions)}
+    return programs | {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None and spec.affects is not None}
 
 
-def _reverse_programs(
-    program: Program, spec: KernelSpec, wanted: tuple[int, ...], conditions: tuple[Program, ...] = ()
-) -> dict[str, Program]:
-    """Return f, its first and second derivatives, and the gradients of conditions, by the names that kernels use."""
-    wrt: Wanted = {"state": None, "parameter": wanted}
-    wrt_time: Wanted = {**wrt, "time": None}
-    programs = {"f": program, "g": simplify(vjp(program, wrt_time if spec.timed else wrt))}
+def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...], on_gpu: bool) -> dict[str, Program]:
+    """Return f, its first and second derivatives, and those of conditions and affects, by the names that kernels use."""
+    program = traced.program
+    wrt_time: Wanted = {"state": None, "parameter": wanted, "time": None}
+    wrt: Wanted = wrt_time if spec.timed else {"state": None, "parameter": wanted}
+    programs = {"f": program, "g": simplify(vjp(program, wrt))}
     if spec.tableau.implicit:
         programs["jacobian"] = jacobian_program(program).program
-        programs["curvature"] = second_adjoint_program(program, wrt_time if spec.timed else wrt)
-    return programs | {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(conditions)}
+        programs["curvature"] = second_adjoint_program(program, wrt)
+    # On CPUs the gradients of conditions are computed by arrays.
+    programs |= {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(traced.conditions) if on_gpu}
+    return programs | {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
 
 
-def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str = "python") -> str:
+def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str) -> str:
     """Return the text of ``name(*u, *p, *s, t, *w, *x)``; w: tangents or cotangents; x: second directions."""
     names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
     names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1

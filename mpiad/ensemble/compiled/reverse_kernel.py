@@ -18,6 +18,8 @@ stages. The remaining terms, from the dependence of W and T on the state, the pa
 
 with r̄ and k held fixed. φ is a sum of directional derivatives of r̄_i · f along (h k_i, h d_i), so its gradient consists of
 products with second derivatives of f, whose matrices are never formed.
+
+The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_kernels`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from mpiad.compiling.source import number
+from mpiad.compiling.source import indented, number
 from mpiad.ensemble.compiled.jump_text import jumps_back
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
@@ -90,8 +92,20 @@ time_index[l] = n_saved - 1
 # Skip final states, whose cotangents are in `end_bar`, and states that weren't reached; both come last.
 while time_index[l] >= 0 and save_step[i, time_index[l]] < -1:
     time_index[l] -= 1
+@start
+when jumping:
+    jump[l] = jump_first[i + 1] - 1
+    {last_jump} = -1
+    {next_jump}
+when stops:
+    {stop} = stop_first[i + 1] - 1
+    {next_stop}
+"""
+
+# Starts the backward sweep of trajectory i.
+_START = """
 each c: $cotangent[{c}] = end_bar[{c}, i]
-each p: $p[{p}] = p[{p}, i]
+each p: $p{p} = p[{p}, i]
 each wanted_p: $p_bar[{wanted_p}] = 0.0
 when timed:
     $t_bar = 0.0
@@ -101,13 +115,6 @@ $t = t_reached[i]
 $live = 1.0
 when timed: $size_moves = 1.0
 when inside: $has_arrivals = 1.0
-when jumping:
-    jump[l] = jump_first[i + 1] - 1
-    {last_jump} = -1
-    {next_jump}
-when stops:
-    {stop} = stop_first[i + 1] - 1
-    {next_stop}
 """
 
 # Loads the next step of the backward sweep, and the cotangents of states saved in this step.
@@ -127,34 +134,39 @@ when inside:
 when jumping: @jump_back
 when stops: @stop_back
 while time_index[l] >= 0 and save_step[i, time_index[l]] == step[l]:
-    when inside:
-        $has_arrivals = 1.0
-        save_time = times[i if by_row else 0, time_index[l]]
-        if save_time == $tn:
-            each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
-        when jumping:
-            # If an event acts at a saved time, the state after the event is saved, which is the state before this step.
-            elif save_time == $t:
-                each c: $value[{c}] += saved_bar[i, time_index[l], {c}]
-        else:
-            x = (save_time - $t) / $h
-            @weights
-            each c:
-                value = saved_bar[i, time_index[l], {c}]
-                $value[{c}] += value
-                each used:
-                    $arrival[{used}, {c}] += w{used} * value
-                    when timed:
-                        $rate[{used}, {c}] += r{used} * value
-                        $rate_x[{used}, {c}] += x * r{used} * value
-    when not inside: each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
-    time_index[l] -= 1
+    @saved
 row[l] = previous[now]
 # Prefetch the previous step, whose row may begin in one cache line and end in the next.
 fetched(rows, row[l])
 fetched(rows, row[l] + 1)
 fetched(previous, row[l])
 step[l] -= 1
+"""
+
+# Adds the cotangent of a saved state.
+_SAVED = """
+when inside:
+    $has_arrivals = 1.0
+    save_time = times[i if by_row else 0, time_index[l]]
+    if save_time == $tn:
+        each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
+    when jumping:
+        # If an event acts at a saved time, the state after the event is saved, which is the state before this step.
+        elif save_time == $t:
+            each c: $value[{c}] += saved_bar[i, time_index[l], {c}]
+    else:
+        x = (save_time - $t) / $h
+        @weights
+        each c:
+            value = saved_bar[i, time_index[l], {c}]
+            $value[{c}] += value
+            each used:
+                $arrival[{used}, {c}] += w{used} * value
+                when timed:
+                    $rate[{used}, {c}] += r{used} * value
+                    $rate_x[{used}, {c}] += x * r{used} * value
+when not inside: each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
+time_index[l] -= 1
 """
 
 _LEAVE = """
@@ -176,7 +188,7 @@ $live = 0.0
 
 _BACK = """
 each c: y0_{c} = $u[{c}]
-each p: p{p} = $p[{p}]
+each p: p{p} = $p{p}
 t = $t
 h = $h
 tn = $tn
@@ -188,6 +200,7 @@ when timed:
 @again
 # The last stage is f at the new state, so its contribution is added to the cotangent of that state first.
 each c: total_{c} = $cotangent[{c}]
+@crossed
 @pulled_last
 when timed: each c: h_bar = fma(total_{c}, m{last}_{c}, h_bar)
 each c: z{last}_{c} = total_{c}
@@ -219,11 +232,13 @@ when timed:
 """
 
 
-_FIELDS = """
-cotangent[{d}] u[{d}] p[{varying}]
+FIELDS = """
+cotangent[{d}] u[{d}]
+each p: p{p}
 exact t tn h live
-# Sums over many steps, or over trajectories, are double.
-exact p_bar[{wanted_varying}] s_bar[{wanted_shared}]
+# On CPUs, sums over many steps, or over trajectories, are double.
+when by_lanes: exact p_bar[{wanted_varying}] s_bar[{wanted_shared}]
+when not by_lanes: p_bar[{wanted_varying}] s_bar[{wanted_shared}]
 # `size_moves`: 1 if the step ends at the end of tspan or at a given time of an event, which determines its size; else 0.
 when timed: exact t_bar h_bar size_moves
 when inside:
@@ -236,26 +251,31 @@ when inside:
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
     """Return the layout of the kernel's buffers."""
-    return layout_of(spec, _FIELDS)[0]
+    return layout_of(spec, FIELDS)[0]
 
 
 def reverse_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
-    fields, steps, names = layout_of(spec, _FIELDS)
-    names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else ""}
-    names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
+    fields, steps, names = layout_of(spec, FIELDS)
+    names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else "", "crossed": []}
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
     names |= jumps_back(spec, steps, names)
+    names |= parts_of(spec, steps, names)
     names |= {"enter": filled(_ENTER, names), "fetch": filled(_FETCH, names), "leave": filled(_LEAVE, names)}
-    names["back"] = _back(spec, steps, names)
     return fields.resolved(filled(_KERNEL, names))
 
 
-def _back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    names = names | {"moving": steps.moving_stages}
+def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the lines for the start of a trajectory, a saved state and a step; `names`: values of the placeholders."""
+    names = names | {"moving": steps.moving_stages, "zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
     pulled = {i: _pulled(spec, steps, i, names) for i in steps.pulled_stages}
-    names |= {"rounded_step": steps.rounded_step(), "again": steps.again(), "pulled_last": pulled.pop(spec.stages, [])}
-    return filled(_BACK, names | {"pulled": [line for i in reversed(pulled) for line in pulled[i]]})
+    pulled_last = pulled.pop(spec.stages, [])
+    if pulled_last and not names["by_lanes"]:
+        # The last stage contributes only to states inside the step.
+        pulled_last = ["if $has_arrivals > 0.0:", *indented(pulled_last)]
+    names |= {"rounded_step": steps.rounded_step(), "again": steps.again(), "pulled_last": pulled_last}
+    names["pulled"] = [line for i in reversed(pulled) for line in pulled[i]]
+    return {name: filled(part, names) for name, part in (("start", _START), ("saved", _SAVED), ("back", _BACK))}
 
 
 def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:

@@ -125,10 +125,7 @@ def _pull_event(
 
 
 class KernelJumps:
-    """The events that acted during a run, for the reverse kernel.
-
-    `time_bar`, shape (N,): cotangents of the times of jumps that no step follows. The entries used here are set to zero.
-    """
+    """The events that acted, for the reverse kernel; `time_bar`, (N,), of jumps that no step follows is used and zeroed."""
 
     def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
         self._jumps, self._due, integer = jumps, np.zeros(len(jumps.ids)), np.dtype(np.int64)
@@ -269,9 +266,18 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
     s_bar = np.sum(each(pull_tape, outcome.tapes, solver.threads), axis=0)
     initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
-    _add_unstepped(run, seeds, initial)
+    if seeds.saved is not None:
+        # The saved states of trajectories without steps are initial states.
+        unstepped = np.flatnonzero(run.live & (run.outcome.naccept == 0))
+        chosen = run.save_step[unstepped] == INITIAL
+        initial[:, unstepped] += np.where(chosen[..., None], seeds.saved[unstepped], 0).sum(axis=1).T
     if timed and run.settings.events:
-        _correct_tspan(run, seeds, start_bar, stop_bar)
+        # If an event ended the last step, the size of this step doesn't depend on tspan.
+        ended = run.live & run.terminated
+        start_bar[ended] += stop_bar[ended]
+        stop_bar[ended] = 0.0
+        if seeds.reached is not None:
+            stop_bar += np.where(run.live & ~run.terminated, seeds.reached, 0.0)
         start_bar += prepared.start
     joined = ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count)
     batch.p.add_cotangents(found.leaves, {place: leaf.conj() for place, leaf in joined.items()}, slice(None))
@@ -308,23 +314,6 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
     return found
 
 
-def _add_unstepped(run: Run, seeds: Seeds, u0_bar: Array) -> None:
-    """Add the cotangents of saved states of trajectories without steps."""
-    if seeds.saved is not None:
-        unstepped = np.flatnonzero(run.live & (run.outcome.naccept == 0))
-        chosen = run.save_step[unstepped] == INITIAL
-        u0_bar[:, unstepped] += np.where(chosen[..., None], seeds.saved[unstepped], 0).sum(axis=1).T
-
-
-def _correct_tspan(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
-    """Correct the cotangents of tspan: if an event ended the last step, the size of this step doesn't depend on tspan."""
-    ended = run.live & run.terminated
-    start_bar[ended] += stop_bar[ended]
-    stop_bar[ended] = 0.0
-    if seeds.reached is not None:
-        stop_bar += np.where(run.live & ~run.terminated, seeds.reached, 0.0)
-
-
 def carried_tangents(
     solver: Solver, run: Run, by_u0: bool, places: Sequence[int], saving: bool
 ) -> tuple[Array, Array | None] | None:
@@ -343,16 +332,5 @@ def carried_tangents(
     end, saved = run.outcome.carried
     if wanted != carried:
         chosen = [carried.index(direction) for direction in wanted]
-        end, saved = end[chosen], saved[chosen] if len(saved) else saved
-    if not saving:
-        return end, None
-    return end, saved if solver.spec.inside else _at_ends(solver, run, wanted, end)
-
-
-def _at_ends(solver: Solver, run: Run, directions: list[tuple[str, int]], end: Array) -> Array:
-    """Return the tangents of saved states if all saved times are ends of tspan."""
-    final = np.transpose(end, (0, 2, 1))[:, :, None]
-    unit = np.array([[float(kind == "u" and i == c) for c in range(solver.spec.d)] for kind, i in directions])
-    unit = from_parts(unit, run.batch.u0.dtype)
-    step = run.save_step[None, :, :, None]
-    return np.where(step == NOWHERE, 0.0, np.where(step == INITIAL, unit[:, None, None], final))
+        end, saved = end[chosen], saved[chosen]
+    return end, saved if saving else None

@@ -184,10 +184,7 @@ each c: {x}_{c} = {b}[{rhs+c}]
 
 
 class LoopedLU:
-    """A factorization by loops.
-
-    From the offset `start` on, the buffer contains the factors, column by column, a right-hand side, and the row exchanges.
-    """
+    """A factorization by loops; the buffer contains the factors, by columns, a right-hand side, and the row exchanges."""
 
     def __init__(self, d: int, entries: Iterable[tuple[int, int]], buffer: str, start: int):
         self._names = {"b": buffer, "start": start, "d": d, "size": d * d, "c": range(d)}
@@ -220,42 +217,32 @@ LU: TypeAlias = "UnrolledLU | LoopedLU"
 _MOST_LINES, _MOST_ENTRIES = 4000, 100
 
 
-def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True) -> Steps:
-    """Return the lines of a method's step; they may reserve memory in `fields`, the layout of a CPU kernel."""
-    return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
-
-
-def placeholders_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the placeholders of all kernels: the fields of the spec, and the entries below."""
-    return {
+def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> tuple[Fields, Steps, dict[str, Any]]:
+    """Add the fields of a CPU kernel, or of a GPU kernel with `fields`; also return the lines of steps and placeholders."""
+    by_lanes, fields = fields is None, fields or Fields(spec)
+    steps = RosenbrockSteps(spec, fields if by_lanes else None) if spec.tableau.implicit else Steps(spec, by_lanes)
+    names = {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
-        "real": spec.dtype.name,
+        "real": spec.dtype.name, "by_lanes": by_lanes,
         # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
-        "j": range(len(spec.directions)), "e": range(len(spec.events)), "i": range(spec.stages + 1),
-        "m": len(spec.directions), "count": len(spec.events), "last": spec.stages, "used": steps.used(),
+        "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),
+        "i": range(spec.stages + 1), "inner": range(1, spec.stages), "last": spec.stages, "used": steps.used(),
         "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "lu_length": steps.lu_length,
         "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
         "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
-
-
-def layout_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
-    """Return the layout of a CPU kernel from the template `fields`, the lines of its steps, and its placeholders."""
-    result = Fields(spec)
-    steps = steps_of(spec, result)
-    names = placeholders_of(spec, steps)
-    result.add(filled(fields, names))
-    return result, steps, names
+    fields.add(filled(template, names))
+    return fields, steps, names
 
 
 class RosenbrockSteps(Steps):
     """The lines of one step. The function `jacobian` returns the structural nonzeros of ∂f/∂u, then of ∂f/∂t."""
 
-    def __init__(self, spec: KernelSpec, fields: Fields | None, fused: bool):
-        super().__init__(spec, fused)
+    def __init__(self, spec: KernelSpec, fields: Fields | None):
+        super().__init__(spec, fields is not None)
         self._table: RosenbrockTableau = spec.tableau  # type: ignore[assignment]
         self._mass = spec.mass or tuple((i, i, 1.0) for i in range(spec.d))
         entries = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}

@@ -15,9 +15,9 @@ import numpy as np
 from mpiad.compiling.source import indented, number, numbered
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR
-from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
-Stage: TypeAlias = Callable[[int, int], str]  # returns the name of component c of stage i, given i and c
+# Returns lines for a power, given the names of x, the exponent and the result.
+Power: TypeAlias = Callable[[str, str, str], list[str]]
 
 
 class Steps:
@@ -105,10 +105,7 @@ class Steps:
         return lines
 
     def tangents(self, j: int, first: int, last: int) -> list[str]:
-        """Return lines for the tangents in direction j of the stages `first`, ..., `last`, and of the new state.
-
-        The names are l{j}_0, l{j}_1, ... for stages, du{j} for the given tangent of the state, dnew{j} for the new state.
-        """
+        """Return lines for the tangents l{j}_{i} of stages `first` to `last`, and dnew{j} of the new state, given du{j}."""
         lines, stages = [], self.spec.stages
         for i in range(first, stages + 1):
             w = f"du{j}" if i == 0 else f"dnew{j}" if i == stages else f"w{j}"
@@ -154,12 +151,8 @@ class Steps:
         low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
         return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * largest"]
 
-    def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
-        """Return lines for `factor`, the ratio of the next step size to this one, as in `PIController.factor`.
-
-        ``power(x, exponent, out)`` returns lines for a power. `before`: the name of the `q2` of the last accepted step.
-        `rejected`: an expression for whether the previous try was rejected.
-        """
+    def factor(self, power: Power, before: str, rejected: str) -> list[str]:
+        """Return lines for `factor`, as in `PIController.factor`; `before`: the name of the last accepted step's `q2`."""
         controller, order = self.spec.controller, self.spec.tableau.error_order
         beta, plain = controller.beta, number(-0.5 / order)
         lines = [f"exponent = {plain}"]
@@ -235,16 +228,12 @@ class Steps:
             lines += [f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}"] if rates else []
         return lines
 
-    def interpolated(self, target: str, stage: str | Stage, u: str, fused: bool = False) -> list[str]:
-        """Return lines that assign the components of the interpolated state to `target`, after the lines of `weights`.
-
-        The names of component c of `target`, of the state before the step and of stage i contain ``{c}`` and ``{i}``; the
-        names of stages may also be given by a function of i and c.
-        """
+    def interpolated(self, target: str, stage: str, u: str, fused: bool = False) -> list[str]:
+        """Return lines for the interpolated state; names contain ``{c}`` for the component, ``{i}`` for the stage."""
         (first, *others), fused, lines = self.used(), fused and self.fused, []
         for c in range(self.spec.d):
-            names = [stage.format(i=i, c=c) if isinstance(stage, str) else stage(i, c) for i in range(self.spec.stages + 1)]
-            lines += [f"total = w{first} * {names[first]}", *[f"total = total + w{i} * {names[i]}" for i in others]]
+            lines.append(f"total = w{first} * {stage.format(i=first, c=c)}")
+            lines += [f"total = total + w{i} * {stage.format(i=i, c=c)}" for i in others]
             before, after = u.format(c=c), target.format(c=c)
             lines.append(f"{after} = fma(total, {self.h}, {before})" if fused else f"{after} = total * {self.h} + {before}")
         return lines
@@ -259,47 +248,6 @@ class Steps:
         """Return lines that store the values of all conditions in a field."""
         events = range(len(self.spec.events))
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
-
-    def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
-        """Return an expression that is true if the condition of event e has changed its sign, as in `Event.crossed`."""
-        up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
-        direction = direction or self.spec.events[e][1]
-        return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
-
-    def located(self, stage: str | Stage, u: str, value: list[str]) -> list[str]:
-        """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
-
-        The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: names, as for
-        `interpolated`. `value`: lines that compute `value` at the state y.
-        """
-        inner = [
-            "width = high - low",
-            f"if width <= {RESOLUTION!r}:",
-            "    break",
-            "middle = 0.5 * (low + high)",
-            # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from the
-            # middle is limited so that the search takes at most one more evaluation than bisection.
-            "x = (value_high * low - value_low * high) / (value_high - value_low)",
-            "offset = middle - x",
-            f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
-            "allowed = radius - 0.5 * width",
-            "x = middle if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)",
-            "x = x if abs(x - middle) <= allowed else (middle - allowed if offset > 0.0 else middle + allowed)",
-            "radius = 0.5 * radius",
-            *self.weights(),
-            *self.interpolated("y_{c}", stage, u),
-            *value,
-            # `high` is at or after the sign change.
-            "if (value > 0.0) if value_before > 0.0 else (value < 0.0):",
-            "    low = x",
-            f"    value_low = {self.doubled('value')}",
-            "else:",
-            "    high = x",
-            f"    value_high = {self.doubled('value')}",
-        ]
-        begin = ["low = 0.0", "high = 1.0", "value = 0.0", "radius = 1.0"]
-        begin += ["value_low = value_before", "value_high = value_after"]
-        return [*begin, f"for evaluation in range({EVALUATIONS}):", *indented(inner)]
 
     # ---- reverse sweep
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
-from mpiad.compiling.arguments import argument, from_row_parts, is_complex, parts, real_dtype, row_parts
+from mpiad.compiling.arguments import from_row_parts, is_complex, real_dtype, row_parts
 from mpiad.compiling.function_fingerprint import fingerprint_of, without_floats
 from mpiad.compiling.program import Program, Untraceable, evaluated, place_of
 from mpiad.compiling.symbols import Symbol
@@ -70,9 +70,9 @@ class ParameterPacking(NamedTuple):
 
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the varying parameters, shape (m, count), and the shared ones, (k,), in a real dtype."""
-        own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
-        common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
-        return _concatenated(own or [np.empty((0, count))], dtype), _concatenated(common or [np.empty(0)], dtype)
+        rows = self.numbers(leaves, count, dtype)
+        varying, shared = ([rows[j] for j in group] for group in (self.varying, self.shared))
+        return np.array(varying, dtype).reshape(len(varying), count), np.array(shared, dtype)
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
         """Return the scalars of `count` trajectories by their indices, in a real dtype, on the leaves' device."""
@@ -93,11 +93,6 @@ class ParameterPacking(NamedTuple):
             shape = (*part.shape, count) if part.varies else part.shape
             result[part.place] = np.reshape(numbers, shape)
         return result
-
-
-def _concatenated(arrays: list[Array], dtype: DTypeLike) -> Array:
-    # A single array isn't copied.
-    return argument(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), dtype)
 
 
 def packing_of(p: Parameters) -> ParameterPacking:

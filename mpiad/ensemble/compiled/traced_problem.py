@@ -73,18 +73,14 @@ class TracedProblem(NamedTuple):
         if gradient == "adjoint":
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
-        for place, leaf in enumerate(given.p.leaves):
-            found += self.directions_of(place) if isbox(leaf) else []
+        found += [along for i, leaf in enumerate(given.p.leaves) if isbox(leaf) for along in self.directions_of(i)]
         return tuple(found) if len(found) <= FEW or gradient == "tangent" else ()
 
 
 def remembered(
     make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *further: object
 ) -> _Found | None:
-    """Return the cached trace for such a batch, otherwise the result of `make`, which is cached unless it is None.
-
-    ``make(known)``: `known` is whether a trace is cached that differs only by numbers. `further`: other parts of the key.
-    """
+    """Return the cached trace, or cache ``make(known)``; `known`: whether a cached trace differs only by numbers."""
     # Leaves that can be differentiated are compared by dtype and shape, others by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]

@@ -1,17 +1,19 @@
 """The CUDA sources of the forward and the reverse kernel: each thread processes one trajectory, with state in registers.
 
-The lines of a step are those of `step_text`, translated to C++. The times `now` and `ahead` and the step size `size` are
-multiplied by the sign of the direction of integration. Events are written to one table, and the reverse kernel reads it.
+A thread performs the parts of CPU kernels, which `forward_kernel` and `reverse_kernel` contain, one after the other for one
+trajectory; the fields of a lane are its variables. The text is translated to C++ (see `mpiad.compiling.c_translation`). All
+threads write events to one table, and the reverse kernel reads it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from mpiad.compiling.c_translation import c_lines
-from mpiad.compiling.source import indented, numbered
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import placeholders_of, steps_of
+from mpiad.compiling.source import numbered
+from mpiad.ensemble.compiled import forward_kernel, reverse_kernel
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, Registers, filled
+from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 # Definitions for both kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
@@ -40,13 +42,8 @@ _PRELUDE = """
 INLINE double larger(double a, double b) { return a > b || a != a ? a : b; }
 INLINE double smaller(double a, double b) { return a < b || a != a ? a : b; }
 INLINE bool finite_number(double a) { return a - a == 0; }
-// Ten times the distance from t to the next larger number; `nextafter` takes ten times as many instructions.
-INLINE double least_step(double t) {
-    union { double x; long long bits; } next;
-    next.x = t + 0.0;
-    next.bits += next.bits < 0 ? -1 : 1;
-    return 10 * (next.x - t);
-}
+INLINE long long bits_of(double x) { union { double x; long long bits; } both = { x }; return both.bits; }
+INLINE double number_of(long long bits) { union { long long bits; double x; } both = { bits }; return both.x; }
 // x^(-1/2n): an approximation in single precision, then two steps of Newton's method for y^-2n = x. `pow` in double
 // precision would take a third of a step's time. Beyond 1e-36 and 1e36 the step size is limited anyway.
 INLINE double inverse_root(double x, const int n) {
@@ -61,13 +58,9 @@ INLINE double inverse_root(double x, const int n) {
 }
 typedef {real} real;
 
-// The time with this index at which trajectory i is saved, multiplied by `sign`; infinity after the last one.
-INLINE double save_time_at(
-    const double* times, long long n_saved, long long by_row, long long i, long long time_index, double sign
-) {
-    if (time_index >= n_saved) return INFINITY;
-    return sign * times[by_row ? i * n_saved + time_index : time_index];
-}
+// Elements of arrays with several axes.
+#define p(j, i) p[(j) * n + (i)]
+#define times(i, k) times[(i) * n_saved + (k)]
 """
 
 
@@ -83,172 +76,100 @@ _KERNEL = """
 // steps are written.
 KERNEL forward(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
-    const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
+    const double* end, const long long by_span, const double* times, const long long n_saved, const long long by_row,
     const real* u0, const long long u0_row, const long long u0_column, const real* atol, const real rtol, const double dt,
     const double dtmax, const long long max_steps, real* u_end, real* saved, double* t_reached, int* codes, int* naccept,
-    int* nreject, real* du_end, real* dsaved, long long* failed, real* steps_u, double* steps_t,
-    const long long capacity{declared}
+    int* nreject, real* du_end, real* dsaved, long long* failed, real* steps_u, double* steps_t, const long long capacity
+    when events: , double* rows, const long long event_capacity, long long* event_count, long long* heads
 ) {
+    #define u0(c, i) u0[(c) * u0_row + (i)]
+    #define u_end(i, c) u_end[(c) * n + (i)]
+    #define saved(i, k, c) saved[((k) * {d} + (c)) * n + (i)]
+    #define du_end(j, c, i) du_end[((j) * {d} + (c)) * n + (i)]
+    #define dsaved(j, i, k, c) dsaved[(((j) * n_saved + (k)) * {d} + (c)) * n + (i)]
+    // Events beyond the capacity are only counted: the solve is repeated.
+    #define crossings(row, k) rows[(k) * event_capacity + (row < event_capacity ? row : event_capacity - 1)]
     EACH(column, count) {
         const long long i = first + column;
-        const double t0 = start[i * by_span], end = stop[i * by_span], sign = end < t0 ? -1.0 : 1.0;
-        const double goal = sign * end;
-        double now = sign * t0;
-        each c: real u_{c} = u0[{c} * u0_row + i * u0_column];
-        each p: const real p{p} = p[{p} * n + i];
+        const bool one_span = !by_span, one_start = !u0_column;
         each s: const real s{s} = s[{s}];
         each tolerance: const real atol{tolerance} = atol[{tolerance}];
         when single: const real rtol_ = rtol;
         when lu_length: real lu[{lu_length}];
-        real {k0};
-        @unit_tangents
-        long long time_index = 0;
-        double save_time = save_time_at(times, n_saved, by_row, i, time_index, sign);
-        while (save_time == now) {
-            each c: saved[(time_index * {d} + {c}) * n + i] = u_{c};
-            each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = du{j}_{c};
-            save_time = save_time_at(times, n_saved, by_row, i, ++time_index, sign);
-        }
-        int code = now == goal ? {Success} : -1;
-        long long step_count = 0, tries = 0;
-        double following = 1;
-        bool rejected = false;
-        when remembers: double q2_before = {least_error};
-        when events: long long head = -1;
-        @conditions
-        if (code < 0) {
-            const double t = sign * now, span = goal - now;
-            double h;
-            @first_step
-            following = larger(smaller(h, dtmax), least_step(now));
-        }
-        while (code < 0) {
-            double ahead = now + following;
-            // A remainder of the size of rounding is added to the last step.
-            when not adaptive: if (ahead > goal - 1e-9 * following) ahead = goal;
-            ahead = smaller(ahead, goal);
-            const double size = ahead - now, h = sign * size, t = sign * now, tn = sign * ahead;
-            when single: const real h_ = (real)h;
-            @stages
-            ++tries;
-            @error
-            when adaptive:
-                const bool accepted = q2 < 1;
-                @factor
-                following = smaller(size * factor, dtmax);
-                rejected = !accepted;
-            when not adaptive: const bool accepted = q2 == 0;
-            if (accepted) {
-                @tangents
-                when record:
-                    // Beyond the capacity, steps are only counted.
-                    if (step_count < capacity) {
-                        each c: steps_u[(step_count * {d} + {c}) * count + column] = u_{c};
-                        steps_t[(2 * step_count + 0) * count + column] = t;
-                        steps_t[(2 * step_count + 1) * count + column] = h;
-                    }
-                @locate_events
-                while (save_time <= ahead) {
-                    when inside:
-                        if (save_time < ahead) {
-                            @interpolated
-                            each c: saved[(time_index * {d} + {c}) * n + i] = mid_{c};
-                            each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = dmid{j}_{c};
-                        } else
-                    {
-                        each c: saved[(time_index * {d} + {c}) * n + i] = new_{c};
-                        each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = dnew{j}_{c};
-                    }
-                    save_time = save_time_at(times, n_saved, by_row, i, ++time_index, sign);
-                }
-                // The last stage and its tangent are the first of the next step.
-                each c:
-                    u_{c} = new_{c};
-                    k0_{c} = k{last}_{c};
-                    each j:
-                        du{j}_{c} = dnew{j}_{c};
-                        l{j}_0_{c} = l{j}_{last}_{c};
-                each e: before{e} = after{e};
-                now = ahead;
-                ++step_count;
-                when events: if (ended) code = {Terminated}; else if (now == goal) code = {Success};
-                when not events: if (now == goal) code = {Success};
-            }
-            when adaptive:
-                if (code < 0 && following < least_step(now)) {
-                    if (accepted) following = least_step(now);
-                    else code = finite_number(q2) ? {DtLessThanMin} : {Unstable};
-                }
-            when not adaptive: if (!accepted) code = {Unstable};
-            if (code < 0 && tries >= max_steps) code = {MaxIters};
-        }
-        if (u_end) {
-            for (; time_index < n_saved; ++time_index) {
-                each c: saved[(time_index * {d} + {c}) * n + i] = NAN;
-                each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = 0;
-            }
-            each c: u_end[{c} * n + i] = u_{c};
-            each j: each c: du_end[({j} * {d} + {c}) * n + i] = du{j}_{c};
-            when events: heads[i] = head;
-            t_reached[i] = sign * now;
-            codes[i] = code;
-            naccept[i] = (int)step_count;
-            nreject[i] = (int)(tries - step_count);
-            if (code != {Success} && code != {Terminated}) NEXT(failed);
-        }
+        @thread
     }
 }
+"""
+
+# The solution of one trajectory, in the kernel language.
+_THREAD = """
+@declarations
+h = 0.0
+tn = 0.0
+was_accepted = False
+when events: head = np.int64(-1)
+@enter
+@first_tangents
+code = {Success} if now == goal else -1
+while code < 0:
+    @begin_step
+    @stages
+    @decide
+    was_accepted = $accepted > 0.0
+    tn = $ahead
+    # C's INFINITY is a float.
+    when events: first = np.float64(np.inf)
+    if was_accepted:
+        @tangents
+        when record:
+            # Beyond the capacity, steps are only counted.
+            step = np.int64($number)
+            if step < capacity:
+                each c: steps_u[(step * {d} + {c}) * count + column] = $u[{c}]
+                steps_t[2 * step * count + column] = $sign * $now
+                steps_t[(2 * step + 1) * count + column] = $sign * $size
+        @output
+        @advance
+        each j: each c: $l{j}_0[{c}] = $l{j}_{last}[{c}]
+    if $event > 0.0:
+        @end
+    # The trajectory has moved to the end of the step.
+    $accepted = 0.0
+    was_accepted = False
+if u_end:
+    @results
+    when events: heads[i] = head
+    while time_index[l] < n_saved:
+        each c: saved[i, time_index[l], {c}] = np.nan
+        each j: each c: dsaved[{j}, i, time_index[l], {c}] = 0.0
+        time_index[l] += 1
+    if code != {Success} and code != {Terminated}:
+        others = NEXT(failed)
 """
 
 
 def cuda_forward_text(spec: KernelSpec) -> str:
     """Return the source of `forward`, which calls `f` and its tangents `df0`, `df1`, ..."""
-    steps = steps_of(spec, fused=False)
-    scope: set[str] = set()  # variables declared in the body of the loop over steps
-    names = placeholders_of(spec, steps) | search_names(spec, steps) | {"k0": ", ".join(steps.state("k0"))}
-    names |= {"unit_tangents": _unit_tangents(spec, steps), "first_step": _first_step(spec, steps)}
-    names |= {"stages": c_lines(steps.stages(), scope), "error": c_lines(steps.error(), scope)}
+    registers = Registers(spec)
+    _, steps, names = layout_of(spec, forward_kernel.FIELDS, registers)
+    names |= {"row": "event_column", "stored": " and u_end", "declarations": registers.declarations}
+    stages = [*steps.stages(), *steps.error()]
     # Tangents are computed for accepted steps.
-    tangents = [line for j in range(len(spec.directions)) for line in steps.tangents(j, 1, spec.stages)]
-    names |= {"tangents": c_lines(tangents), "interpolated": _interpolated(spec, steps)}
-    names["factor"] = c_lines(_factor(spec, steps), ["q2_before"]) if spec.tableau.error else []
-    return "\n".join(filled(_KERNEL, names))
+    tangents = [line for j in names["j"] for line in steps.tangents(j, 1, spec.stages)]
+    first_tangents = [steps.call(f"l{j}_0", "u", 0, f"df{j}", steps.state(f"du{j}")) for j in names["j"]]
+    names |= forward_kernel.parts_of(spec, steps, names, partial(_power, spec))
+    names |= {"stages": stages, "tangents": tangents, "first_tangents": first_tangents}
+    return "\n".join(filled(_KERNEL, names | {"thread": registers.translated(filled(_THREAD, names))}))
 
 
-def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
-    def power(x: str, exponent: str, out: str) -> list[str]:
-        if x == "q2" and not spec.remembers:
-            return [f"{out} = inverse_root(q2, {spec.tableau.error_order})"]
-        # These two calls take half as many instructions as `pow`, with an error of a few ulp.
-        return [f"{out} = np.exp2({exponent} * np.log2({x}))"]
-
-    return steps.factor(power, "q2_before", "rejected")
+def _power(spec: KernelSpec, x: str, exponent: str, out: str) -> list[str]:
+    if x == "q2" and not spec.remembers:
+        return [f"{out} = inverse_root(q2, {spec.tableau.error_order})"]
+    # These two calls take half as many instructions as `pow`, with an error of a few ulp.
+    return [f"{out} = np.exp2({exponent} * np.log2({x}))"]
 
 
-def _unit_tangents(spec: KernelSpec, steps: Steps) -> list[str]:
-    lines = []
-    for j, (kind, i) in enumerate(spec.directions):
-        lines.append(f"real {', '.join(steps.state(f'l{j}_0'))};")
-        lines += [f"real {x} = {int(kind == 'u' and i == c)};" for c, x in enumerate(steps.state(f"du{j}"))]
-    return lines
-
-
-def _first_step(spec: KernelSpec, steps: Steps) -> list[str]:
-    lines, scope = [steps.call("k0", "u", 0)], {*steps.state("k0"), "h"}
-    for j in range(len(spec.directions)):
-        lines.append(steps.call(f"l{j}_0", "u", 0, f"df{j}", steps.state(f"du{j}")))
-        scope.update(steps.state(f"l{j}_0"))
-    return c_lines([*lines, *steps.first_step()], scope)
-
-
-def _interpolated(spec: KernelSpec, steps: Steps) -> list[str]:
-    lines = ["x = (save_time - now) / size", *steps.weights(), *steps.interpolated("mid_{c}", "k{i}_{c}", "u_{c}")]
-    for j in range(len(spec.directions)):
-        lines += steps.interpolated(f"dmid{j}_{{c}}", f"l{j}_{{i}}_{{c}}", f"du{j}_{{c}}", fused=True)
-    return c_lines(lines)
-
-
-# Events: their location, and the propagation of cotangents through them.
+# The propagation of cotangents through events.
 #
 # All threads write events to one table, in arbitrary order. The events of a trajectory form a linked list: each refers to
 # the previous event, and `heads` to the last. In the reverse sweep a thread follows the list of its trajectory, and
@@ -258,240 +179,128 @@ def _interpolated(spec: KernelSpec, steps: Steps) -> list[str]:
 # time, and the column of the trajectory's previous event.
 ROWS = 6
 
-# Finds the events of a step, and cuts the step short at the first terminal event.
-_SEARCH = """
-bool ended = false;
-@changed
-if ({crossed}) {
-    double cut = INFINITY;
-    @located
-    each e:
-        // The second run, which records steps for the reverse kernel, writes no events.
-        if (u_end && fraction{e} < INFINITY && fraction{e} <= cut) {
-            const long long event_column = NEXT(event_count);
-            if (event_column < event_capacity) {
-                rows[0 * event_capacity + event_column] = (double)i;
-                rows[1 * event_capacity + event_column] = {e};
-                rows[2 * event_capacity + event_column] = (double)step_count;
-                rows[3 * event_capacity + event_column] = fraction{e};
-                rows[4 * event_capacity + event_column] = sign * (now + fraction{e} * size);
-                rows[5 * event_capacity + event_column] = (double)head;
-            }
-            head = event_column;
-        }
-    when terminal:
-        if (cut < INFINITY) {
-            @cut
-            ahead = now + x * size;
-            ended = true;
-        }
-}
-"""
-
-_LOCATED = """
-double fraction{e} = INFINITY;
-if (crossed{e}) {
-    // The condition's result has the precision of states.
-    real value;
-    @search
-    fraction{e} = high;
-    when terminal: if (high < cut) cut = high;
-}
-"""
-
 # Processes the events of a step, after the stages of the step have been recomputed.
 _CROSSED = """
-when uses_last: real {last_stage};
-while (event_column >= 0 && (long long)rows[2 * event_capacity + event_column] == step) {
-    has_arrivals = true;
-    @states
+while event_column >= 0 and crossings[event_column, 2] == step:
+    $has_arrivals = 1.0
+    @state
     @rates
-    const int event = (int)rows[event_capacity + event_column];
-    @bodies
-    event_column = (long long)rows[5 * event_capacity + event_column];
-}
+    @events
+    event_column = np.int64(crossings[event_column, 5])
 """
 
-_BODY = """
-if (event == {e}) {
-    // If two terminal events coincide, only the last has ended the trajectory. If the time of a nonterminal event isn't
-    // differentiated, its condition may have slope zero.
-    if ({differentiated}) {
-        real {derivatives};
-        slopes{e}({given});
-        const real slope = {slope};
-        when terminal: ends = false;
-        const real factor = -{fraction_bar} / slope;
-        when terminal:
-            each c: const real bar_{c} = total_{c} + factor * g_{c};
-            each c: total_{c} = 0;
-        when not terminal: each c: const real bar_{c} = factor * g_{c};
-        // The cotangent of the state at the event is treated like that of a saved state.
-        @sums
-        each c:
-            mid_bar_{c} += bar_{c};
-            each used: arrival{used}_{c} += w{used} * bar_{c};
-    }
-}
+# If two terminal events coincide, only the last has ended the trajectory. If the time of a nonterminal event isn't
+# differentiated, its condition may have slope zero.
+_EVENT = """
+if crossings[event_column, 1] == {e} and {differentiated}:
+    {gradient}
+    slope = {slope}
+    when terminal: ends = False
+    factor = -({fraction_bar}) / slope
+    when terminal: each c: bar_{c} = total_{c} + factor * g_{c}
+    when terminal: each c: total_{c} = {zero}
+    when not terminal: each c: bar_{c} = factor * g_{c}
+    # The cotangent of the state at the event is treated like that of a saved state.
+    each wanted_p: $p_bar[{wanted_p}] += factor * by{wanted_p}
+    each wanted_s: $s_bar[{wanted_s}] += factor * by{wanted_varying+wanted_s}
+    each c:
+        $value[{c}] += bar_{c}
+        each used: $arrival[{used}, {c}] += w{used} * bar_{c}
 """
 
 
-def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the placeholders of the forward kernel for events."""
-    events, terminal = range(len(spec.events)), [ends for ends, _ in spec.events]
-    names: dict[str, Any] = {"declared": "", "locate_events": [], "conditions": []}
-    if not events:
-        return names
-    changed, located = [], []
-    for e in events:
-        changed += c_lines([steps.condition(e, f"after{e}", "new", "tn")])
-        changed.append(f"const bool crossed{e} = {steps.changed(e, f'before{e}', f'after{e}')};")
-        value = [steps.condition(e, "value", "y", "sign * (now + x * size)")]
-        both = [f"value_before = {steps.doubled(f'before{e}')}", f"value_after = {steps.doubled(f'after{e}')}"]
-        lines = [*both, *steps.located("k{i}_{c}", "u_{c}", value)]
-        located += filled(_LOCATED, {"e": e, "search": c_lines(lines, ["value"]), "terminal": terminal[e]})
-    cut = ["x = cut", *steps.weights(), *steps.interpolated("new_{c}", "k{i}_{c}", "u_{c}")]
-    search: dict[str, Any] = {"e": events, "changed": changed, "located": located, "terminal": any(terminal)}
-    search |= {"crossed": " || ".join(f"crossed{e}" for e in events), "cut": c_lines(cut, steps.state("new"))}
-    names["locate_events"] = filled(_SEARCH, search)
-    names["declared"] = ", double* rows, const long long event_capacity, long long* event_count, long long* heads"
-    names["conditions"] = c_lines([steps.condition(e, f"before{e}", "u", "sign * now") for e in events])
-    return names
-
-
-def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the placeholders of the reverse kernel for events."""
-    if not spec.events:
-        return {"declared": "", "crossed": []}
-    d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * event_capacity + event_column]"]
-    if spec.stages in steps.used():
-        last = steps.state(f"k{spec.stages}")
-        lines.append(steps.call(f"k{spec.stages}", f"y{spec.stages}", spec.stages))
+def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
+    """Return the lines of the reverse kernel for the events of a step; `names`: the values of the placeholders."""
+    d, h, real, last, lines = spec.d, steps.h, steps.rounded, spec.stages, ["x = crossings[event_column, 3]"]
+    if last in steps.used():
+        lines.append(steps.call(f"k{last}", f"y{last}", last))
     lines += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
-    slopes = [" + ".join(f"(real)r{i} * k{i}_{c}" for i in steps.used()) for c in range(d)]
-    sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
-    outputs = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
-    given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * event_capacity + event_column]", "1", *outputs]
-    names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(outputs), "given": ", ".join(given)}
-    names["slope"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
-    names["sums"] = [f"{name} += factor * by{j};" for j, name in enumerate(sums)]
-    end_fraction_bar = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
-    bodies = []
+    slopes = [" + ".join(f"{real(f'r{i}')} * k{i}_{c}" for i in steps.used()) for c in range(d)]
+    outputs = [*steps.state("g"), *numbered("by", spec.wanted_varying + spec.wanted_shared), "by_time"]
+    end_fraction_bar = f"{' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + {real('reached_bar[i]')} * {h}"
+    names = names | {"slope": f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}", "events": []}
+    names |= {"state": lines, "rates": [f"rate_{c} = ({slope}) * {h}" for c, slope in enumerate(slopes)]}
     for e, (terminal, _) in enumerate(spec.events):
-        names |= {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[event_column] != 0"}
-        names["fraction_bar"] = end_fraction_bar if terminal else f"(real)times_bar[event_column] * {h}"
-        bodies += filled(_BODY, names)
-    crossed = {"uses_last": bool(last), "last_stage": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
-    crossed["rates"] = [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)]
-    return {
-        "declared": ", const double* rows, const long long event_capacity, const long long* heads, "
-        "const double* reached_bar, const double* times_bar",
-        "crossed": filled(_CROSSED, crossed),
-    }
+        event = {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[event_column] != 0.0"}
+        time, seed = real("crossings[event_column, 4]"), [steps.number(1.0)]
+        event["gradient"] = steps.called(outputs, f"slopes{e}", "at", time, seed)
+        event["fraction_bar"] = end_fraction_bar if terminal else f"{real('times_bar[event_column]')} * {h}"
+        names["events"] += filled(_EVENT, names | event)
+    return filled(_CROSSED, names) if spec.events else []
 
 
-# The reverse kernel: each thread computes the adjoint of one trajectory's accepted steps.
-#
-# The stages are recomputed from the state before the step, and cotangents are propagated as in `reverse_kernel`. Each
+# The reverse kernel: each thread computes the adjoint of one trajectory's accepted steps, as in `reverse_kernel`. Each
 # trajectory writes its cotangents of shared parameters to a separate column, so the order of the sum is fixed.
 
 _REVERSE = """
 // Trajectories and steps as in forward. saved_bar: (n_saved, d, n); s_bar: (rows, count); other cotangents: (rows, n).
 KERNEL reverse(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
-    const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
+    const double* end, const long long by_span, const double* times, const long long n_saved, const long long by_row,
     const real* steps_u, const double* steps_t, const int* naccept, const double* t_reached, const int* codes,
-    const real* end_bar, const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar{declared}
+    const real* end_bar, const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar
+    when events: , const double* rows, const long long event_capacity, const long long* heads
+    when events: , const double* reached_bar, const double* times_bar
 ) {
+    #define end_bar(c, i) end_bar[(c) * n + (i)]
+    #define saved_bar(i, k, c) saved_bar[((k) * {d} + (c)) * n + (i)]
+    #define crossings(row, k) rows[(k) * event_capacity + (row)]
     EACH(column, count) {
         const long long i = first + column;
-        const int code = codes[i];
-        when events: const bool alive = code == {Success} || code == {Terminated};
-        when not events: const bool alive = code == {Success};
-        const double t0 = start[i * by_span], sign = stop[i * by_span] < t0 ? -1.0 : 1.0;
-        const double start_time = sign * t0;
-        double ahead = sign * t_reached[i];
-        each p: const real p{p} = p[{p} * n + i];
+        const bool one_span = !by_span;
         each s: const real s{s} = s[{s}];
         when lu_length: real lu[{lu_length}];
-        // Cotangents of failed trajectories, which may be NaN, are ignored.
-        each c: real total_{c} = alive ? end_bar[{c} * n + i] : 0;
-        each wanted_p: real p_bar{wanted_p} = 0;
-        each wanted_s: real s_bar{wanted_s} = 0;
-        if (alive) {
-            long long time_index = n_saved - 1;
-            when events:
-                long long event_column = heads[i];
-                bool ends = code == {Terminated};
-            while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > ahead) --time_index;
-            for (long long step = naccept[i] - 1; step >= 0; --step) {
-                const double t = steps_t[2 * step * count + column], h = steps_t[(2 * step + 1) * count + column];
-                const double now = sign * t, size = sign * h;
-                when single: const real h_ = (real)h;
-                each c: const real y0_{c} = steps_u[(step * {d} + {c}) * count + column];
-                when inside:
-                    each c: real mid_bar_{c} = 0;
-                    each i: each c: real arrival{i}_{c} = 0;
-                    bool has_arrivals = false;
-                while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > now) {
-                    when inside:
-                        const double save_time = save_time_at(times, n_saved, by_row, i, time_index, sign);
-                        if (save_time < ahead) {
-                            has_arrivals = true;
-                            @weights
-                            each c:
-                                const real bar_{c} = saved_bar[(time_index * {d} + {c}) * n + i];
-                                mid_bar_{c} += bar_{c};
-                                each used: arrival{used}_{c} += w{used} * bar_{c};
-                        } else {
-                            each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
-                        }
-                    when not inside: each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
-                    --time_index;
-                }
-                // The stages of a step that a terminal event has cut short extend to the end of the full step.
-                when events: ahead = ends ? now + size : ahead;
-                const double tn = sign * ahead;
-                @stages
-                @crossed
-                real {new};
-                @pulled_last
-                // The cotangent of the new state is complete.
-                each c: z{last}_{c} = total_{c};
-                @pulled
-                when inside: each c: total_{c} += mid_bar_{c};
-                ahead = now;
-            }
-            while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) == start_time) {
-                each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
-                --time_index;
-            }
-        }
-        each c: u0_bar[{c} * n + i] = total_{c};
-        each wanted_p: p_bar[{wanted_p} * n + i] = p_bar{wanted_p};
-        each wanted_s: s_bar[{wanted_s} * count + column] = s_bar{wanted_s};
+        @thread
+        each c: u0_bar[{c} * n + i] = cotangent_{c};
+        each wanted_p: p_bar[{wanted_p} * n + i] = p_bar_{wanted_p};
+        each wanted_s: s_bar[{wanted_s} * count + column] = s_bar_{wanted_s};
     }
 }
+"""
+
+# The adjoint of one trajectory, in the kernel language. Cotangents of failed trajectories, which may be NaN, are ignored.
+_REVERSE_THREAD = """
+@declarations
+sign = -1.0 if end[0 if one_span else i] < start[0 if one_span else i] else 1.0
+code = codes[i]
+if code == {Success}{or_terminated}:
+    @start
+    when events:
+        event_column = heads[i]
+        ends = code == {Terminated}
+    time_index[l] = n_saved - 1
+    while time_index[l] >= 0 and sign * times[i if by_row else 0, time_index[l]] > sign * $t:
+        time_index[l] -= 1
+    step = np.int64(naccept[i]) - 1
+    while step >= 0:
+        $tn = $t
+        $t = steps_t[2 * step * count + column]
+        $h = steps_t[(2 * step + 1) * count + column]
+        each c: $u[{c}] = steps_u[(step * {d} + {c}) * count + column]
+        when inside:
+            $has_arrivals = 0.0
+            each c: $value[{c}] = 0.0
+            each i: each c: $arrival[{i}, {c}] = 0.0
+        while time_index[l] >= 0 and sign * times[i if by_row else 0, time_index[l]] > sign * $t:
+            @saved
+        when events:
+            # The stages of a step that a terminal event has cut short extend to the end of the full step.
+            if ends:
+                $tn = $t + $h
+        @back
+        step -= 1
+    while time_index[l] >= 0:
+        each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
+        time_index[l] -= 1
 """
 
 
 def cuda_reverse_text(spec: KernelSpec) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
-    steps, last = steps_of(spec, fused=False), spec.stages
-    new = steps.state(f"z{last}")
-    scope = {*new, *steps.state("total")}  # variables that `_REVERSE` declares
-    names = placeholders_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
-    names["weights"] = c_lines(["x = (save_time - now) / size", *steps.weights()])
-    names["stages"] = c_lines(steps.again(), scope)
-    if last in steps.pulled_stages:
-        # The last stage contributes only to states inside the step.
-        names["pulled_last"] = ["if (has_arrivals) {", *indented(_pulled(spec, steps, last, set(scope))), "}"]
-    names["pulled"] = [line for i in reversed(steps.pulled_stages) if i < last for line in _pulled(spec, steps, i, scope)]
-    return "\n".join(filled(_REVERSE, names))
-
-
-def _pulled(spec: KernelSpec, steps: Steps, i: int, scope: set[str]) -> list[str]:
-    """Return lines that propagate the cotangent of stage i to its argument and the parameters."""
-    lines = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
-    sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
-    return lines + [f"{name} += e{j};" for j, name in enumerate(sums)]
+    registers = Registers(spec)
+    _, steps, names = layout_of(spec, reverse_kernel.FIELDS, registers)
+    names |= {"jumping": False, "or_terminated": f" or code == {names['Terminated']}" if spec.events else ""}
+    names |= {"zero": steps.number(0.0), "declarations": registers.declarations}
+    names["crossed"] = _crossed(spec, steps, names)
+    names |= reverse_kernel.parts_of(spec, steps, names)
+    return "\n".join(filled(_REVERSE, names | {"thread": registers.translated(filled(_REVERSE_THREAD, names))}))

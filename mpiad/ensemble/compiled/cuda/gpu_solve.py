@@ -52,11 +52,7 @@ class DeviceSolution(EnsembleSolution):
 def solved_on_gpu(
     compiler: Compiler, given: Batch, batch: Batch, settings: Settings, by_arrays: Callable[..., EnsembleSolution]
 ) -> EnsembleSolution:
-    """Solve a batch by a kernel if possible, otherwise by ``by_arrays(given, batch, settings)``.
-
-    `given` is the batch with traced values, `batch` the same batch with plain values, on a device or on the host. Raises
-    ImportError or RuntimeError without CuPy or a GPU; NotImplementedError for a mass matrix and arrays on a device.
-    """
+    """Solve a batch, `given` with traced, `batch` with plain values, by a kernel if possible, otherwise by `by_arrays`."""
     on_host = not is_on_device(batch)
     if not on_host:
         refuse_mass_on_device(settings)
@@ -209,11 +205,7 @@ def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
 
 
 class Solved:
-    """A solve on a device.
-
-    `carried`: the directions of tangents in the results. `by_tangent`: whether a gradient is computed by tangents.
-    `on_host`: whether the caller's arrays are on the host.
-    """
+    """A solve on a device, with tangents in the directions `carried`; `by_tangent`: whether tangents give its gradient."""
 
     def __init__(self, solver: Solver, results: DeviceResults, carried: Directions, by_tangent: bool, on_host: bool):
         self.solver, self.results, self.carried = solver, results, carried
@@ -334,10 +326,7 @@ class Solved:
 
 
 def results_of(solved: Solved, given: Batch) -> list[Array]:
-    """Return saved states, (N, n_saved, d), and final states, (N, d), with derivatives with respect to `given`.
-
-    If times have derivatives, also return end times, (N,), and the times in the table of events, (m,), on the host.
-    """
+    """Return saved states, (N, n_saved, d), final states, (N, d), and if timed, end times, (N,), and event times, (m,)."""
     # Without derivatives, appending times to the vector would needlessly copy all states.
     solved.timed = solved.timed and given.traced
     vector = solve_operator(given.u0, given.start, given.end, NO_TIMES, *given.p.leaves, solved=solved)

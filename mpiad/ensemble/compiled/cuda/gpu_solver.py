@@ -24,7 +24,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_kernels import ROWS
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
-from mpiad.ensemble.compiled.kernel_texts import cuda_text
+from mpiad.ensemble.compiled.kernel_texts import kernel_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.devices.device_arrays import (
@@ -59,10 +59,7 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
 
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Divide `count` trajectories into contiguous shares whose steps fit into a budget of bytes.
-
-    `size`, `longest`: as returned by `longest_of_blocks`. Raises MemoryError if the steps of one trajectory don't fit.
-    """
+    """Divide trajectories into shares whose steps fit into a budget of bytes; `longest`: see `longest_of_blocks`."""
     needed = int(longest.max(initial=0)) * bytes_per_step
     if needed > budget:
         raise MemoryError(
@@ -184,10 +181,7 @@ class Solver:
     def pulled(
         self, results: DeviceResults, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
     ) -> InputCotangents:
-        """Return the cotangents of initial states and of the `wanted` parameters; `vector_bar`: that of `results.vector`.
-
-        `times`: with events, the cotangents of end times, (n,), and of the times of all events.
-        """
+        """Return the cotangents of inputs; `times`: the cotangents of end times, (n,), and of the times of all events."""
         empty = self.arrays.empty
         varying = [j for j in self.traced.packing.varying if j in wanted]
         shared = [j for j in self.traced.packing.shared if j in wanted]
@@ -217,7 +211,7 @@ class Solver:
     # ---- kernels
 
     def _loaded(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> DeviceKernel:
-        self._kernels[name] = cuda_text(name, self.traced, spec, wanted)
+        self._kernels[name] = kernel_text(name, self.traced, spec, wanted, "c")
         return loaded(self._launcher, self._kernels[name], name, self._gpu.options)
 
     def _launch(self, kernel: DeviceKernel, share: Share, *arguments: Any) -> None:
@@ -247,10 +241,8 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
 
 
 def threads_per_block(count: int, multiprocessors: int) -> int:
-    """Return the number of threads in a block: 128, or fewer if there would be fewer than two blocks per multiprocessor.
-
-    A block occupies its resources until its longest trajectory has ended, so larger blocks would be slower.
-    """
+    """Return the number of threads in a block: 128, or fewer if there would be fewer than two blocks per multiprocessor."""
+    # A block occupies its resources until its longest trajectory has ended, so larger blocks would be slower.
     return next((threads for threads in (128, 64) if count >= 2 * threads * multiprocessors), 32)
 
 

@@ -71,7 +71,7 @@ def test_contraction_is_an_option():
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="there is no NVRTC: pip install nvidia-cuda-nvrtc-cu12")
 def test_a_mistake_is_found():
-    ptx, log = nvrtc.ptx_of(plan("lorenz").text("forward").replace("double now =", "double then ="), ["--std=c++14"])
+    ptx, log = nvrtc.ptx_of(plan("lorenz").text("forward").replace("auto now =", "auto then ="), ["--std=c++14"])
     assert ptx is None and "error" in log
 
 
