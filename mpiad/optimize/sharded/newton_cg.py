@@ -30,7 +30,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
-from mpiad.linalg.newton import forcing_term
+from mpiad.linalg.iteration import forcing_term
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
