@@ -22,10 +22,10 @@ _CALL = "mpi_alltoall"
 
 def mpi_alltoall(
     x: LocalArray,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[int] | Array | None = None,
     axis: int = 0,
     comm: Comm = None,
-    received: Sequence[int] | None = None,
+    received: Sequence[int] | Array | None = None,
 ) -> LocalArray:
     """Send a block of x to each rank, and concatenate the blocks that arrive, in rank order.
 

@@ -89,11 +89,12 @@ def _place_of_out(fun: Callable) -> int | None:
     return list(parameters).index("out") if known is not None and known.kind is known.POSITIONAL_OR_KEYWORD else None
 
 
-_COMPILED_PACKAGES = ("", "domain")
+_COMPILED_PACKAGES = ("", "domain", "redistribution")
 _UNRECORDED = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Functions that look up a channel, and communicate by recorded operations only.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNRECORDED | set(
-    "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
+    """Domain.begin_exchange GhostExchange.accumulate GhostExchange.begin_fetch GhostExchange.fetch value_and_grad grad
+    make_vjp make_jvp jvp hvp""".split()
 )
 
 
