@@ -113,11 +113,11 @@ def lengths_along(
 
 def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> list[int]:
     """Return one count for each rank as integers; raise if they are invalid."""
-    if np.ndim(counts) != 1:
+    if type(counts) is not list and np.ndim(counts) != 1:
         raise TypeError(
             f"{call}: {argument} must be a list of {size} integers, but got {type(counts).__name__} {counts!r}."
         )
-    lengths = [_integer(count, call, argument, "integers") for count in counts]
+    lengths = [count if type(count) is int else _integer(count, call, argument, "integers") for count in counts]
     if len(lengths) != size or min(lengths) < 0:
         raise ValueError(f"{call}: {argument} must be {size} integers, none negative, but got {lengths}.")
     return lengths

@@ -206,16 +206,14 @@ def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], rec
     """Send blocks of the lengths `sent` along `axis` to the ranks, and concatenate those received, of known lengths."""
     array = _front(outgoing(x, call), axis)
     if getattr(channel.data, "agreement", None) is not None:
-        counts = lengths_of_all(channel, Spec.of(array), 0, call, sent=sent)
-        text = f"{call}: received must be the counts of the ranks for this rank, {counts}, but got {received}."
-        raise_together(channel, None if counts == received else ValueError(text))
-    width, itemsize = prod(array.shape[1:]), array.dtype.itemsize
-    # In one piece, also through host memory: the ranks don't know each other's counts, so they can't agree on pieces.
-    blocks, places = (of_blocks([n * width for n in lengths], itemsize, None) for lengths in (sent, received))
-    outgoing_blocks = outgoing_transfer(array, blocks)
-    incoming = incoming_transfer(Spec.of(array)._replace(shape=(sum(received), *array.shape[1:])), places)
-    exchange = channel.data.Alltoallv
-    return _back(in_pieces(1, lambda k: exchange(outgoing_blocks.blocks(k), incoming.blocks(k)), incoming), axis)
+        expected = lengths_of_all(channel, Spec.of(array), 0, call, sent=sent)
+        text = f"{call}: received must be the counts of the ranks for this rank, {expected}, but got {received}."
+        raise_together(channel, None if received == expected else ValueError(text))
+    width = prod(array.shape[1:])
+    counts, places = [n * width for n in sent], [n * width for n in received]
+    spec = Spec((sum(received), *array.shape[1:]), array.dtype, arrays_of(array))
+    # As a whole, also if it is staged: the ranks don't know each other's counts, so they can't agree on pieces.
+    return _back(communicate(lambda x, out: channel.data.Alltoallv([x, counts], [out, places]), array, spec), axis)
 
 
 def lengths_of_all(
@@ -229,16 +227,10 @@ def lengths_of_all(
     """
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
-    length = 1 if axis is None else shape[axis]
-    mine = np.array([length if wrong is None else -1, fingerprint(*piece)], dtype=np.int64)
-    every = np.empty((channel.size, 2), dtype=np.int64)
-    if sent is None:
-        channel.data.Allgather(mine, every)
-    else:
-        rows = np.tile(mine, (channel.size, 1))
-        if wrong is None:
-            rows[:, 0] = sent
-        channel.data.Alltoall(rows, every)
+    mine, every = np.empty((1 if sent is None else channel.size, 2), np.int64), np.empty((channel.size, 2), np.int64)
+    mine[:, 0] = -1 if wrong is not None else sent if sent is not None else 1 if axis is None else shape[axis]
+    mine[:, 1] = fingerprint(*piece)
+    (channel.data.Allgather if sent is None else channel.data.Alltoall)(mine, every)
     if (every[:, 0] < 0).any():
         raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
