@@ -107,11 +107,11 @@ class GhostExchange:
         self.sources: list[tuple[Rank, slice]] = list(self._received_slices.items())
         self.destinations = [(rank, sent[part]) for rank, part in self._sent_slices.items()]
         self._rank, self._n_received = used.rank, len(unique)
-        # The segments of the sums in `accumulate`: of sent entries, and, unless they have the order of `needed`, of ghosts.
+        # The sent entries among the owned ones, and the needed entries among the received ones; None if they are equal.
         self._sent = Segments(sent, self.n_owned)
         places = np.argsort(order)[places]
         in_order = len(places) == len(unique) and bool((places == np.arange(len(places))).all())
-        self._repeated = None if in_order else Segments(places, len(unique))
+        self._places = None if in_order else Segments(places, len(unique))
 
     def fetch(self, x: LocalArray) -> LocalArray:
         """Return the needed entries.
@@ -217,7 +217,7 @@ class GhostExchange:
             # The entries of this rank are between those of the lower and the higher ranks.
             parts = [*values[:before], packed[own], *values[before:received]]
             found = concatenate(parts) if len(parts) > 1 else parts[0]
-            return found if self._repeated is None else take_segments(found, self._repeated)
+            return found if self._places is None else take_segments(found, self._places)
 
         return CombinedRequest(requests, finish)
 
@@ -252,12 +252,12 @@ def fetch_ghosts(x: LocalArray, ghosts: GhostExchange) -> LocalArray:
     """Return the needed entries (n_needed, ...) of x (n_owned, ...); collective."""
     received = empty_like(x, (ghosts._n_received, *x.shape[1:]))
     _swap(ghosts._sent.taken(x), ghosts._sent_slices, received, ghosts._received_slices, ghosts)
-    return received if ghosts._repeated is None else ghosts._repeated.taken(received)
+    return received if ghosts._places is None else ghosts._places.taken(received)
 
 
 def accumulate_ghosts(x: LocalArray, ghosts: GhostExchange) -> LocalArray:
     """Return for each owned entry the sum (n_owned, ...) of its ghosts in x (n_needed, ...); collective."""
-    packed = x if ghosts._repeated is None else ghosts._repeated(x)
+    packed = x if ghosts._places is None else ghosts._places(x)
     received = empty_like(x, (len(ghosts._sent.numbers), *x.shape[1:]))
     _swap(packed, ghosts._received_slices, received, ghosts._sent_slices, ghosts)
     return ghosts._sent(received)
@@ -292,9 +292,10 @@ def _numbers(values: Any, argument: str) -> np.ndarray:
             f"{_CALL}: {argument} must be an array of integers with one dimension, but got shape {numbers.shape} and dtype "
             f"{numbers.dtype}."
         )
+    numbers = numbers.astype(np.int64)
     if numbers.size and numbers.min() < 0:
         raise ValueError(f"{_CALL}: {argument} must not be negative, but got number {numbers.min()}.")
-    return numbers.astype(np.int64)
+    return numbers
 
 
 def _runs(owned: Any) -> tuple[np.ndarray, int]:
