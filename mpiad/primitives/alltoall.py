@@ -58,13 +58,11 @@ def mpi_alltoall(
         If `x` has no such axis, `counts` don't add up to its length, or a count is negative. If shapes differ along another
         axis, or dtypes differ between ranks. Without `counts`, if the length of the first axis isn't the number of ranks.
 
-    If `counts` are given without `received`, all ranks raise these errors before any data is sent. With `received`, wrong
-    counts of another rank are detected in debug mode (``MPIAD_DEBUG=1``) only.
-
     Ranks
     -----
     All ranks of `comm` call it, with the same axis. Either all ranks pass `counts`, or none does; the same holds for
-    `received`.
+    `received`. Without `received`, all ranks raise an error of one of them before any data is sent. With `received`, counts
+    that don't match are detected in debug mode (``MPIAD_DEBUG=1``) only.
 
     Adjoint
     -------

@@ -72,6 +72,19 @@ def test_against_reference(rngs, size, kind, dtype, rest, layout):
         check(fun, program, arrays(rngs, program.in_shapes, dtype, layout), rngs)
 
 
+def test_many_patterns(rank, size):
+    """Values and sums of patterns of many sizes, some with more numbers than ranks, some with fewer."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        kind, total = ["ranges", "numbers", "runs", "sparse"][seed % 4], int(rng.integers(1, 60))
+        case = Case(kind, size, total, seed)
+        ghosts, whole = case.exchange(), rng.standard_normal(total)
+        own = slice(sum(case.counts[:rank]), sum(case.counts[: rank + 1]))
+        np.testing.assert_array_equal(ghosts.fetch(whole[own]), whole[case.places[rank]])
+        uses = np.bincount(np.concatenate(case.places), minlength=total)
+        np.testing.assert_array_equal(ghosts.accumulate(np.ones(case.needs[rank])), uses[own])
+
+
 @each_kind
 def test_the_transpose(rank, size, kind):
     case = Case(kind, size, seed=1)
