@@ -61,8 +61,8 @@ def mpi_alltoall(
     Ranks
     -----
     All ranks of `comm` call it, with the same axis. Either all ranks pass `counts`, or none does; the same holds for
-    `received`. Without `received`, all ranks raise an error of one of them before any data is sent. With `received`, counts
-    that don't match are detected in debug mode (``MPIAD_DEBUG=1``) only.
+    `received`. With `counts` alone, all ranks raise an error of one of them before any data is sent. With `received`,
+    counts that don't match are detected in debug mode (``MPIAD_DEBUG=1``) only.
 
     Adjoint
     -------

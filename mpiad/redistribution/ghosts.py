@@ -72,12 +72,12 @@ class GhostExchange:
 
     Notes
     -----
-    Owners are found through a distributed directory [1]_: no rank stores more than its share of the numbers.
+    Owners are found through a distributed directory: no rank stores more than its share of the numbers.
 
     References
     ----------
-    .. [1] A. Pinar and B. Hendrickson, "Communication support for adaptive computation", Proc. 10th SIAM Conference on
-       Parallel Processing for Scientific Computing, 2001.
+    A. Pinar and B. Hendrickson, "Communication support for adaptive computation", Proc. 10th SIAM Conference on Parallel
+    Processing for Scientific Computing (2001).
 
     Examples
     --------
