@@ -4,7 +4,18 @@ from importlib import import_module
 from os import environ, getcwd
 from typing import TYPE_CHECKING, Any
 
-from mpiad.differentiation import grad, hvp, jacobian, jvp, linearize, make_hvp, make_jvp, make_vjp, value_and_grad
+from mpiad.differentiation import (
+    grad,
+    hvp,
+    jacobian,
+    jvp,
+    linearize,
+    make_hvp,
+    make_jvp,
+    make_vjp,
+    segment_sum,
+    value_and_grad,
+)
 from mpiad.environment_variables import path as _path
 from mpiad.primitives import (
     mpi_allgather,
@@ -45,26 +56,28 @@ if TYPE_CHECKING:
     from mpiad.domain import Domain
     from mpiad.optimize import minimize, mpi_optimize
     from mpiad.programs import jit
+    from mpiad.redistribution import GhostExchange
     from mpiad.tasks import mpi_map
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Domain", "grad", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp", "make_jvp", "make_vjp", "minimize",
-    "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan",
+    "Domain", "GhostExchange", "grad", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp", "make_jvp", "make_vjp",
+    "minimize", "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan",
     "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv",
     "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce",
     "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait",
-    "mpi_waitall", "reset", "stop_gradient", "value_and_grad",
+    "mpi_waitall", "reset", "segment_sum", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
 # Imported at first use, since these packages would double the import time of the library.
 _PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
-    "tasks", "testing", "timestepping", "vi",
+    "redistribution", "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip
 _FROM_PACKAGES = {
-    "Domain": "domain", "jit": "programs", "minimize": "optimize", "mpi_map": "tasks", "mpi_optimize": "optimize",
+    "Domain": "domain", "GhostExchange": "redistribution", "jit": "programs", "minimize": "optimize", "mpi_map": "tasks",
+    "mpi_optimize": "optimize",
 }  # fmt: skip
 
 

@@ -15,6 +15,14 @@ def shifted(shapes):
     return reference.move(shapes, [(rank - 1) % len(shapes) for rank in range(len(shapes))])
 
 
+def blocks(rank, length, size):
+    """Return the lengths of a rank's blocks for the others: all it has for the next rank, but for one entry for itself."""
+    counts = [0] * size
+    counts[rank] += min(length, 1)
+    counts[(rank + 1) % size] += length - min(length, 1)
+    return counts
+
+
 LINEAR_PRIMITIVES = {
     "bcast": (lambda x, comm: mpiad.mpi_bcast(x, comm.size - 1, comm), lambda s: reference.bcast(s, len(s) - 1)),
     "sum": (lambda x, comm: mpiad.mpi_sum(x, comm.size - 1, comm), lambda s: reference.sum_to_root(s, len(s) - 1)),
@@ -23,6 +31,10 @@ LINEAR_PRIMITIVES = {
     "allgather": (lambda x, comm: mpiad.mpi_allgather(x, 0, comm), lambda s: reference.allgather(s, 0)),
     "scatter": (lambda x, comm: mpiad.mpi_scatter(x, 0, 0, comm=comm), lambda s: reference.scatter(s, 0, 0)),
     "reduce_scatter": (lambda x, comm: mpiad.mpi_reduce_scatter(x, 0, comm=comm), lambda s: reference.reduce_scatter(s, 0)),
+    "alltoall": (
+        lambda x, comm: mpiad.mpi_alltoall(x, blocks(comm.rank, len(x), comm.size), comm=comm),
+        lambda s: reference.alltoallv(s, [blocks(rank, shape[0], len(s)) for rank, shape in enumerate(s)]),
+    ),
     "scan": (mpiad.mpi_scan, reference.scan),
     "exscan": (mpiad.mpi_exscan, reference.exscan),
     "send": (ring, shifted),

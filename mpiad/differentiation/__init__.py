@@ -12,6 +12,7 @@ from mpiad.differentiation.products import (
     make_jvp,
     make_vjp,
 )
+from mpiad.differentiation.segment_sum import segment_sum
 
 __all__ = ["Linearization", "SecondOrder", "grad", "hvp", "jacobian", "jvp", "linearize"]
-__all__ += ["make_hvp", "make_jvp", "make_vjp", "value_and_grad"]
+__all__ += ["make_hvp", "make_jvp", "make_vjp", "segment_sum", "value_and_grad"]

@@ -16,10 +16,11 @@ import scipy.sparse
 from mpiad._typing import LocalArray
 from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.sparse_factors import SparseFactors
-from mpiad.linalg.sparse_products import GhostPlan
+from mpiad.linalg.sparse_products import add_to_owners, fetch_entries
 from mpiad.linalg.vectors import through_host
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
+from mpiad.redistribution import GhostExchange
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import restoring_state
@@ -105,7 +106,7 @@ class AdditiveSchwarz:
         self.rows, self.restricted, self._transposed = matrix.local_shape[0], restricted, False
         with restoring_state(), suspended():
             rows = matrix.local_rows()
-            part, self._plan = _overlapping_part(matrix, rows, overlap, group)
+            part, self._ghosts = _overlapping_part(matrix, rows, overlap, group)
             with raising_together(group):
                 self._local: Callable[[LocalArray, str], LocalArray] | None = None
                 if part.shape[0] and local == "amg":
@@ -152,14 +153,15 @@ class AdditiveSchwarz:
     def _corrected(self, r: LocalArray) -> LocalArray:
         # The restricted variant uses the solution on this rank's rows only; its transpose uses the residual on these only.
         needs_ghosts, adds_ghosts = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
-        ghosts = self._plan.fetch(r) if needs_ghosts else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
-        extended = np.concatenate([r, ghosts], axis=-1)
+        shape = *r.shape[:-1], self._ghosts.n_needed
+        entries = fetch_entries(r, self._ghosts) if needs_ghosts else np.zeros(shape, r.dtype)
+        extended = np.concatenate([r, entries], axis=-1)
         if self._local is not None:
             rows = extended.reshape(-1, extended.shape[-1])
             extended = self._local(rows, "T" if self._transposed else "N").reshape(extended.shape)
         out = np.ascontiguousarray(extended[..., : r.shape[-1]])
         if adds_ghosts:
-            self._plan.add_to_owners(extended[..., r.shape[-1] :], out)
+            add_to_owners(extended[..., r.shape[-1] :], self._ghosts, out)
         if self._coarse is not None:
             sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
             # Each rank needs only its own entry of the coarse solution.
@@ -207,27 +209,30 @@ def _algebraic_multigrid(matrix: Any, options: dict[str, Any]) -> Callable[[Loca
     return cycled
 
 
-def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, group: Channel) -> tuple[Any, GhostPlan]:
-    """Return the matrix of this rank's rows and `overlap` layers around them, and the plan for fetching these layers."""
-    own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
-    surrounding, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
+def _overlapping_part(
+    matrix: DistributedMatrix, rows: LocalArray, overlap: int, group: Channel
+) -> tuple[Any, GhostExchange]:
+    """Return the matrix of this rank's rows and `overlap` layers around them, and the exchange of these layers."""
+    owned = matrix.owned_rows.start, matrix.owned_rows.stop
+    own, surrounding = np.arange(*owned), np.zeros(0, np.int64)
+    ghosts = GhostExchange(surrounding, owned, matrix.comm)
     whole: Any = rows
     # Each pass, which is collective, adds a layer: the rows whose indices are columns of the matrix so far.
     for _ in range(overlap):
         columns = np.unique(whole.indices)
         surrounding = np.union1d(surrounding, np.setdiff1d(columns, own)).astype(np.int64)
-        plan = GhostPlan(surrounding, matrix.offsets[0], matrix.comm)
-        whole = scipy.sparse.vstack([rows, _ghost_rows(rows, plan, group)], format="csr")
-    return whole[:, np.concatenate([own, surrounding])].tocsc(), plan
+        ghosts = GhostExchange(surrounding, owned, matrix.comm)
+        whole = scipy.sparse.vstack([rows, _ghost_rows(rows, ghosts, group)], format="csr")
+    return whole[:, np.concatenate([own, surrounding])].tocsc(), ghosts
 
 
-def _ghost_rows(rows: LocalArray, plan: GhostPlan, group: Channel) -> Any:
-    """Return the matrix rows of the plan's ghosts, in the order of the ghosts."""
+def _ghost_rows(rows: LocalArray, ghosts: GhostExchange, group: Channel) -> Any:
+    """Return the needed matrix rows, in the order of their numbers."""
     sent: list[Any] = [None] * group.size
-    for rank, indices in plan.destinations:
+    for rank, indices in ghosts.destinations:
         sent[rank] = rows[indices]
     received = group.data.alltoall(sent)
     blocks: list[Any] = [scipy.sparse.csr_matrix((0, rows.shape[1]), dtype=rows.dtype)]
-    # A plan's ghosts are sorted by index, and therefore by owner.
-    blocks.extend(received[rank] for rank, _ in plan.sources)
+    # Ranks own consecutive rows, so the order of the owners is that of the numbers.
+    blocks.extend(received[rank] for rank, _ in ghosts.sources)
     return scipy.sparse.vstack(blocks, format="csr")

@@ -22,7 +22,6 @@ from mpiad.domain import Domain
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.sparse_products import (
-    GhostPlan,
     Pattern,
     ProductWith,
     product,
@@ -33,6 +32,7 @@ from mpiad.linalg.sparse_products import (
 from mpiad.linalg.vectors import block_error, on_host, require_floats, require_together, through_host
 from mpiad.primitives import mpi_allgather, mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
+from mpiad.redistribution import GhostExchange
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import alike_on_all, raise_together, raising_together
 from mpiad.transport.core.buffers import even_lengths
@@ -288,7 +288,8 @@ class DistributedMatrix:
         numbers = np.where(
             owned, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
         )
-        self._pattern = Pattern(numbers, matrix.indptr, self.local_shape, GhostPlan(ghosts, self.offsets[1], comm))
+        exchange = GhostExchange(ghosts, (own[1].start, own[1].stop), comm)
+        self._pattern = Pattern(numbers, matrix.indptr, self.local_shape, exchange)
 
     @classmethod
     def from_scipy(
@@ -447,7 +448,8 @@ class DistributedMatrix:
         rows, nnz = self.owned_rows, len(self._pattern.columns)
         return (
             f"DistributedMatrix({self.shape[0]} x {self.shape[1]}, {getval(self.values).dtype}; rank {self._channel.rank} "
-            f"of {self._channel.size}: rows {rows.start}:{rows.stop}, {nnz} entries, {self._pattern.plan.count} ghosts)"
+            f"of {self._channel.size}: rows {rows.start}:{rows.stop}, {nnz} entries, "
+            f"{self._pattern.ghosts.n_needed} ghosts)"
         )
 
     def with_values(self, values: LocalArray) -> DistributedMatrix:

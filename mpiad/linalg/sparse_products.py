@@ -5,7 +5,7 @@ distributed over the ranks. They are the derivatives of the trilinear form T(v, 
 over the entries k of A: the derivative with respect to y is A x, with respect to x it is Aᵀ y, and with respect to the
 values v it consists of the products x_col(k) y_row(k). Since T is linear in each argument, the adjoints of each of these
 operators are the other two, and derivatives of any order consist of the three operators. No factor is conjugated. The sums
-are computed by SciPy on the host, and by `SegmentSums` on devices.
+are computed by SciPy on the host, and by `Segments` on devices.
 """
 
 from __future__ import annotations
@@ -18,82 +18,36 @@ import numpy as np
 import scipy.sparse
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray, Rank
+from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import Constants
+from mpiad.differentiation.segment_sum import Segments
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.linalg.vectors import block_error
-from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
-from mpiad.primitives.operation import suspended
-from mpiad.transport import channel
-from mpiad.transport.core.tracing import opaque, restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of, contiguous, empty_like, named
-
-# Message tags below the limit of 32767 that MPI guarantees.
-_TAG_INDICES, _TAG_FETCH, _TAG_ADD = 32741, 32742, 32743
+from mpiad.redistribution import GhostExchange
+from mpiad.redistribution.ghosts import accumulate_ghosts, fetch_ghosts
+from mpiad.transport.core.tracing import opaque
+from mpiad.transport.devices.device_arrays import arrays_of, contiguous, named
 
 
-class GhostPlan:
-    """The messages that exchange ghosts (entries of a vector that other ranks own); the constructor is collective."""
+def fetch_entries(x: LocalArray, ghosts: GhostExchange) -> LocalArray:
+    """Return the needed entries (..., n_needed) of x (..., n_owned); collective."""
+    return np.moveaxis(fetch_ghosts(np.moveaxis(x, -1, 0), ghosts), 0, -1)
 
-    def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
-        group = channel(comm, "DistributedMatrix")
-        self.comm, self.count = comm, len(needed)
-        owners = np.searchsorted(offsets, needed, side="right") - 1
-        # Sorted indices have sorted owners, so the ghosts of one owner are consecutive.
-        ranks, starts, counts = np.unique(owners, return_index=True, return_counts=True)
-        # The ranks that send ghosts to this rank, and the range of each rank's entries among the ghosts.
-        self.sources: list[tuple[Rank, slice]] = [
-            (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
-        ]
-        requested = np.zeros(group.size, np.int64)
-        requested[ranks] = counts
-        with restoring_state(), suspended():
-            sizes = mpi_alltoall(requested, comm=comm)
-            # Receives are posted before the sends, so that MPI needn't buffer the messages.
-            pending = [
-                (int(r), mpi_irecv(np.empty(sizes[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(sizes)
-            ]
-            for owner, indices in self.sources:
-                mpi_send(needed[indices].astype(np.int64), owner, _TAG_INDICES, comm)
-            # The ranks to which this rank sends entries, and the indices of these entries in its own part of the vector.
-            self.destinations = [(r, mpi_wait(request) - offsets[group.rank]) for r, request in pending]
-        self._indices = Constants(*[indices for _, indices in self.destinations])
 
-    def fetch(self, x: LocalArray) -> LocalArray:
-        """Return the ghosts (..., count) of a vector from this rank's part (..., n); collective."""
-        ghosts = empty_like(x, (*x.shape[:-1], self.count))
-        pending = [(indices, mpi_irecv(ghosts[..., indices], r, _TAG_FETCH, self.comm)) for r, indices in self.sources]
-        for r, indices in self._destinations(x):
-            mpi_send(x[..., indices], r, _TAG_FETCH, self.comm)
-        for indices, request in pending:
-            ghosts[..., indices] = mpi_wait(request)
-        return ghosts
-
-    def add_to_owners(self, ghosts: LocalArray, out: LocalArray) -> None:
-        """Add each ghost to its entry in the owner's `out`: the transpose of `fetch`; collective."""
-        pending = []
-        for r, indices in self._destinations(out):
-            buffer = empty_like(out, (*out.shape[:-1], len(indices)))
-            pending.append((indices, mpi_irecv(buffer, r, _TAG_ADD, self.comm)))
-        for r, indices in self.sources:
-            mpi_send(ghosts[..., indices], r, _TAG_ADD, self.comm)
-        for indices, request in pending:
-            # The indices of one message are distinct, so `+=` adds every entry.
-            out[..., indices] += mpi_wait(request)
-
-    def _destinations(self, x: LocalArray) -> Any:
-        """Return the destinations, with indices on the device of `x`."""
-        xp = arrays_of(x)
-        return self.destinations if xp is None else zip([r for r, _ in self.destinations], self._indices.on(xp))
+def add_to_owners(entries: LocalArray, ghosts: GhostExchange, out: LocalArray) -> None:
+    """Add entries (..., n_needed) to the owners' `out` (..., n_owned): the transpose of `fetch_entries`; collective."""
+    if ghosts.sources or ghosts.destinations:
+        out += np.moveaxis(accumulate_ghosts(contiguous(np.moveaxis(entries, -1, 0)), ghosts), 0, -1)
 
 
 class Pattern:
     """The sparsity pattern of this rank's rows, with row pointers `starts`; ghost columns follow this rank's columns."""
 
-    def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
+    def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], ghosts: GhostExchange):
+        self.width = shape[1] + ghosts.n_needed
         # If the types of the index arrays differed, SciPy would copy them for each product.
-        kind = np.int32 if max(len(columns), shape[1] + plan.count) < 2**31 else np.int64
-        self.columns, self.starts, self.shape, self.plan = columns.astype(kind), starts.astype(kind), shape, plan
+        kind = np.int32 if max(len(columns), self.width) < 2**31 else np.int64
+        self.columns, self.starts, self.shape, self.ghosts = columns.astype(kind), starts.astype(kind), shape, ghosts
         self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))  # the row of each entry
 
     @cached_property
@@ -102,23 +56,22 @@ class Pattern:
         return Constants(self.columns, self.rows.astype(self.columns.dtype))
 
     @cached_property
-    def by_row(self) -> SegmentSums:
+    def by_row(self) -> Segments:
         """The sums of entries in each row, for use on devices."""
-        return SegmentSums(self.rows.astype(self.columns.dtype), self.shape[0])
+        return Segments(self.rows.astype(self.columns.dtype), self.shape[0])
 
     @cached_property
-    def by_column(self) -> SegmentSums:
+    def by_column(self) -> Segments:
         """The sums of entries in each column, for use on devices."""
-        return SegmentSums(self.columns, self.shape[1] + self.plan.count)
+        return Segments(self.columns, self.width)
 
     def matrix(self, values: LocalArray) -> scipy.sparse.csr_matrix:
         """Return this rank's rows as a matrix that shares the memory of the values; its columns include the ghosts."""
-        shape = self.shape[0], self.shape[1] + self.plan.count
-        return scipy.sparse.csr_matrix((values, self.columns, self.starts), shape, copy=False)
+        return scipy.sparse.csr_matrix((values, self.columns, self.starts), (self.shape[0], self.width), copy=False)
 
     def extended(self, x: LocalArray) -> LocalArray:
         """Return this rank's part of x followed by the ghosts; collective."""
-        return np.concatenate([x, self.plan.fetch(x)], axis=-1)
+        return np.concatenate([x, fetch_entries(x, self.ghosts)], axis=-1)
 
 
 @custom_operator
@@ -129,7 +82,7 @@ def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
     if xp is None:
         return _times(pattern.matrix(values), extended)
     columns, _ = pattern.indices.on(xp)
-    return pattern.by_row(_entry_products(values, extended[..., columns]))
+    return pattern.by_row.of_padded(_entry_products(values, extended[..., columns]))
 
 
 @custom_operator
@@ -140,10 +93,9 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
         extended = _times(pattern.matrix(values).T, y)
     else:
         _, rows = pattern.indices.on(xp)
-        extended = pattern.by_column(_entry_products(values, y[..., rows]))
-    part = extended[..., :own]
-    out = contiguous(part)
-    pattern.plan.add_to_owners(extended[..., own:], out)
+        extended = pattern.by_column.of_padded(_entry_products(values, y[..., rows]))
+    out = contiguous(extended[..., :own])
+    add_to_owners(extended[..., own:], pattern.ghosts, out)
     return out
 
 
@@ -212,41 +164,6 @@ class ProductWith:
     def transpose(self, u: LocalArray, values: LocalArray) -> LocalArray:
         """Return this rank's part of the product with the transpose."""
         return (product if self.transposed else transposed_product)(values, u, self.pattern)
-
-
-class SegmentSums:
-    """Segmented sums on a device, in a fixed order; `segments` contains, for each entry, the number of its segment.
-
-    Atomic additions would sum in an unspecified order. Instead, segments of similar lengths are the columns of a table,
-    padded with zeros, and the rows of the table are added. Lengths in a table differ by less than a factor of two, so less
-    than half of the table is padding.
-    """
-
-    def __init__(self, segments: np.ndarray, count: int):
-        self.count = count
-        order, lengths = np.argsort(segments, kind="stable"), np.bincount(segments, minlength=count)
-        starts, digits = np.cumsum(lengths) - lengths, np.frexp(lengths)[1]
-        self._tables = [
-            Constants(segment_indices, _table(order, starts[segment_indices], lengths[segment_indices], segments.dtype))
-            for segment_indices in (np.flatnonzero(digits == number) for number in np.unique(digits[lengths > 0]))
-        ]
-
-    def __call__(self, entries: LocalArray) -> LocalArray:
-        """Return sums (..., count) of entries (..., n + 1) on a device; the last entry is a zero, for padding."""
-        xp = arrays_of(entries)
-        out = xp.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
-        for table in self._tables:
-            segment_indices, indices = table.on(xp)
-            out[..., segment_indices] = np.sum(entries[..., indices], axis=-2)
-        return out
-
-
-def _table(order: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the indices of the entries of some segments, one column per segment, padded with the index of the zero."""
-    steps = np.arange(lengths.max())[:, None]
-    # Indices beyond the end of a segment are valid but unused.
-    indices = np.minimum(starts + steps, len(order) - 1)
-    return np.where(steps < lengths, order[indices], len(order)).astype(dtype)
 
 
 @opaque

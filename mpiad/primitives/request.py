@@ -8,6 +8,7 @@ orders. Both adjoints share the state in a `Cell`; each nested trace has its own
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -65,6 +66,15 @@ class Request:
         partner = "" if self.envelope is None else f", peer {self.envelope.peer}, tag {self.envelope.tag}"
         state = "done" if self.done else "active"
         return f"<{self.call} of shape {self.spec.shape}, dtype {self.spec.dtype}{partner}: {state}>"
+
+
+class CombinedRequest:
+    """Several requests that `mpi_wait` completes; ``finish(values)`` returns the result, given the values of the parts."""
+
+    __slots__ = ("finish", "parts")
+
+    def __init__(self, parts: list[Request], finish: Callable[[list[Array]], Array]):
+        self.parts, self.finish = parts, finish
 
 
 def started(request: Request) -> Request:

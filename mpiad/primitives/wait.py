@@ -8,18 +8,18 @@ from typing import Any
 from mpiad._typing import Array, Function
 from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
-from mpiad.primitives.request import Request, claim
+from mpiad.primitives.request import CombinedRequest, Request, claim
 from mpiad.transport.core.collectives import Summation
 from mpiad.transport.core.messages import Receipt, finish_receive
 
 
-def mpi_wait(request: Request) -> Array:
+def mpi_wait(request: Request | CombinedRequest) -> Array:
     """Complete a request and return its value.
 
     Parameters
     ----------
     request : Request
-        Result of `mpi_isend`, `mpi_irecv` or `mpi_iallreduce`.
+        Result of `mpi_isend`, `mpi_irecv`, `mpi_iallreduce` or `GhostExchange.begin_fetch`.
 
     Returns
     -------
@@ -48,6 +48,8 @@ def mpi_wait(request: Request) -> Array:
     >>> print(mpiad.mpi_wait(request) == size)
     True
     """
+    if isinstance(request, CombinedRequest):
+        return request.finish(mpi_waitall(request.parts))
     return communicate(WAIT, None, claim(request, "mpi_wait"))
 
 

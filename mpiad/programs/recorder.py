@@ -97,11 +97,12 @@ def _place_of_out(fun: Callable) -> int | None:
     return list(parameters).index("out") if known is not None and known.kind is known.POSITIONAL_OR_KEYWORD else None
 
 
-_COMPILED_PACKAGES = ("", "domain")
+_COMPILED_PACKAGES = ("", "domain", "redistribution")
 _UNRECORDED = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Functions that look up a channel, and communicate by recorded operations only.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNRECORDED | set(
-    "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
+    """Domain.begin_exchange GhostExchange.accumulate GhostExchange.begin_fetch GhostExchange.fetch value_and_grad grad
+    make_vjp make_jvp jvp hvp""".split()
 )
 
 
@@ -571,7 +572,7 @@ _KNOWN = frozenset(
     "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_recv mpi_scan mpi_send mpi_sum "
     "value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
-_AS_SENT = frozenset({ALLREDUCE, ALLTOALL, SCAN, SUM_TO_ROOT})
+_AS_SENT = frozenset({ALLREDUCE, SCAN, SUM_TO_ROOT})
 
 
 class ShapeRecorder(Recorder):
@@ -603,7 +604,7 @@ class ShapeRecorder(Recorder):
             return x
         # A receive from any rank, whose envelope has no number yet, needs a run.
         needs_run = operation is RECV and any(envelope.number is None for envelope in envelopes)
-        if operation in (BCAST, EXCHANGE, RECV) and params.spec is not None and not needs_run:
+        if operation in (ALLTOALL, BCAST, EXCHANGE, RECV) and params.spec is not None and not needs_run:
             return like(params.spec)
         if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
             return like(Spec(x.shape, x.dtype))

@@ -16,6 +16,7 @@ Run = Callable[..., CompletedProcess]
 # Four ranks divide the shots too, into two groups; three divide the grid unevenly.
 SMALL = {
     "examples/heat_source.py": ("--cells", 13, "--steps", 3, "--iterations", 8, "--most", 1),
+    "examples/particles.py": ("--cells", 16, "--per-cell", 6, "--steps", 12, "--iterations", 3, "--most", 1),
     "examples/seismic_inversion.py": (
         "--shape", 30, 33, "--shots", 2, "--batch", 1, "--steps", 90, "--iterations", 2, "--least", 9,
     ),

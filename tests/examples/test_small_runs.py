@@ -105,6 +105,10 @@ RUNS = [
         r"guess (\S+), analysis (\S+)", lambda guess, analysis: analysis < guess / 3, thorough=True,
     ),
     Small(
+        2, "examples/particles.py", "--cells 16 --per-cell 6 --steps 12 --iterations 3 --most 1 --picture picture.png",
+        r"derivative (\S+), by a central difference (\S+)", is_close(1e-5), thorough=True,
+    ),
+    Small(
         2, "examples/sir_vi.py", "--n_agents 150 --n_timesteps 12 --n_epochs 3 --n_samples_per_epoch 5",
         r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first, thorough=True,
     ),

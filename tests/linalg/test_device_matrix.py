@@ -10,9 +10,9 @@ from device_double import DeviceArray, on_device, on_host, transfers
 
 import mpiad
 from mpiad.device import to_device, to_host
+from mpiad.differentiation.segment_sum import Segments
 from mpiad.linalg import AdditiveSchwarz, DistributedMatrix
 from mpiad.linalg.distributed_matrix import GatheredFactors
-from mpiad.linalg.sparse_products import SegmentSums
 
 _RANK, _SIZE = mpiad.mpi_rank(), mpiad.mpi_size()
 _N = 37
@@ -201,11 +201,11 @@ def test_a_product_copies_its_messages_alone():
     a = _divided(_whole(), on_device)
     x = on_device(_part(a, float)[1])
     a.matvec(x)
-    plan = a._pattern.plan
+    ghosts = a._pattern.ghosts
     transfers.reset()
     a.matvec(x)
-    assert transfers.h2d == len(plan.sources) and transfers.d2h == len(plan.destinations)
-    assert transfers.h2d_bytes == 8 * plan.count
+    assert transfers.h2d == len(ghosts.sources) and transfers.d2h == len(ghosts.destinations)
+    assert transfers.h2d_bytes == 8 * ghosts.n_needed
 
 
 def test_values_copied_inside_the_function():
@@ -246,5 +246,5 @@ def test_segment_sums(segments):
     entries = np.random.default_rng(0).standard_normal((2, len(segments) + 1))
     entries[:, -1] = 0.0
     known = np.stack([np.bincount(segments, row, 9) for row in entries[:, :-1]])
-    found = SegmentSums(segments, 9)(on_device(entries))
+    found = Segments(segments, 9).of_padded(on_device(entries))
     np.testing.assert_allclose(on_host(found), known, 1e-14, 1e-14)

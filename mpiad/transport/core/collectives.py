@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Request, Shape
-from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
+from mpiad.transport.core.agreement import agreed, fingerprint, raise_first, raise_together
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied
@@ -202,18 +202,35 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     return in_pieces(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
 
 
-def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
+def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], received: list[int], call: str) -> Array:
+    """Send blocks of the lengths `sent` along `axis` to the ranks, and concatenate those received, of known lengths."""
+    array = _front(outgoing(x, call), axis)
+    if getattr(channel.data, "agreement", None) is not None:
+        expected = lengths_of_all(channel, Spec.of(array), 0, call, sent=sent)
+        text = f"{call}: received must be the counts of the ranks for this rank, {expected}, but got {received}."
+        raise_together(channel, None if received == expected else ValueError(text))
+    width = prod(array.shape[1:])
+    counts, places = [n * width for n in sent], [n * width for n in received]
+    spec = Spec((sum(received), *array.shape[1:]), array.dtype, arrays_of(array))
+    # As a whole, also if it is staged: the ranks don't know each other's counts, so they can't agree on pieces.
+    return _back(communicate(lambda x, out: channel.data.Alltoallv([x, counts], [out, places]), array, spec), axis)
+
+
+def lengths_of_all(
+    channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None, sent: list[int] | None = None
+) -> list[int]:
     """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
 
-    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. Raises a ValueError on
+    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. `sent`: the lengths of the
+    blocks for the ranks; with it, the lengths of the ranks' blocks for this rank are returned. Raises a ValueError on
     all ranks if other dimensions or dtypes differ between ranks.
     """
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
-    length = 1 if axis is None else shape[axis]
-    mine = np.array([length if wrong is None else -1, fingerprint(*piece)], dtype=np.int64)
-    every = np.empty((channel.size, 2), dtype=np.int64)
-    channel.data.Allgather(mine, every)
+    mine, every = np.empty((1 if sent is None else channel.size, 2), np.int64), np.empty((channel.size, 2), np.int64)
+    mine[:, 0] = -1 if wrong is not None else sent if sent is not None else 1 if axis is None else shape[axis]
+    mine[:, 1] = fingerprint(*piece)
+    (channel.data.Allgather if sent is None else channel.data.Alltoall)(mine, every)
     if (every[:, 0] < 0).any():
         raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():

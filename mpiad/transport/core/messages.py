@@ -15,6 +15,8 @@ from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import Spec, arrays_of
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import (
+    HostTransfer,
+    Transfer,
     incoming_transfer,
     of_block,
     of_whole,
@@ -179,9 +181,9 @@ class Receipt:
 
     __slots__ = ("buffer", "envelope", "requests", "spec", "transfer")
 
-    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive"):
+    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", transfer: Transfer | None = None):
         self.spec, self.envelope = spec, envelope
-        self.transfer = incoming_transfer(spec)
+        self.transfer = transfer or incoming_transfer(spec)
         self.buffer: Buffer = self.transfer.piece(0)
         kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
         self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
@@ -284,6 +286,29 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     sending[0].Wait()
     there.channel.release(sending)
     return value
+
+
+def exchange(
+    channel: Channel, tag: int, sent: Sequence[tuple[Rank, Array]], received: Sequence[tuple[Rank, Array]], call: str
+) -> None:
+    """Send arrays to ranks and receive into other arrays, all at once, and wait for all of them."""
+    receipts = []
+    for rank, x in received:
+        transfer = HostTransfer(x) if type(x) is np.ndarray else None
+        receipts.append(Receipt(Spec.of(x), Envelope(channel, rank, tag, False), "blocking receive", transfer))
+    sending = [post_send(x, Envelope(channel, rank, tag, True), "blocking send") for rank, x in sent]
+    try:
+        for (_, x), receipt in zip(received, receipts):
+            made = finish_receive(receipt, call)
+            if made is not x:  # received by the device, or in pieces
+                x[...] = made
+    except BaseException:
+        for requests in sending:
+            channel.leave(requests)  # it may still be in flight
+        raise
+    for requests in sending:
+        requests[0].Wait()
+        channel.release(requests)
 
 
 def receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
