@@ -1,0 +1,1 @@
+"""Data between any ranks: redistributions that aren't halo exchanges."""
