@@ -152,6 +152,12 @@ def alltoall(shapes: Sequence[Shape]) -> Program:
     return sums_of(shapes, [[np.stack([array[rank] for array in x])] for rank in range(len(x))], shapes)
 
 
+def alltoallv(shapes: Sequence[Shape], counts: Sequence[Sequence[int]], axis: int = 0) -> Program:
+    """y_r = the r-th pieces of all x_s, joined along an axis; `counts[s]` are the lengths of the pieces of x_s."""
+    cut = [pieces(array, len(shapes), axis, list(of_rank)) for array, of_rank in zip(numbering(shapes), counts)]
+    return sums_of(shapes, [[np.concatenate([of_rank[r] for of_rank in cut], axis)] for r in range(len(shapes))], shapes)
+
+
 def scan(shapes: Sequence[Shape]) -> Program:
     """y_r = x_0 + ... + x_r."""
     x = numbering(shapes)

@@ -1,67 +1,136 @@
-"""`mpi_alltoall`: transpose blocks between all ranks."""
+"""`mpi_alltoall`: exchange blocks between all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, LocalArray
-from mpiad.primitives.catalogue import ALLTOALL, Reduction
+from mpiad.primitives.catalogue import ALLTOALL, Blocks
+from mpiad.primitives.checks import axis_of, counts_of, lengths_along, piece_of
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import SUM, channel
+from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core import collectives
-from mpiad.transport.core.buffers import outgoing
+from mpiad.transport.core.buffers import require_sendable
+from mpiad.transport.core.tracing import checked_on_replay
+
+_CALL = "mpi_alltoall"
 
 
-def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Exchange blocks between all ranks: block s of rank r becomes block r of rank s.
+def mpi_alltoall(
+    x: LocalArray,
+    counts: Sequence[int] | None = None,
+    axis: int = 0,
+    comm: Comm = None,
+    received: Sequence[int] | None = None,
+) -> LocalArray:
+    """Send a block of x to each rank, and concatenate the blocks that arrive, in rank order.
 
     Parameters
     ----------
-    x : array, shape (size, ...), the same shape and dtype on all ranks
+    x : array
+        Without `counts`, shape (size, ...), the same shape and dtype on all ranks: block s is ``x[s]``. With `counts`, the
+        lengths along `axis` may differ between ranks.
+    counts : sequence of int, optional
+        ``counts[s]`` consecutive entries of `x` along `axis` are sent to rank s. The counts may be zero; they add up to the
+        length of `x` along `axis`.
+    axis : int
+        Axis along which `x` is divided by `counts`.
     comm : mpi4py intracommunicator, optional
+    received : sequence of int, optional
+        The number of entries that arrive from each rank: ``received[s]`` is rank s's ``counts[rank]``. By default the ranks
+        exchange their counts first.
 
     Returns
     -------
     array
-        Same shape and dtype as `x`; block s is the block that rank s sends to this rank.
+        Same dtype as `x`. Without `counts`, the same shape as `x`, and block s is the one that rank s sends to this rank.
+        With `counts`, the blocks are concatenated along `axis`.
 
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be sent, or `counts` or `received` isn't a sequence of integers.
     ValueError
-        If the length of the first axis of `x` isn't the number of ranks.
+        If `x` has no such axis, `counts` don't add up to its length, or a count is negative. If shapes differ along another
+        axis, or dtypes differ between ranks. Without `counts`, if the length of the first axis isn't the number of ranks.
+
+    If `counts` are given without `received`, all ranks raise these errors before any data is sent. With `received`, wrong
+    counts of another rank are detected in debug mode (``MPIAD_DEBUG=1``) only.
 
     Ranks
     -----
-    All ranks of `comm` call it.
+    All ranks of `comm` call it, with the same axis. Either all ranks pass `counts`, or none does; the same holds for
+    `received`.
 
     Adjoint
     -------
-    The same exchange of the cotangents.
+    The cotangents return by the same exchange with `counts` and `received` interchanged. Derivatives of any order use the
+    counts of the call, and don't exchange them again.
 
     Examples
     --------
     >>> print(np.array_equal(mpiad.mpi_alltoall(np.full(size, float(rank))), np.arange(size)))
     True
+
+    Rank r sends one entry to each rank s ≤ r:
+
+    >>> counts = [int(s <= rank) for s in range(size)]
+    >>> y = mpiad.mpi_alltoall(np.full(rank + 1, float(rank)), counts)
+    >>> print(np.array_equal(y, np.arange(rank, size)))
+    True
     """
-    used = channel(comm, "mpi_alltoall")
-    shape = outgoing(getval(x), "mpi_alltoall").shape
-    if shape[:1] != (used.size,):
+    if hasattr(counts, "Get_rank"):
+        raise TypeError(f"{_CALL}: counts must be a list of integers, but got a communicator. Pass it as comm=.")
+    used = channel(comm, _CALL)
+    if counts is not None:
+        return communicate(ALLTOALL, x, _uneven(getval(x), counts, axis, used, received))
+    if axis != 0 or received is not None:
+        raise ValueError(f"{_CALL}: without counts, axis must be 0 and received None, but got {axis!r} and {received!r}.")
+    require_sendable(getval(x), _CALL)
+    spec = spec_like(getval(x))
+    if spec.shape[:1] != (used.size,):
         raise ValueError(
-            f"mpi_alltoall: the first axis of x must be the number of ranks, {used.size}, but x has shape {shape}. Reshape "
-            f"x to ({used.size}, ...), or pad it if its size isn't a multiple of {used.size}."
+            f"{_CALL}: without counts, the first axis of x must be the number of ranks, {used.size}, but x has shape "
+            f"{spec.shape}. Reshape x to ({used.size}, ...), pad it if its size isn't a multiple of {used.size}, or pass "
+            "counts=."
         )
-    return communicate(ALLTOALL, x, Reduction(used, SUM))  # the operation is ignored
+    return communicate(ALLTOALL, x, Blocks(used, 0, None, None, spec))
 
 
-def _forward(x: Array, p: Reduction) -> Array:
-    return collectives.alltoall(p.channel, x, "mpi_alltoall")
+def _uneven(x: Array, counts: Sequence[int], axis: int, used: Channel, received: Sequence[int] | None) -> Blocks:
+    """Return the parameters of an exchange of blocks with these counts; collective unless `received` is given."""
+    spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * used.size, None
+    try:
+        require_sendable(x, _CALL)
+        spec = spec_like(x)
+        index = axis_of(axis, len(spec.shape), _CALL)
+        sent = lengths_along(index, counts, spec.shape, used, _CALL)
+    except (TypeError, ValueError) as found:
+        if received is not None:
+            raise
+        error = found  # raised on all ranks by `lengths_of_all`, which exchanges the counts
+    if received is not None:
+        arriving = counts_of(received, used.size, _CALL, "received")
+    else:
+        like = spec._replace(arrays=None)
+        arriving = checked_on_replay(collectives.lengths_of_all, used, like, index, _CALL, error, sent)
+    return Blocks(used, index, sent, arriving, piece_of(spec, index, sum(arriving)))
 
 
-def _adjoint(ans: Array, x: Array, p: Reduction) -> Function:
-    """Return the transpose, the same exchange: the permutation that swaps blocks (r, s) and (s, r) is symmetric."""
-    return lambda g: communicate(ALLTOALL, g, p)
+def _forward(x: Array, p: Blocks) -> Array:
+    if p.sent is None or p.received is None:
+        return collectives.alltoall(p.channel, x, _CALL)
+    return collectives.alltoallv(p.channel, x, p.axis, p.sent, p.received, _CALL)
+
+
+def _adjoint(ans: Array, x: Array, p: Blocks) -> Function:
+    """Return the transpose of a permutation: its inverse, in which each block returns to its sender."""
+    back = p._replace(sent=p.received, received=p.sent, spec=spec_like(x))
+    return lambda g: communicate(ALLTOALL, g, back)
 
 
 ALLTOALL.define(_forward, _adjoint)

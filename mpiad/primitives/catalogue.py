@@ -39,7 +39,7 @@ class Rooted(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Parameters of a reduction to all ranks, and of `ALLTOALL`, which ignores `op`."""
+    """Parameters of a reduction to all ranks."""
 
     channel: Channel
     op: Op
@@ -53,6 +53,16 @@ class Dividing(NamedTuple):
     axis: int | None  # None for one block per rank along the first axis
     lengths: list[int]  # of all ranks' parts along the axis
     spec: Spec  # of this rank's part
+
+
+class Blocks(NamedTuple):
+    """The blocks along an axis that a rank sends to, and receives from, each rank; None for one entry for each rank."""
+
+    channel: Channel
+    axis: int | None
+    sent: list[int] | None
+    received: list[int] | None
+    spec: Spec  # of the received array
 
 
 class Prefix(NamedTuple):

@@ -102,14 +102,24 @@ def lengths_along(
     length = shape[axis]
     if counts is None:
         return even_lengths(length, size)
-    if np.ndim(counts) != 1:
-        raise TypeError(f"{call}: counts must be a list of {size} integers, but got {type(counts).__name__} {counts!r}.")
-    lengths = [_integer(count, call, "counts", "integers") for count in counts]
-    if len(lengths) != size or min(lengths) < 0 or sum(lengths) != length:
+    lengths = counts_of(counts, size, call, "counts")
+    if sum(lengths) != length:
         raise ValueError(
-            f"{call}: counts must be {size} integers, none negative, that add up to {length}, the length of x "
-            f"(shape {shape}) along axis {axis}; but got {lengths}, which add up to {sum(lengths)}."
+            f"{call}: counts must be {size} integers that add up to {length}, the length of x (shape {shape}) along "
+            f"axis {axis}; but got {lengths}, which add up to {sum(lengths)}."
         )
+    return lengths
+
+
+def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> list[int]:
+    """Return one count for each rank as integers; raise if they are invalid."""
+    if np.ndim(counts) != 1:
+        raise TypeError(
+            f"{call}: {argument} must be a list of {size} integers, but got {type(counts).__name__} {counts!r}."
+        )
+    lengths = [_integer(count, call, argument, "integers") for count in counts]
+    if len(lengths) != size or min(lengths) < 0:
+        raise ValueError(f"{call}: {argument} must be {size} integers, none negative, but got {lengths}.")
     return lengths
 
 

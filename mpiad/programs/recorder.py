@@ -511,7 +511,7 @@ _KNOWN = frozenset(
     "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_recv mpi_scan mpi_send mpi_sum "
     "value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
-_AS_SENT = frozenset({ALLREDUCE, ALLTOALL, SCAN, SUM_TO_ROOT})
+_AS_SENT = frozenset({ALLREDUCE, SCAN, SUM_TO_ROOT})
 
 
 class ShapeRecorder(Recorder):
@@ -543,7 +543,7 @@ class ShapeRecorder(Recorder):
             return x
         # A receive from any rank, whose envelope has no number yet, needs a run.
         needs_run = operation is RECV and any(envelope.number is None for envelope in envelopes)
-        if operation in (BCAST, EXCHANGE, RECV) and params.spec is not None and not needs_run:
+        if operation in (ALLTOALL, BCAST, EXCHANGE, RECV) and params.spec is not None and not needs_run:
             return like(params.spec)
         if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
             return like(Spec(x.shape, x.dtype))

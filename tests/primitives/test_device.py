@@ -147,6 +147,8 @@ def test_lengths_that_differ(rngs, size, way, place, dtype):
     """Blocks end in the middle of pieces and at their ends, one block is empty, and each rank's may be the longest."""
     counts = [(7, 0, 4, 3)[rank % 4] for rank in range(size)][:: 1 if size % 2 else -1]
     shapes, total = [(count, 3) for count in counts], sum(counts)
+    blocks = np.array([np.roll(counts, shift) for shift in range(size)])  # from each rank (row) to each rank
+    rows = [(2, total)] * size
     calls = {
         "allgather": (lambda x: mpiad.mpi_allgather(x, 0), reference.allgather(shapes, 0)),
         "gather": (lambda x: mpiad.mpi_gather(x, ROOT, 0), reference.gather(shapes, ROOT, 0)),
@@ -156,6 +158,7 @@ def test_lengths_that_differ(rngs, size, way, place, dtype):
         "reduce_scatter": (
             lambda x: mpiad.mpi_reduce_scatter(x, 0, counts), reference.reduce_scatter([(total, 2)] * size, 0, counts),
         ),
+        "alltoall": (lambda x: mpiad.mpi_alltoall(x, blocks[WORLD.rank], 1), reference.alltoallv(rows, blocks, 1)),
     }  # fmt: skip
     with travelling(way):
         for call, program in calls.values():

@@ -67,6 +67,11 @@ def mix(num, y):
     return num.dot(num.constant(pattern(LENGTH, count)), num.reshape(y, (count,)))
 
 
+def copies(blocks, sender, receiver):
+    """Return the number of arrays that a rank sends to another one, both counted in their group."""
+    return 1 if blocks == "equal" else (1 + sender + 2 * receiver) % 3
+
+
 def spread(num, a, shape):
     """Make an array of a shape of a register."""
     return num.reshape(num.dot(num.constant(pattern(int(np.prod(shape)), LENGTH)), a), shape)

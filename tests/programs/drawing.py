@@ -77,7 +77,9 @@ def kinds_of_step(size):
             steps.Scatter, st.sampled_from(["scatter", "reduce_scatter"]), **three, **place, axis=AXIS,
             lengths=st.none() | lengths,
         ),
-        st.builds(steps.Transpose, **three, part=PART, group=GROUP),
+        st.builds(
+            steps.Transpose, **three, part=PART, group=GROUP, blocks=st.sampled_from(["equal", "learned", "given"])
+        ),
         st.builds(
             steps.Exchange, **three, shift=st.integers(0, 3), silent=each(size, st.booleans()), tag=TAG, group=GROUP
         ),

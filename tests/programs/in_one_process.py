@@ -178,7 +178,8 @@ def scatter(model, step, group):
 def transpose(model, step, group):
     xs = model.parts(step, group)
     for k, rank in enumerate(group):
-        came = jets.sin(jets.stack([x * (1 + k / 2) for x in xs]))
+        copies = [arithmetic.copies(step.blocks, sender, k) for sender in range(len(group))]
+        came = jets.sin(jets.stack([x * (1 + k / 2 + copy / 4) for x, n in zip(xs, copies) for copy in range(n)]))
         model.put(rank, step.out, arithmetic.mix(jets, came) * model.registers[rank][step.b])
 
 

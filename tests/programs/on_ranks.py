@@ -176,9 +176,14 @@ def scatter(state, step):
 
 def transpose(state, step):
     comm, group = communicators()[step.group]
-    x = state.part(step)
-    blocks = state.num.stack([x * (1 + k / 2) for k in range(len(group))])
-    y = state.num.sin(mpiad.mpi_alltoall(blocks, comm=comm))
+    x, own, size = state.part(step), group.index(WORLD.rank), len(group)
+    blocks = [x * (1 + k / 2 + copy / 4) for k in range(size) for copy in range(arithmetic.copies(step.blocks, own, k))]
+    counts, received = [
+        [arithmetic.copies(step.blocks, *pair) for pair in pairs]
+        for pairs in ([(own, k) for k in range(size)], [(k, own) for k in range(size)])
+    ]
+    lengths = {"equal": {}, "learned": {"counts": counts}, "given": {"counts": counts, "received": received}}[step.blocks]
+    y = state.num.sin(mpiad.mpi_alltoall(state.num.stack(blocks), comm=comm, **lengths))
     state.put(step.out, arithmetic.mix(state.num, y) * state.registers[step.b])
 
 

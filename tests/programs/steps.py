@@ -66,13 +66,14 @@ class Scatter(NamedTuple):
 
 
 class Transpose(NamedTuple):
-    """`alltoall`."""
+    """`alltoall` of equal blocks, or of blocks whose lengths the receivers learn or are given."""
 
     a: int
     b: int
     out: int
     part: int
     group: int
+    blocks: str
 
 
 class Exchange(NamedTuple):

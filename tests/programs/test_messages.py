@@ -1,5 +1,7 @@
 """A compiled rank makes the communications of an interpreted one, so that they fit together."""
 
+import logging
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.domain import Domain
+from mpiad.programs import program_cache
 
 X = np.linspace(0.5, 1.75, 6)
 EVERYWHERE, NOWHERE = (lambda rank: True), (lambda rank: False)
@@ -58,6 +61,8 @@ def agreeing(x):
         mpiad.mpi_gather(x * x, root=size - 1),
         mpiad.mpi_gather(y[: rank + 1], root=0, axis=0),
         mpiad.mpi_allgather(anp.sin(y)),
+        mpiad.mpi_alltoall(y[: rank + 1] * x[0], [int(k <= rank) for k in range(size)]),
+        mpiad.mpi_alltoall(anp.sin(y), [1 + (k == 0) - (k == size - 1) for k in range(size)], axis=0),
         mpiad.mpi_scatter(anp.exp(-y), root=size - 1),
         mpiad.mpi_allreduce(y, MPI.PROD),
         mpiad.mpi_allreduce(x - x[0], MPI.PROD),
@@ -355,6 +360,37 @@ def test_lengths_that_other_ranks_change(rank, size):
     for n in (2000, 3, 3):
         x = rng.uniform(1, 2, n if rank == last else 2)
         np.testing.assert_allclose(jitted(x, u), fun(x, u), rtol=1e-12)
+
+
+def test_counts_that_other_ranks_change(rank, size):
+    """Rank 0 alone meets other counts, so its program ends at the exchange; ranks that know the counts learn nothing."""
+    last = size - 1
+
+    def fun(x):
+        y = mpiad.mpi_alltoall(anp.sin(x), [len(x)] + [0] * last)
+        counts = [len(y)] + [0] * last if rank == 0 else [0] * size
+        z = mpiad.mpi_alltoall(y * y, counts, received=counts)
+        return anp.sum(z * y) + mpiad.mpi_allreduce(anp.sum(x))
+
+    jitted = mpiad.jit(fun, strict=True)
+    gradient, expected = (mpiad.value_and_grad(f, objective="sum") for f in (jitted, fun))
+    rng = np.random.default_rng(rank)
+    for n in (3, 3, 2000, 2000, 2000):
+        x = rng.uniform(1, 2, n if rank == last else 2)
+        assert_same(gradient(x), expected(x), 1e-11)
+    assert jitted._cache.traces == (2 if rank in (0, last) else 1)
+
+
+def test_counts_that_always_change(rank, size, monkeypatch, caplog):
+    """After a number of traces the function is interpreted, with one warning."""
+    monkeypatch.setattr(program_cache, "MAX_TRACES", 2)
+    jitted = mpiad.jit(lambda x: anp.sum(mpiad.mpi_alltoall(x, [len(x)] + [0] * (size - 1)) ** 2))
+    caplog.set_level(logging.WARNING, "mpiad")
+    for n in range(1, 9):
+        x = np.full(n if rank == size - 1 else 2, 2.0)
+        assert jitted(x) == (4.0 * (n + 2 * (size - 1)) if rank == 0 else 0)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (rank in (0, size - 1)) and all("it was traced 2 times" in text for text in warned)
 
 
 def test_products_with_zeros_and_without(rank, size):

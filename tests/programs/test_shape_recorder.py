@@ -86,7 +86,8 @@ def test_messages_whose_results_are_like_what_is_sent(traces, rank, size):
     def fun(u):
         mpiad.mpi_barrier()
         parts = mpiad.mpi_scan(u**2) * mpiad.mpi_exscan(anp.sin(u)) * mpiad.mpi_alltoall(anp.stack([u] * size))
-        return mpiad.mpi_sum(anp.sum(parts)) + domain.sum(u * flat(u**2) + edged(u) ** 3) / size
+        block = mpiad.mpi_alltoall(u, [0] * (size - 1) + [len(u)], received=[3 * (rank == size - 1)] * size)
+        return mpiad.mpi_sum(anp.sum(parts)) + domain.sum(u * flat(u**2) + edged(u) ** 3) / size + anp.sum(block**3)
 
     gradient, product = (form(mpiad.jit(fun, strict=True), objective="sum") for form in (mpiad.grad, mpiad.hvp))
     for x in (u, 2 * u):

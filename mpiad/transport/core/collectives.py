@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Request, Shape
-from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
+from mpiad.transport.core.agreement import agreed, fingerprint, raise_first, raise_together
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied
@@ -202,10 +202,29 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     return in_pieces(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
 
 
-def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
+def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], received: list[int], call: str) -> Array:
+    """Send blocks of the lengths `sent` along `axis` to the ranks, and concatenate those received, of known lengths."""
+    array = _front(outgoing(x, call), axis)
+    if getattr(channel.data, "agreement", None) is not None:
+        counts = lengths_of_all(channel, Spec.of(array), 0, call, sent=sent)
+        text = f"{call}: received must be the counts of the ranks for this rank, {counts}, but got {received}."
+        raise_together(channel, None if counts == received else ValueError(text))
+    width, itemsize = prod(array.shape[1:]), array.dtype.itemsize
+    # In one piece, also through host memory: the ranks don't know each other's counts, so they can't agree on pieces.
+    blocks, places = (of_blocks([n * width for n in lengths], itemsize, None) for lengths in (sent, received))
+    outgoing_blocks = outgoing_transfer(array, blocks)
+    incoming = incoming_transfer(Spec.of(array)._replace(shape=(sum(received), *array.shape[1:])), places)
+    exchange = channel.data.Alltoallv
+    return _back(in_pieces(1, lambda k: exchange(outgoing_blocks.blocks(k), incoming.blocks(k)), incoming), axis)
+
+
+def lengths_of_all(
+    channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None, sent: list[int] | None = None
+) -> list[int]:
     """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
 
-    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. Raises a ValueError on
+    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. `sent`: the lengths of the
+    blocks for the ranks; with it, the lengths of the ranks' blocks for this rank are returned. Raises a ValueError on
     all ranks if other dimensions or dtypes differ between ranks.
     """
     shape, dtype = like.shape, like.dtype
@@ -213,7 +232,13 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
     length = 1 if axis is None else shape[axis]
     mine = np.array([length if wrong is None else -1, fingerprint(*piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
-    channel.data.Allgather(mine, every)
+    if sent is None:
+        channel.data.Allgather(mine, every)
+    else:
+        rows = np.tile(mine, (channel.size, 1))
+        if wrong is None:
+            rows[:, 0] = sent
+        channel.data.Alltoall(rows, every)
     if (every[:, 0] < 0).any():
         raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
