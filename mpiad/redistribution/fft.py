@@ -6,8 +6,8 @@ dimensions one axis is divided (slabs), in three dimensions one or two (pencils)
 ranks that share an axis. A line of a 1-dimensional array is divided by the four-step algorithm, with the same stages.
 
 Each stage has a transpose, without conjugation, and the transpose of a chain is the chain of the transposed stages in
-reverse order. So one operator, `_transform`, is the adjoint of itself with a transposed chain, at any order. Leading axes
-of an array are batches. Axes are numbered from the end, so that batches don't change the numbers.
+reverse order. So one operator, `fourier_transform`, is the adjoint of itself with a transposed chain, at any order. Leading
+axes of an array are batches. Axes are numbered from the end, so that batches don't change the numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.channels import make_communicator
-from mpiad.transport.devices.device_arrays import arrays_of, is_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 
 __all__ = ["DistributedFFT"]
 
@@ -267,15 +267,19 @@ class _Chain:
 
 
 @custom_operator
-def _transform(x: LocalArray, chain: _Chain) -> LocalArray:
+def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
+    if arrays_of(x) is not None:
+        raise TypeError(
+            f"DistributedFFT: the array must be on the host, but is {named(x)}. mpiad.device.to_host(x) copies it."
+        )
     for stage in chain.stages:
         x = stage(x)
     return x
 
 
-defvjp(_transform, lambda ans, x, chain: lambda g: _transform(g, chain.transposed))
-defjvp(_transform, lambda g, ans, x, chain: _transform(g, chain))
-_transform.batched_adjoint = True
+defvjp(fourier_transform, lambda ans, x, chain: lambda g: fourier_transform(g, chain.transposed))
+defjvp(fourier_transform, lambda g, ans, x, chain: fourier_transform(g, chain))
+fourier_transform.batched_adjoint = True
 
 
 @dataclass(frozen=True)
@@ -350,16 +354,14 @@ class _WholeLines:
 
     def __init__(self, problem: _Problem, size: int):
         self.problem, self.order, ndim = problem, problem.axes[::-1], len(problem.shape)
-        physical, spectral = problem.physical, problem.spectral()
-        self.shapes = [
-            tuple(spectral[a] if a in self.order[:k] else physical[a] for a in range(-ndim, 0))
-            for k in range(len(self.order) + 1)
-        ]
-        lines = min(math.prod(shape) // shape[axis] for axis, shape in zip(self.order, self.shapes))
+        self.shapes = self._shapes(problem.physical)
+        # The division doesn't depend on padding, so that transforms with and without padding have the same modes.
+        unpadded = self._shapes(problem.shape)
+        lines = min(math.prod(shape) // shape[axis] for axis, shape in zip(self.order, unpadded))
         if size > lines:
             raise ValueError(
-                f"DistributedFFT: {size} ranks can't share the {lines} lines along an axis of {physical} points with "
-                f"{spectral} modes. Use fewer ranks."
+                f"DistributedFFT: {size} ranks can't share the {lines} lines along an axis of {problem.shape} points with "
+                f"{problem.spectral()} modes. Use fewer ranks."
             )
         # Axes that aren't transformed are divided first, since no exchange joins them.
         first = [a for a in range(-ndim, 0) if a not in problem.axes] + list(problem.axes)
@@ -370,12 +372,17 @@ class _WholeLines:
         grids: list[tuple[int, ...]] = [(size,)[: ndim - 1]]
         if ndim == 3:
             grids = [(p, size // p) for p in range(size, 0, -1) if size % p == 0]
-        self.dims = min(grids, key=self._cost)
+        self.dims = min(grids, key=lambda dims: self._cost(dims, unpadded))
 
-    def _cost(self, dims: tuple[int, ...]) -> tuple[int, int]:
+    def _shapes(self, points: Shape) -> list[Shape]:
+        modes, axes = self.problem.spectral(), range(-len(points), 0)
+        done = [self.order[:k] for k in range(len(self.order) + 1)]
+        return [tuple(modes[a] if a in transformed else points[a] for a in axes) for transformed in done]
+
+    def _cost(self, dims: tuple[int, ...], shapes: list[Shape]) -> tuple[int, int]:
         """Return the size of the largest block, and the number of exchanges."""
         largest = 0
-        for division, shape in zip([*self.divisions, self.divisions[-1]], self.shapes):
+        for division, shape in zip([*self.divisions, self.divisions[-1]], shapes):
             parts = dict(zip(division, dims))
             lengths = [-(-n // parts.get(axis, 1)) for axis, n in zip(range(-len(shape), 0), shape)]
             largest = max(largest, math.prod(lengths))
@@ -613,7 +620,7 @@ class DistributedFFT:
         Raises
         ------
         TypeError, ValueError
-            If `u` isn't an array on the host of that dtype or shape.
+            If `u` isn't an array of that dtype or shape, on the host.
 
         Ranks
         -----
@@ -623,7 +630,7 @@ class DistributedFFT:
         -------
         The transposed transform: for complex arrays the transform with the same sign of the exponent.
         """
-        return _transform(self._checked(u, "forward", self.local_shape, self.dtype), self._forward)
+        return fourier_transform(self._checked(u, "forward", self.local_shape, self.dtype), self._forward)
 
     def backward(self, modes: LocalArray) -> LocalArray:
         """Return the array with the given modes.
@@ -641,7 +648,7 @@ class DistributedFFT:
         Raises
         ------
         TypeError, ValueError
-            If `modes` isn't an array on the host of that dtype or shape.
+            If `modes` isn't an array of that dtype or shape, on the host.
 
         Ranks
         -----
@@ -651,7 +658,9 @@ class DistributedFFT:
         -------
         The transposed transform.
         """
-        return _transform(self._checked(modes, "backward", self.local_spectral_shape, self.spectral_dtype), self._backward)
+        return fourier_transform(
+            self._checked(modes, "backward", self.local_spectral_shape, self.spectral_dtype), self._backward
+        )
 
     def wavenumbers(self, lengths: float | Sequence[float] = 2 * math.pi) -> tuple[LocalArray, ...]:
         """Return the wavenumbers of this rank's modes.
@@ -690,9 +699,9 @@ class DistributedFFT:
 
     def _checked(self, x: Array, call: str, shape: Shape, dtype: np.dtype) -> LocalArray:
         block = getval(x)
-        if not is_array(block) or arrays_of(block) is not None or block.dtype != dtype:
-            given = f"an array of dtype {block.dtype}" if type(block) is np.ndarray else type(block).__name__
-            raise TypeError(f"DistributedFFT.{call}: expected an array on the host of dtype {dtype}, but got {given}.")
+        if not is_array(block) or block.dtype != dtype:
+            given = f"an array of dtype {block.dtype}" if is_array(block) else type(block).__name__
+            raise TypeError(f"DistributedFFT.{call}: expected an array of dtype {dtype}, but got {given}.")
         if block.shape[max(0, block.ndim - len(shape)) :] != shape:
             raise ValueError(
                 f"DistributedFFT.{call}: expected this rank's part, an array of shape (..., "
