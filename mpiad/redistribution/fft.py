@@ -131,7 +131,7 @@ class _Truncation(_Stage):
         shape[axis] = m = self.length if self.pads else low + (self.nyquist is not None) + self.high
         out = np.zeros(shape, x.dtype) if self.pads else np.empty(shape, x.dtype)
         for before, after in (slice(low), slice(low)), (slice(n - self.high, n), slice(m - self.high, m)):
-            np.multiply(x[_at(axis, before)], self.scale, out=out[_at(axis, after)])
+            out[_at(axis, after)] = x[_at(axis, before)] if self.scale == 1 else x[_at(axis, before)] * self.scale
         if self.nyquist is None:
             return out
         factor, first, last = self.scale * self.nyquist, _at(axis, low), _at(axis, self.length - low)
@@ -410,6 +410,12 @@ class _WholeLines:
                     lengths = [even_lengths(self.shapes[k][a], p) for a in (axis, divided)]
                     stages.append(_Exchange(comms[g], position[g], axis, lengths[0], divided, lengths[1]))
             stages += self._along(axis, self.problem.is_real and k == 0)
+        truncated = [k for k, stage in enumerate(stages) if isinstance(stage, _Truncation)]
+        if truncated:
+            # The modes are those of the unpadded array, so sums over more points are scaled; at the end, on the least data.
+            factor = math.prod(self.problem.shape) / math.prod(self.problem.physical)
+            scale = {"backward": factor, "ortho": math.sqrt(factor), "forward": 1.0}[self.problem.norm]
+            stages[truncated[-1]] = replace(stages[truncated[-1]], scale=scale)  # type: ignore[type-var]
         return stages, [stage.inverse() for stage in reversed(stages)]
 
     def _along(self, axis: int, real: bool) -> list[_Stage]:
@@ -418,10 +424,8 @@ class _WholeLines:
         transform = _RealTransform(axis, n, norm) if real else _ComplexTransform(axis, norm)
         if n == modes:
             return [transform]
-        # The modes are those of the unpadded array, so sums over n points count as sums over fewer points.
-        scale = {"backward": modes / n, "ortho": math.sqrt(modes / n), "forward": 1.0}[norm]
         low, high, nyquist = (modes + 1) // 2, 0 if real else (modes - 1) // 2, None if modes % 2 else 2.0 if real else 1.0
-        return [transform, _Truncation(axis, n // 2 + 1 if real else n, low, high, nyquist, real, scale)]
+        return [transform, _Truncation(axis, n // 2 + 1 if real else n, low, high, nyquist, real)]
 
 
 _comms: WeakKeyDictionary[Channel, dict[tuple[int, ...], list[Comm]]] = WeakKeyDictionary()
