@@ -698,7 +698,7 @@ class DistributedFFT:
             half = self.dtype.kind == "f" and axis == axes[-1]
             k = (scipy.fft.rfftfreq if half else scipy.fft.fftfreq)(n, 1 / n).round()[self.owned_spectral[axis]]
             scaled = (k * (2 * np.pi / length)).astype(self.spectral_dtype.char.lower())
-            found.append(scaled.reshape(-1, *[1] * (-axis - 1)))
+            found.append(scaled.reshape(*[1] * (len(self.shape) + axis), -1, *[1] * (-axis - 1)))
         return tuple(found)
 
     def _checked(self, x: Array, call: str, shape: Shape, dtype: np.dtype) -> LocalArray:
