@@ -46,10 +46,11 @@ class _Stage:
         raise NotImplementedError
 
     def transposed(self) -> _Stage:
-        raise NotImplementedError
+        """Return the transpose; by default the stage is symmetric."""
+        return self
 
     def inverse(self) -> _Stage:
-        """Return the stage in the transform in the other direction; for permutations it is the transpose."""
+        """Return the stage of the transform in the other direction; by default it is the transpose, as of permutations."""
         return self.transposed()
 
 
@@ -60,6 +61,8 @@ def _at(axis: int, index: Index) -> Index:
 
 @dataclass(frozen=True)
 class _ComplexTransform(_Stage):
+    """A transform of complex numbers; its matrix exp(∓2πi jk / n) is symmetric."""
+
     axis: int
     norm: str
     is_inverse: bool = False
@@ -68,9 +71,6 @@ class _ComplexTransform(_Stage):
         transform = scipy.fft.ifft if self.is_inverse else scipy.fft.fft
         # An argument of the operator is read-only; other arrays are results of stages.
         return transform(x, axis=self.axis, norm=self.norm, overwrite_x=x.flags.writeable)
-
-    def transposed(self) -> _ComplexTransform:
-        return self  # the matrix exp(∓2πi jk / n) is symmetric
 
     def inverse(self) -> _ComplexTransform:
         return replace(self, is_inverse=True)
@@ -127,6 +127,8 @@ class _Truncation(_Stage):
 
     def __call__(self, x: Array) -> Array:
         axis, low, n = self.axis, self.low, x.shape[self.axis]
+        if low == self.length:
+            return x
         shape = list(x.shape)
         shape[axis] = m = self.length if self.pads else low + (self.nyquist is not None) + self.high
         out = np.zeros(shape, x.dtype) if self.pads else np.empty(shape, x.dtype)
@@ -216,29 +218,29 @@ class _Product(_Stage):
     def __call__(self, x: Array) -> Array:
         return x * self.table
 
-    def transposed(self) -> _Product:
-        return self
-
     def inverse(self) -> _Product:
         return _Product(np.conj(self.table))  # the factors have modulus 1
 
 
 @dataclass(frozen=True)
 class _Reshape(_Stage):
-    """The last axes in another shape; a matrix is transposed before or after."""
+    """The last axes in another shape."""
 
     before: Shape
     after: Shape
-    swaps_before: bool = False
-    swaps_after: bool = False
 
     def __call__(self, x: Array) -> Array:
-        x = x.swapaxes(-1, -2) if self.swaps_before else x
-        x = x.reshape(*x.shape[: x.ndim - len(self.before)], *self.after)
-        return x.swapaxes(-1, -2) if self.swaps_after else x
+        return x.reshape(*x.shape[: x.ndim - len(self.before)], *self.after)
 
     def transposed(self) -> _Reshape:
-        return _Reshape(self.after, self.before, self.swaps_after, self.swaps_before)
+        return _Reshape(self.after, self.before)
+
+
+class _Swap(_Stage):
+    """The two last axes interchanged."""
+
+    def __call__(self, x: Array) -> Array:
+        return x.swapaxes(-1, -2)
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,7 @@ class _Chain:
 
 @custom_operator
 def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
+    """Apply the stages of a chain."""
     if arrays_of(x) is not None:
         raise TypeError(
             f"DistributedFFT: the array must be on the host, but is {named(x)}. mpiad.device.to_host(x) copies it."
@@ -460,7 +463,8 @@ class _FourSteps:
         if problem.physical != problem.shape:
             raise ValueError("DistributedFFT: a 1-dimensional transform on several ranks can't be padded. Use one rank.")
         # The rows and the columns of the matrix are divided, and the rows of the matrix of modes.
-        least = {rows: min(rows, n // rows, -(-self.modes // rows)) for rows in range(1, n + 1) if n % rows == 0}
+        divisors = [rows for rows in range(1, math.isqrt(n) + 1) if n % rows == 0]
+        least = {rows: min(rows, -(-self.modes // rows)) for rows in divisors}
         self.rows = max(least, key=lambda rows: least[rows])
         if least[self.rows] < size:
             raise ValueError(
@@ -493,7 +497,8 @@ class _FourSteps:
             _ComplexTransform(-1, norm),
             _Truncation(-1, self.columns, needed),
             _Exchange(comm, rank, -2, rows, -1, spectral),
-            _Reshape((spectral[rank], self.rows), (spectral[rank] * self.rows,), swaps_before=True),
+            _Swap(),
+            _Reshape((spectral[rank], self.rows), (spectral[rank] * self.rows,)),
             _Truncation(-1, spectral[rank] * self.rows, modes.stop - modes.start),
         ]
         backward = [stage.inverse() for stage in reversed(stages)]
@@ -538,7 +543,7 @@ class DistributedFFT:
     dtype, spectral_dtype : numpy.dtype
         Of the physical array and of its modes.
     dims : tuple of int
-        Shape of the grid of ranks: of one dimension for slabs, of two, greater than 1, for pencils.
+        Numbers of ranks that share each of the divided axes: two numbers for arrays with 3 axes, one of them 1 for slabs.
 
     Raises
     ------
