@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -64,7 +65,7 @@ def compare_transforms(shape: tuple[int, int, int], rounds: int) -> float:
     fft, peer = DistributedFFT(shape), by_hand(shape)
     u = np.random.default_rng(0).standard_normal(shape)[fft.owned].copy()
     np.testing.assert_allclose(fft.forward(u), peer(u), 1e-12, 1e-12 * u.size)
-    times = [[seconds_of(lambda: f(u), 1, comm) for f in (fft.forward, peer)] for _ in range(rounds)]
+    times = [[seconds_of(partial(f, u), 1, comm) for f in (fft.forward, peer)] for _ in range(rounds)]
     ours, theirs = np.min(times, axis=0)
     if rank == 0:
         print(f"{shape}: mpiad {ours * 1e3:.2f} ms, by hand {theirs * 1e3:.2f} ms, ratio {ours / theirs:.2f}", flush=True)
@@ -85,10 +86,12 @@ def gradient_ratio(points: int, rounds: int) -> float:
         return flow.energy(modes)
 
     gradient = mpiad.value_and_grad(energy)
-    times = [[seconds_of(lambda: f(u), 1, comm) for f in (energy, gradient)] for _ in range(rounds)]
+    times = [[seconds_of(partial(f, u), 1, comm) for f in (energy, gradient)] for _ in range(rounds)]
     forward, both = np.min(times, axis=0)
     if rank == 0:
-        print(f"{points}³, ten steps: {forward:.3f} s, with the gradient {both:.3f} s, ratio {both / forward:.2f}", flush=True)
+        print(
+            f"{points}³, ten steps: {forward:.3f} s, with the gradient {both:.3f} s, ratio {both / forward:.2f}", flush=True
+        )
     return both / forward
 
 

@@ -78,6 +78,8 @@ JOBS = (
     Job("multigrid.py", 2, 60),
     Job("inverse.py", 1, 120, "--sizes 16 64"),
     Job("domain.py", 2, 30),
+    Job("fft.py", 1, 90, "--quick"),
+    Job("fft.py", 2, 90, "--quick"),
     Job("wave.py", 1, 60),
     Job("wave_peers.py", 1, 150, "--budget 0.5"),
     Job("weak_scaling.py", 2, 60),

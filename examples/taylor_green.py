@@ -15,7 +15,8 @@ transforms 6 fields there and 3 fields back per stage of a Runge-Kutta step, wit
    M. Mortensen and H. P. Langtangen, Comput. Phys. Commun. 203, 2016).
 2. On a coarser grid, with products on 3/2 as many points along each axis, so that they aren't aliased: the initial
    perturbation, of a given energy, whose energy grows most by a given time (nonlinear optimal growth). The gradient is the
-   adjoint of all time steps, which `scan` recomputes from a few checkpoints. Each rank has its part of the perturbation only.
+   adjoint of all time steps, which `scan` recomputes from a few checkpoints. Each rank has only its part of the
+   perturbation.
 
 Any number of ranks gives the same flow, to rounding.
 """
@@ -38,9 +39,9 @@ CHECKPOINTS = 5
 
 parser = argparse.ArgumentParser(description="Simulate the Taylor-Green vortex, and find its fastest perturbation.")
 parser.add_argument("--points", type=int, default=64, help="points of the simulation along each axis")
-parser.add_argument("--coarse", type=int, nargs=3, default=(12, 16, 16), help="points for the perturbation")
+parser.add_argument("--coarse", type=int, nargs=3, default=(10, 16, 16), help="points for the perturbation")
 parser.add_argument("--steps", type=int, default=20, help="steps of 0.1 in which the perturbation grows")
-parser.add_argument("--iterations", type=int, default=15, help="the most iterations of L-BFGS")
+parser.add_argument("--iterations", type=int, default=10, help="the most iterations of L-BFGS")
 parser.add_argument("--least", type=float, default=3.0, help="fail if the optimal growth isn't larger than this")
 parser.add_argument("--picture", type=Path, help="draw the perturbation into this file")
 
@@ -126,11 +127,11 @@ def draw_picture(path, fields, history):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 3.2), layout="constrained", width_ratios=(2, 2, 1))
     for axis, (title, field) in zip(axes, fields.items()):
         speed = numpy.sqrt((field**2).sum(axis=0))[:, :, 0]
-        image = axis.imshow(speed.T, "magma", origin="lower", extent=(0, BOX[0], 0, BOX[1]), interpolation="bicubic")
-        axis.set(title=title, xlabel="x", ylabel="y")
+        image = axis.imshow(speed, "magma", origin="lower", extent=(0, BOX[1], 0, BOX[0]), interpolation="bicubic")
+        axis.set(title=title, xlabel="y", ylabel="x")
         figure.colorbar(image, ax=axis, label="speed, z = 0")
     axes[2].plot(numpy.exp(-numpy.array(history)), "k.-")
     axes[2].set(title="growth of the energy", xlabel="iteration", ylabel="factor")
