@@ -12,6 +12,7 @@ from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.noting import note_rules
 from mpiad.primitives.operation import Recorded, apply, suspended
+from mpiad.transport import Spec
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications
 from mpiad.transport.core.tracing import restoring_state, tracing
@@ -119,10 +120,12 @@ class Communicating(Recorded):
             raise NotImplementedError(f"{self.__name__} has no adjoint: define one with mpiad.extend.defvjp.")
         rule, batched_adjoint = self.backward(ans, args, params), self.batched_adjoint
         ndim = len(spec_like(ans).shape) if batched_adjoint else 0
+        # Only the specs are kept, so that the arrays' memory can be freed unless the rule needs them.
+        specs, count = [(k, spec_like(args[k])) for k in argnums], len(args)
 
         def vjp(g: Array) -> tuple:
             lead = spec_like(g).shape[: -ndim or None] if batched_adjoint else ()
-            return _parts(rule(g), argnums, args, self.__name__, lead)
+            return _parts(rule(g), specs, count, self.__name__, lead)
 
         return vjp
 
@@ -159,17 +162,16 @@ def _result(ans: Array, name: str) -> Any:
     raise TypeError(f"{name}: an operator must return one array, a number or None, but returned {type(ans).__name__}.")
 
 
-def _parts(cotangents: Any, argnums: Sequence[int], args: tuple, name: str, lead: tuple[int, ...]) -> tuple:
-    if not isinstance(cotangents, (tuple, list)) or len(cotangents) > len(args):
+def _parts(cotangents: Any, specs: Sequence[tuple[int, Spec]], count: int, name: str, lead: tuple[int, ...]) -> tuple:
+    if not isinstance(cotangents, (tuple, list)) or len(cotangents) > count:
         raise TypeError(
-            f"{name}: its adjoint must return a tuple with the cotangent of each of {len(args)} argument(s), but returned "
+            f"{name}: its adjoint must return a tuple with the cotangent of each of {count} argument(s), but returned "
             f"{type(cotangents).__name__}{f' of {len(cotangents)}' if isinstance(cotangents, (tuple, list)) else ''}."
         )
     parts: list[Any] = []
-    for k in argnums:
+    for k, spec in specs:
         part = cotangents[k] if k < len(cotangents) else None
         if part is not None:
-            spec = spec_like(args[k])
             shape = lead + spec.shape
             if np.shape(part) != shape:
                 text = f"{name}: the cotangent of argument {k} must have its shape, {shape}, but the adjoint returned"

@@ -1,4 +1,4 @@
-"""Data between any ranks: entries that other ranks own, by their global numbers."""
+"""Data between any ranks: entries that other ranks own, by their global numbers, and Fourier transforms (`fft`)."""
 
 from mpiad.redistribution.ghosts import GhostExchange
 

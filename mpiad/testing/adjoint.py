@@ -104,8 +104,8 @@ def check_adjoint(
 def _products(group: Channel, left: tuple, right: tuple, nonlinearity: float) -> tuple[list[complex], float, float]:
     """Return the exactly summed inner products, the larger sum of absolute products, and the largest nonlinearity."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
-    if not np.iscomplexobj(right[0]):
-        # Since the cotangent of a real x is real, only the real parts of the inner products are equal.
+    if not (np.iscomplexobj(right[0]) and np.iscomplexobj(left[0])):
+        # If x or A x is real, the map is linear over the real numbers, and only the real parts are equal.
         terms = [np.real(part) for part in terms]
     # All ranks gather all products, since a sum per rank would be rounded.
     gathered = group.data.allgather((terms, nonlinearity))

@@ -17,8 +17,8 @@ import mpiad
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "mpiad", "mpiad.debug", "mpiad.device", "mpiad.differentiation", "mpiad.ensemble", "mpiad.errors", "mpiad.extend",
-    "mpiad.inverse", "mpiad.linalg", "mpiad.optimize", "mpiad.parallel", "mpiad.programs", "mpiad.redistribution",
-    "mpiad.tasks", "mpiad.testing", "mpiad.timestepping", "mpiad.vi",
+    "mpiad.fft", "mpiad.inverse", "mpiad.linalg", "mpiad.optimize", "mpiad.parallel", "mpiad.programs",
+    "mpiad.redistribution", "mpiad.tasks", "mpiad.testing", "mpiad.timestepping", "mpiad.vi",
 )  # fmt: skip
 WITHOUT = {
     "mpiad.mpi_finalize": "ends MPI for all tests that follow",

@@ -113,6 +113,12 @@ RUNS = [
         r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first, thorough=True,
     ),
     Small(
+        2, "examples/taylor_green.py", "--points 12 --coarse 4 8 8 --steps 3 --iterations 2 --least 0"
+        " --picture picture.png",
+        r"energy after ten steps (\S+), .*\ngrowth by 3 steps: random (\S+), optimal (\S+),",
+        lambda energy, random, optimal: abs(energy - 0.124953) < 1e-6 and optimal > random,
+    ),
+    Small(
         2, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
         r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
     ),

@@ -56,6 +56,12 @@ def test_maps_that_are_not_linear_are_refused():
             check_adjoint(bent, np.ones(3))
 
 
+def test_maps_from_complex_to_real():
+    assert check_adjoint(lambda x: anp.real(mpiad.mpi_allreduce(x) * (2.0 + 1j)), np.ones(3, complex)) < 16
+    with pytest.raises(AdjointError):
+        check_adjoint(lambda x: anp.real(x * (2.0 + 1j)), np.ones(3, complex), adjoint=lambda y: y * (2.0 - 1j))
+
+
 def test_maps_from_real_to_complex():
     assert check_adjoint(lambda x: mpiad.mpi_allreduce(x) * (2.0 + 1j), np.ones(3)) < 16
     with pytest.raises(AdjointError):
