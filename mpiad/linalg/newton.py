@@ -19,7 +19,7 @@ from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.factorized import KeptFactors, host_error, kind_of, pattern_error
-from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
+from mpiad.linalg.iteration import Method, diagnosis, forcing_term, iterate, rounding_floor
 from mpiad.linalg.solve import (
     METHODS,
     Problem,
@@ -99,12 +99,6 @@ def find_root(
         forcing = forcing_term(forcing, norm / before, _LARGEST_FORCING)
     system.settle()
     return system.block(u)
-
-
-def forcing_term(before: float, ratio: float, largest: float) -> float:
-    """Return Eisenstat and Walker's choice 2 (γ = 0.9, α = 2) with their safeguard, for the ratio of the last two norms."""
-    chosen, safeguard = 0.9 * ratio**2, 0.9 * before**2
-    return min(largest, max(chosen, safeguard) if safeguard > 0.1 else chosen)
 
 
 def _newton_step(system: System, linear: System, method: Method, u: LocalArray, f: LocalArray) -> LocalArray:

@@ -30,14 +30,14 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
-from mpiad.linalg.newton import forcing_term
+from mpiad.linalg.iteration import forcing_term
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, ending_at
 from mpiad.optimize.sharded.host_vectors import local_dot
-from mpiad.optimize.sharded.iteration import ShardedMethod
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
+from mpiad.optimize.sharded.sharded_method import ShardedMethod
 from mpiad.optimize.sharded.solver_state import StateFiles
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
