@@ -201,9 +201,3 @@ def _rounding_squared(dtype: np.dtype) -> float:
 def _signs(like: LocalArray, number: int) -> LocalArray:
     # The signs may be equal on different ranks.
     return on_device_of(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)
-
-
-def forcing_term(before: float, ratio: float, largest: float) -> float:
-    """Return Eisenstat and Walker's choice 2 (γ = 0.9, α = 2) with their safeguard, for the ratio of the last two norms."""
-    chosen, safeguard = 0.9 * ratio**2, 0.9 * before**2
-    return min(largest, max(chosen, safeguard) if safeguard > 0.1 else chosen)
