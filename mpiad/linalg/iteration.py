@@ -127,6 +127,12 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
         system.fail(f"{problem}: {cause}" if cause else problem)
 
 
+def forcing_term(before: float, ratio: float, largest: float) -> float:
+    """Return Eisenstat and Walker's choice 2 (γ = 0.9, α = 2) with their safeguard, for the ratio of the last two norms."""
+    chosen, safeguard = 0.9 * ratio**2, 0.9 * before**2
+    return min(largest, max(chosen, safeguard) if safeguard > 0.1 else chosen)
+
+
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
     """Return an estimate, for each system, of the norm of the residual that is due to rounding of the solution."""
     # Rounding changes each entry of x by up to half a unit in the last place, so the residual changes by about eps A (±x),
@@ -195,9 +201,3 @@ def _rounding_squared(dtype: np.dtype) -> float:
 def _signs(like: LocalArray, number: int) -> LocalArray:
     # The signs may be equal on different ranks.
     return on_device_of(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)
-
-
-def forcing_term(before: float, ratio: float, largest: float) -> float:
-    """Return Eisenstat and Walker's choice 2 (γ = 0.9, α = 2) with their safeguard, for the ratio of the last two norms."""
-    chosen, safeguard = 0.9 * ratio**2, 0.9 * before**2
-    return min(largest, max(chosen, safeguard) if safeguard > 0.1 else chosen)

@@ -24,8 +24,7 @@ _box_types = Box.types
 class InPlace(NamedTuple):
     """A variant of an operator for compiled programs: its first argument and its result are in the same buffer.
 
-    Its messages have no numbers (see `transport.core.messages.Envelope`). Each function takes `rest`, the operator's
-    arguments after the first. Shapes and indices omit leading (batch) axes.
+    Each function takes `rest`, the operator's arguments after the first. Shapes and indices omit leading (batch) axes.
 
     Parameters
     ----------
@@ -37,8 +36,8 @@ class InPlace(NamedTuple):
         ``run(buffer, *rest)`` applies the operator.
     prepared : callable
         ``prepared(buffer, *rest)`` returns a function without arguments that applies the operator in a fixed buffer on the
-        host, for programs that run repeatedly. That function returns an iterator that yields while messages are active, and
-        doesn't report its calls to debugging tools.
+        host, for programs that run repeatedly. That function returns an iterator that yields while messages are active. It
+        takes no message numbers, and doesn't report its calls to debugging tools.
     still : callable
         The part of the buffer that doesn't change while messages are active: (start, stop) for each axis, or None if the
         operator doesn't communicate.

@@ -419,7 +419,9 @@ class Replay:
             call, shape = self.nodes[step.node].data, self.nodes[step.node].shape
             starts = call.fun.in_place.result(*call.args[1:])
             cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
-            self._lines.append(f"log.append({self._array(step.inputs[0])}[..., {cut}].copy())")
+            made = f"{self._array(step.inputs[0])}[..., {cut}]"
+            # A prepared operator takes no message numbers.
+            self._lines.append(f"log.append({f'{made}.copy()' if self.prepared else f'logged({made})'})")
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""

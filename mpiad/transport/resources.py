@@ -69,7 +69,7 @@ def _by_blas(rows: np.ndarray, length: int | None) -> bool:
 
 
 def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Return each conjugated row's inner product with x, on this thread; `length`: of the whole of these vectors."""
+    """Return each conjugated row's product with x, on this thread; `length`: of the whole vectors if these are parts."""
     if _by_blas(rows, length):
         return (rows.conj() if rows.dtype.kind == "c" else rows) @ x
     return np.array([vdot(row, x) for row in rows])

@@ -7,9 +7,9 @@ from functools import lru_cache
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
 from mpiad.compiling.source import are_simple, function_source, numbered
-from mpiad.ensemble.compiled.cuda.cuda_kernels import cuda_forward_text, cuda_reverse_text, prelude
+from mpiad.ensemble.compiled.cuda.cuda_kernels import PRELUDE, cuda_forward_text, cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_program
@@ -31,8 +31,8 @@ def kernel_text(
     programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted, on_gpu)
     functions = [_function(one, name, spec, traced.names, language) for name, one in programs.items()]
     if on_gpu:
-        text = cuda_forward_text(spec) if forward else cuda_reverse_text(spec)
-        return "\n\n".join([prelude(spec), *functions, text]) + "\n"
+        prelude = "\n".join(filled(PRELUDE, {"real": "float" if spec.single else "double"}))
+        return "\n\n".join([prelude, *functions, cuda_forward_text(spec) if forward else cuda_reverse_text(spec)]) + "\n"
     source = forward_source if forward else reverse_source
     return "\n\n".join([*functions, source(spec, are_simple(programs.values()))])
 

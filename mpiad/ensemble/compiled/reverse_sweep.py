@@ -269,8 +269,8 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if seeds.saved is not None:
         # The saved states of trajectories without steps are initial states.
         unstepped = np.flatnonzero(run.live & (run.outcome.naccept == 0))
-        chosen = run.save_step[unstepped] == INITIAL
-        initial[:, unstepped] += np.where(chosen[..., None], seeds.saved[unstepped], 0).sum(axis=1).T
+        at_start = run.save_step[unstepped] == INITIAL
+        initial[:, unstepped] += np.where(at_start[..., None], seeds.saved[unstepped], 0).sum(axis=1).T
     if timed and run.settings.events:
         # If an event ended the last step, the size of this step doesn't depend on tspan.
         ended = run.live & run.terminated

@@ -383,7 +383,7 @@ def prepared_swap(
 
 
 class PreparedMessages:
-    """One message, in flight at once, from and into each of the contiguous host arrays `sent` and `received`."""
+    """Messages to and from several ranks, in flight at once: from the contiguous host arrays `sent` into `received`."""
 
     def __init__(
         self, channel: Channel, peers: Sequence[Rank], tag: int, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]

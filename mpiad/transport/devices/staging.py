@@ -31,7 +31,7 @@ _tried: dict[tuple[type, int], bool | None] = {}  # None if the library doesn't 
 
 
 def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
-    """Return whether MPI, here also in nonblocking collectives, accesses a device's arrays; may differ between ranks."""
+    """Return whether MPI accesses a device's arrays directly (`nonblocking`: in such collectives); ranks may differ."""
     if _BLOCKING_ONLY and (nonblocking or _always_nonblocking):
         return False
     forced = device_settings.present().cuda_aware

@@ -17,7 +17,7 @@ from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 # Definitions for both kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
-_PRELUDE = """
+PRELUDE = """
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define KERNEL extern "C" __global__ void
 #define INLINE static __device__ __forceinline__
@@ -62,12 +62,6 @@ typedef {real} real;
 #define p(j, i) p[(j) * n + (i)]
 #define times(i, k) times[(i) * n_saved + (k)]
 """
-
-
-def prelude(spec: KernelSpec) -> str:
-    """Return the definitions at the beginning of a source."""
-    return "\n".join(filled(_PRELUDE, {"real": "float" if spec.single else "double"}))
-
 
 _KERNEL = """
 // Solves the trajectories first, ..., first + count - 1 of n. saved: shape (n_saved, d, n); steps_u, steps_t: (capacity, d,
@@ -153,12 +147,11 @@ def cuda_forward_text(spec: KernelSpec) -> str:
     registers = Registers(spec)
     _, steps, names = layout_of(spec, forward_kernel.FIELDS, registers)
     names |= {"row": "event_column", "stored": " and u_end", "declarations": registers.declarations}
-    stages = [*steps.stages(), *steps.error()]
     # Tangents are computed for accepted steps.
     tangents = [line for j in names["j"] for line in steps.tangents(j, 1, spec.stages)]
     first_tangents = [steps.call(f"l{j}_0", "u", 0, f"df{j}", steps.state(f"du{j}")) for j in names["j"]]
     names |= forward_kernel.parts_of(spec, steps, names, partial(_power, spec))
-    names |= {"stages": stages, "tangents": tangents, "first_tangents": first_tangents}
+    names |= {"stages": [*steps.stages(), *steps.error()], "tangents": tangents, "first_tangents": first_tangents}
     return "\n".join(filled(_KERNEL, names | {"thread": registers.translated(filled(_THREAD, names))}))
 
 
