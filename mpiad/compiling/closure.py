@@ -378,7 +378,8 @@ def same_bits(x: Array, y: Array) -> bool:
         return False
     if x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
         return np.ndarray.tobytes(x) == np.ndarray.tobytes(y)  # compares the data of masked arrays, too
-    return np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+    word = np.uint8 if x.nbytes % 8 else np.int64
+    return np.array_equal(*[np.asarray(array).reshape(-1).view(word) for array in (x, y)])
 
 
 def is_writable(x: Any) -> bool:

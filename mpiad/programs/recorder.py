@@ -24,6 +24,7 @@ from numpy.typing import DTypeLike
 
 from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
+from mpiad.compiling.arguments import aligned
 from mpiad.compiling.closure import is_writable, same_bits
 from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
@@ -286,9 +287,12 @@ class Recorder:
     def _constant(self, x: Array) -> Constant:
         known = self._constant_of.get(id(x))
         if known is None or not same_bits(self.constants[known[1]], x):
-            can_stay = x.flags.c_contiguous and x.flags.aligned and not is_writable(x)
-            self.constants.append(x if can_stay else x.copy())
-            self.constants[-1].flags.writeable = False  # so that programs of derivatives share the copy
+            stored = x
+            if is_writable(x) or not (x.flags.c_contiguous and x.flags.aligned):
+                stored = aligned(x.size, x.dtype, np.empty).reshape(x.shape)
+                stored[...] = x
+                stored.flags.writeable = stored.base.flags.writeable = False  # programs of derivatives share the copy
+            self.constants.append(stored)
             known = self._constant_of[id(x)] = x, len(self.constants) - 1
         return Constant(known[1])
 

@@ -173,8 +173,9 @@ def test_gradients_of_operators_that_return_views(name, rank_rng):
         np.testing.assert_allclose(mpiad.grad(jitted, objective="sum")(y), slope, 1e-12)
 
 
-def test_programs_share_scratch_memory():
+def test_programs_share_scratch_memory(monkeypatch):
     """As long as one of them has it; not the memory of one that is much larger, nor what is in use."""
+    monkeypatch.setattr(Scratch, "_free", [])  # without memory of the programs of other tests
     fields, two, small = map(Scratch, (171_200, 150_000, 9_999))
     memory = fields.take()
     assert len(memory) >= 171_200 and memory.ctypes.data % 64 == 0
