@@ -132,10 +132,7 @@ _CALLED = (
 
 
 class Residuals:
-    """The residuals ``fun(u, p, data)`` of some trajectories.
-
-    `shape`: the shape of a state. `count`: the number of residuals per trajectory, or 0 before the first call.
-    """
+    """The residuals ``fun(u, p, data)`` of some trajectories; `shape`: the shape of a state."""
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):
         self._fun, self._shape, self.count = fun, shape, 0

@@ -50,10 +50,7 @@ class _TracedBatch(NamedTuple):
 
 
 class SensitivitySolve:
-    """Solves trajectories of an untraced batch as functions of variables x, by default the parameters p.
-
-    ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory.
-    """
+    """Solves trajectories of an untraced batch as functions of variables x: parameters, or arguments of `generator`."""
 
     def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
         self._compiler, self._generator = compiler, generator
