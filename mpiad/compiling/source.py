@@ -116,7 +116,7 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 
 
 def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
-    """Return unindented statements that assign a program's outputs; the names of inputs are repeated at each use."""
+    """Return unindented statements that assign a program's outputs; `names`: local scalars, since each use repeats them."""
     # Two programs in one function need different prefixes of local scalars.
     program, single = lowered(program), np.dtype(dtype) == np.float32
     zero, one = number(0.0, single), number(1.0, single)

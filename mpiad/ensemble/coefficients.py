@@ -23,7 +23,7 @@ StageArrays: TypeAlias = Sequence[Array] | Array
 
 
 class Coefficients:
-    """The table of a method in the precision of the states `like`; times and step sizes are passed to f as `real`."""
+    """The table of a method in the precision of the states `like`; f gets times and step sizes of the dtype `real`."""
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype

@@ -116,9 +116,10 @@ class Jump(NamedTuple):
 
 
 class Jumps:
-    """The jumps of the trajectories in the mask `live`, sorted by trajectory and time; given in order in a step."""
+    """The jumps of the trajectories in the mask `live`, sorted by trajectory and then by time."""
 
     def __init__(self, jumps: Sequence[Jump], live: Array):
+        # Jumps of one trajectory after the same step must be given in the order of time.
         parts = zip(*(jump._replace(event=0 * jump.ids + jump.event) for jump in jumps))
         joined = [part[0] if len(jumps) == 1 else np.concatenate(part, axis=-1) for part in map(list, parts)]
         ids, number = joined[:2]

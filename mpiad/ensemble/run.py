@@ -104,7 +104,7 @@ class Crossings(NamedTuple):
 
 
 class SortedSweep(StepSweep):
-    """The visits of trajectories of a block on the host, `start` to `stop` in sorted order; `first`: its first index."""
+    """The visits of a block on the host, `start` to `stop` in sorted order; `first`: the index of its first trajectory."""
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
         self._run, self._steps, self._start, self._stop = run, steps, start, stop

@@ -387,7 +387,7 @@ class GivenTimes:
         return found
 
     def passed(self, stop: Array) -> Array:
-        """Return the times just before the indices `stop`: trajectories, events, times, -1 - indices in `times`."""
+        """Return the last passed times: trajectories, events, times, -1 - indices in `times`; `stop`: the next indices."""
         slot = np.arange(len(self.times))
         ids, slot = np.nonzero((self.first[:, None] <= slot) & (slot < stop[:, None]))
         return np.stack([ids.astype(float), self.event[slot, ids], self.times[slot, ids], -1.0 - slot])

@@ -119,7 +119,7 @@ class EventColumns:
         self, batch: Batch, acting: Acting, slots: Array, signs: Array, jumps: list[Jump] | None, ids: Array, u: Array,
         t: Array, number: Array,
     ):  # fmt: skip
-        # `slots` (the next given time of each of all trajectories), `jumps` (None: not recorded) and `u` are updated.
+        # `slots` (indices of the next given times, of all trajectories), `jumps` (None: not recorded) and `u` are updated.
         self._batch, self._acting, self._slots, self._jumps = batch, acting, slots, jumps
         self.ids, self.u, self.t, self._number = ids, u, t, number  # shape (d, n) and (n,); actual times; steps so far
         self.signs = signs[ids]  # -1: integrated backwards in time

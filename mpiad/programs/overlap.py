@@ -121,7 +121,7 @@ def _unchanged_block(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] |
 
 
 def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
-    """Return a loop's boxes that need no messages of the exchange `at`, and those that do; None if these are most."""
+    """Return a loop's boxes without and with need for messages of the exchange `at`; None if more than half need them."""
     if text is None or not text.divisible or at + 1 in schedule.part_starts:
         return None
     unchanged, buffer = _unchanged_block(schedule, at), root_of(schedule.buffers, schedule.steps[at].inputs[0])

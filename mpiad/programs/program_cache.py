@@ -47,7 +47,7 @@ class Entry:
         outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
         self.replays = Replays(Schedule(program_of(recorder, outputs)))
         self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
-        self.build, self.watch = build, watch  # makes the result of the first part's leaves; of the closure
+        self.build, self.watch = build, watch  # `build` assembles the result from the first part's leaves
         # The number of communications in all parts together: a run of any part advances the counter by this number.
         self.communications = recorder.communications
         # Whether the program communicates, possibly in an untraced function, and the channels of the communications.

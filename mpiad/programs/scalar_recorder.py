@@ -26,12 +26,12 @@ _OF_MANY = {"maximum": "largest", "minimum": "smallest"}
 
 
 class ScalarRecorder:
-    """A trace in progress: the receiver of the calls of `TracedArray`, and the `Translator` of rules; `real`: its dtype."""
+    """A trace in progress: the receiver of the calls of `TracedArray`, and the `Translator` of rules."""
 
     kind = TracedArray
 
     def __init__(self, real: DTypeLike):
-        self.builder, self._real = Builder(), np.dtype(real)
+        self.builder, self._real = Builder(), np.dtype(real)  # of the program's real numbers
 
     def refuse(self, reason: str) -> NoReturn:
         """Store the reason why the function can't be compiled, and raise a Refusal."""

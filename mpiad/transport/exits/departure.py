@@ -122,7 +122,7 @@ def note_finalize() -> None:
 
 
 def await_others(patience: float | None = None) -> bool:
-    """Wait until all ranks have left; end the job if this rank left with an error and others stay; once on all ranks."""
+    """Wait until all ranks have left, or end the job if this rank left with an error and others stay; collective."""
     # `patience`: seconds after which the job ends even without an error. A rank gives it if communication was abandoned,
     # since the others may never leave then. Returns whether any rank gave it.
     global _has_arrived, _comm

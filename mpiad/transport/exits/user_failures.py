@@ -166,7 +166,7 @@ class StageFailures:
         self._interrupts = recovers() and comm.size > 1
         self._comm, self._stage_module = comm, stage_module  # ranks whose innermost frame is in it reached an agreement
         self._detector = FailureDetector(comm, call, stage_module, listens=not self._interrupts)
-        # A stage failed on this rank, and MPI interrupts the others; any rank had received SIGTERM at the last agreement.
+        # Whether a stage failed on this rank (MPI interrupts the others), and any rank had SIGTERM at the last agreement.
         self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
         self.members = tuple(getattr(comm, "members", None) or world_ranks(comm))
         self._refused = [found for found in live_channels() if found.fault]  # unusable since an earlier exception

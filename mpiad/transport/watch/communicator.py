@@ -211,6 +211,7 @@ class Guarded:
         self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None,
         owner: Channel | None = None, number: int = 0, reverse: bool = False,
     ):  # fmt: skip
+        # `members`: ranks in the world. `metadata_comm`: for descriptions of calls, and for headers of messages.
         self.bare, self.metadata_comm, self.label, self.members, self.agreement = bare, bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
         self.number, self.reverse = number, reverse  # among channels with the same members; for messages of adjoints
