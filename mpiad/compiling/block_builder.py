@@ -83,13 +83,10 @@ class Block:
 
 
 class BlockBuilder:
-    """Appends instructions to the current block of a function.
-
-    `fast`: LLVM's fast-math flags of floating-point operations. `declared`: collects the declarations of called functions,
-    by name. `hides_rows`: whether LLVM's optimizer must not know the relative positions of rows.
-    """
+    """Appends instructions to the current block of a function; `declared`: collects declarations of called functions."""
 
     def __init__(self, fast: str, declared: dict[str, str], hides_rows: bool):
+        # `hides_rows`: whether LLVM's optimizer must not know the relative positions of rows.
         self._fast, self.declared, self._hides_rows = f"{fast} " if fast else "", declared, hides_rows
         self._numbers = 0
         self._slots: list[str] = []
@@ -207,13 +204,10 @@ class BlockBuilder:
 
 
 class Variables:
-    """The variables of a function, each with a stack slot, which LLVM turns into a register.
-
-    `given`: the function's arguments, by name. `kinds`: the widest type that has been assigned to each variable, "ptr" for
-    arrays. If an assignment has a wider type, `kinds` is updated, and the function must be translated again.
-    """
+    """The variables of a function, each with a stack slot, which LLVM turns into a register; `given`: its arguments."""
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):
+        # `kinds`: the widest type of each variable, "ptr" for arrays. If it changes, the function is translated again.
         self._build, self._given, self.kinds = build, given, kinds
         # Kinds and memory of a number, or of an array's address and lengths.
         self._slots: dict[str, list[tuple[str, str]]] = {}

@@ -59,12 +59,9 @@ _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 
 
 def code_of(text: str, name: str, signature: str, fast: str = "") -> tuple[bytes, tuple[str, ...]]:
-    """Compile the kernel `name` of a source text; return the object file, and the functions of the C library that it calls.
-
-    Raise a NotImplementedError if the text isn't in the kernel language. Examples of signatures: ``void(int64, float64[:,
-    ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. An array that a linked kernel writes mustn't overlap other
-    arrays. `fast`: LLVM's fast-math flags.
-    """
+    """Compile the kernel `name` of a text; return the object file, and the functions of the C library that it calls."""
+    # Signatures are, for example, ``void(int64, float64[:, ::1])``, or ``linked(float64[:, ::1])`` for a linked kernel. An
+    # array that a linked kernel writes mustn't overlap other arrays.
     import llvmlite.binding as llvm
 
     # Imported late: a process that finds its kernels on disk doesn't need this module.
@@ -84,12 +81,9 @@ def code_of(text: str, name: str, signature: str, fast: str = "") -> tuple[bytes
 
 
 def function_of(file: bytes, outside: Sequence[str], name: str, signature: str) -> Callable[..., None]:
-    """Return the function `name` of an object file, which checks its arguments and releases the GIL.
-
-    Raise an OSError if it can't be loaded on this machine. `outside`: the functions of the C library that it calls. The
-    function of a linked kernel takes the address of a block, and doesn't check it; its attribute `address` is that of its
-    machine code.
-    """
+    """Return the function `name` of an object file; raise an OSError if it can't be loaded on this machine."""
+    # It checks its arguments and releases the GIL. The function of a linked kernel takes the address of a block, unchecked;
+    # its attribute `address` is that of its machine code.
     import llvmlite.binding as llvm
 
     c_library = ctypes.CDLL(None)
@@ -229,11 +223,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
-    """Return the compiled function `name` of a source text in the kernel language (see `translation`).
-
-    `signature` and `fast`: see `code_of`. The call isn't collective. Compiling and loading are logged: at level INFO if
-    `call`, the name of a public function, is given, else at level DEBUG.
-    """
+    """Return the compiled function `name` of a text (see `code_of`), logged as INFO for a public `call`, else DEBUG."""
     # If two threads need a kernel, the second thread waits for the first.
     with _lock:
         known = optimization_level, text, name, signature, fast

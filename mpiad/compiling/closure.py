@@ -326,11 +326,8 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 @lru_cache(maxsize=256)
 def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
-    """Return the variables that a code object and the functions defined in it read, as (is global, name, attributes).
-
-    These are global variables, and variables of functions that enclose the code object. Raise Unknown for code that imports
-    modules or defines classes.
-    """
+    """Return the global and enclosing variables that a code object reads, as (is global, name, attributes)."""
+    # Code that imports modules or defines classes raises Unknown.
     reads = []
     for operation, name, attributes in _chains(code):
         if operation == "LOAD_GLOBAL" or operation == "LOAD_DEREF" and name in code.co_freevars:

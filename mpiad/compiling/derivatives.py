@@ -122,11 +122,8 @@ Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 
 
 def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
-    """Return the vector-Jacobian product of a program.
-
-    Its outputs are the cotangents of the inputs in `wanted`, in this order; by default of all inputs. `seeds`: name of the
-    additional group of inputs, the cotangents of the program's outputs; no group of the program has this name.
-    """
+    """Return the vector-Jacobian product of a program: cotangents of the inputs in `wanted` (default: all), in order."""
+    # `seeds`: a new name, for the additional group of inputs, the cotangents of the program's outputs.
     builder = Builder()
     new = copy_program(builder, program)
     cotangents: dict[int, Symbol] = {}
@@ -144,10 +141,7 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 
 
 def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
-    """Return the Jacobian-vector product of a program: the tangents of its outputs.
-
-    The seeds are the tangents of the inputs in `wanted`; see `vjp`. Known seeds can be inserted by `simplify`.
-    """
+    """Return the Jacobian-vector product of a program; the seeds are the tangents of the inputs in `wanted` (see `vjp`)."""
     builder = Builder()
     new, zero = copy_program(builder, program), Symbol(builder, builder.constant(0.0))
     inputs = _inputs(program, wanted)

@@ -38,10 +38,7 @@ def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
 
 
 def text_of(f: Function) -> str:
-    """Return a text of a function's code and of the values that it reads; all processes get the same text.
-
-    Values that can't be determined are represented by their types, and arrays by a digest of their entries.
-    """
+    """Return a text, equal on all processes, of a function's code and the values that it reads (types of unknown ones)."""
     reader = _PortableReader()
     reader.read(f)
     return repr(_portable(tuple(reader.found)))

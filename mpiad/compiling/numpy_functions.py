@@ -24,13 +24,9 @@ class Unsupported(Exception):
 
 
 class Translator(Protocol):
-    """A program to which rules append values.
+    """A program to which rules append values; `shape` and `dtype` are those of NumPy's result of the call."""
 
-    `kind`: the class of the program's values, by which rules tell them from constants. `shape`, `dtype`: those of NumPy's
-    result of the call.
-    """
-
-    kind: type
+    kind: type  # the class of the program's values, by which rules tell them from constants
     shape: Shape
     dtype: np.dtype
 

@@ -23,22 +23,16 @@ from mpiad._typing import Array
 
 
 class Operation(NamedTuple):
-    """An operation.
-
-    - `function`: the NumPy function with the same value.
-    - `text`: the operation in the kernel language, with {0}, {1}, {2} for the arguments, and {zero}, {one} for the
-      constants 0 and 1; empty if the operation is replaced by other operations (see `source.lowered`).
-    - `boolean`: whether the value is boolean.
-    - `commutes`: whether the arguments may be exchanged.
-    - `simple`: whether the operation is a cheap vector instruction, not a call of a library.
-    """
+    """An operation of programs."""
 
     arity: int
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # the NumPy function with the same value
+    # In the kernel language, with {0}, {1}, {2} for arguments, and {zero}, {one} for the constants 0 and 1; empty if the
+    # operation is replaced by other operations (see `source.lowered`).
     text: str
-    boolean: bool = False
-    commutes: bool = False
-    simple: bool = True
+    boolean: bool = False  # whether the value is boolean
+    commutes: bool = False  # whether the arguments may be exchanged
+    simple: bool = True  # whether it is a cheap vector instruction, not a call of a library
 
 
 def _called(function: Callable[..., Any], name: str, arity: int = 1) -> Operation:
@@ -156,13 +150,10 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """A computation on groups of scalars, immutable and compared by content.
-
-    `groups`: the number of scalars in each group of inputs, including unused ones; their order is the order of positional
-    arguments. `instructions`: each follows its arguments. `outputs`: value numbers of the results.
-    """
+    """A computation on groups of scalars, immutable and compared by content; `outputs`: value numbers of the results."""
 
     def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):
+        # `groups`: the number of scalars in each group, including unused ones, in the order of positional arguments.
         self.groups, self.instructions, self.outputs = dict(groups), tuple(instructions), tuple(outputs)
 
     @cached_property
@@ -219,10 +210,7 @@ def exact(value: float | bool | Input | None) -> str:
 
 
 def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
-    """Return the outputs of a program, computed by one NumPy call per operation: the reference for compiled code.
-
-    `groups`: for each group, the values of its inputs, which may be arrays.
-    """
+    """Return the outputs of a program, computed by one NumPy call per operation: the reference for compiled code."""
     with np.errstate(all="ignore"):
         return _function_of(program)(*groups)
 
@@ -251,15 +239,11 @@ _MAX_OPERATIONS = 50_000
 
 
 class Builder:
-    """A program under construction. The number of a value is the index of the instruction that computes it.
-
-    `refused`: the first reason why the traced function can't be compiled, or None. The reason is stored, since the function
-    may catch the exception that reports it.
-    """
+    """A program under construction. The number of a value is the index of the instruction that computes it."""
 
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
-        self.refused: str | None = None
+        self.refused: str | None = None  # the first reason; stored, since the function may catch the Refusal
         self._known: dict[tuple, int] = {}
 
     def refuse(self, reason: str) -> NoReturn:
@@ -332,10 +316,7 @@ class Builder:
 
 
 def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
-    """Return a program with the same outputs, without repeated operations and operations on constants.
-
-    `known`: values of some inputs, by group and index, which become constants. The other inputs keep their indices.
-    """
+    """Return an equivalent program with `known` inputs as constants, without repeated and constant operations."""
     builder = Builder()
     new = copy_program(builder, program, known)
     return builder.program(program.groups, [new[output] for output in program.outputs])

@@ -116,12 +116,8 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 
 
 def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
-    """Return statements, without indentation, that compute a program's outputs.
-
-    `names`: for each group, the expressions of its inputs: local scalars, since an expression is repeated at each use.
-    `outputs`: the variables to which the outputs are assigned, at the end. `prefix`: beginning of the names of local
-    scalars; two programs in one function need different prefixes.
-    """
+    """Return unindented statements that assign a program's outputs; `names`: local scalars, since each use repeats them."""
+    # Two programs in one function need different prefixes of local scalars.
     program, single = lowered(program), np.dtype(dtype) == np.float32
     zero, one = number(0.0, single), number(1.0, single)
     texts: dict[int, str] = {}
@@ -142,11 +138,8 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
 def function_source(
     program: Program, name: str, names: Names, arguments: Sequence[str], dtype: DTypeLike = float, language: str = "python"
 ) -> str:
-    """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
-
-    `names`: the names of each group's inputs. `arguments`: the names of the parameters. In C, numbers have the type
-    `real`, and the function is `INLINE`.
-    """
+    """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters."""
+    # In C, numbers have the type `real`, and the function is `INLINE`.
     outputs = numbered("out", len(program.outputs))
     body = lines(program, names, outputs, dtype)
     if language == "c":

@@ -155,11 +155,9 @@ def has_fma_instruction() -> bool:
 
 @cache
 def prefers_512_bit_vectors() -> bool:
-    """Return whether vectors of 64 bytes are faster than vectors of 32 bytes.
-
-    By default LLVM uses vectors of 32 bytes on Intel's processors, since older processors reduce their clock frequency for
-    longer vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
-    """
+    """Return whether vectors of 64 bytes are faster than vectors of 32 bytes."""
+    # By default LLVM uses vectors of 32 bytes on Intel's processors, since older processors reduce their clock frequency
+    # for longer vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
     import llvmlite.binding as llvm
 
     return bool(llvm.get_host_cpu_features().get("avx512fp16", False))
@@ -170,11 +168,7 @@ _WIDE = '"prefer-vector-width"="512"'
 
 
 def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
-    """Return the kernel `name`, a function in the text, as a module of LLVM's intermediate representation.
-
-    `fast`: LLVM's fast-math flags. `linked`: whether it is a linked kernel (see `cache`). Raises a
-    NotImplementedError if the text isn't in the kernel language.
-    """
+    """Return the kernel `name` in a text as an LLVM module; raise a NotImplementedError outside the kernel language."""
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     return _Module(defined, fast, linked).kernel(name, arguments)
 

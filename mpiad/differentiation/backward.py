@@ -33,11 +33,8 @@ _ndarray, _boxes = np.ndarray, Box.types
 
 
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Array, bool]:
-    """Add a cotangent g to the total of a node; return the new total, and whether the new total is owned.
-
-    An `owned` total may be overwritten; g is never overwritten. `total` is None before the first cotangent, and never
-    sparse. A zero cotangent may be None. `total` and g may be traced.
-    """
+    """Add a cotangent g to a node's total, in place if it is `owned`; return the total and whether it is owned."""
+    # g is never overwritten, and may be None for zero; `total` is None before the first cotangent, and never sparse.
     if g is None:
         return total, owned
     kind = type(g)
@@ -85,11 +82,9 @@ def run_backward(
     keep: bool = False,
     ready: Callable[[int, Array], None] | None = None,
 ) -> list:
-    """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
-
-    `seeds`: pairs of a result's position, -1 for a constant, and the result's cotangent. Unless `keep` is set, the pass
-    frees the record's memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
-    """
+    """Return the cotangents of the variables, the first nodes (None: zero); free the record unless `keep` is set."""
+    # `seeds`: pairs of a result's position, -1 for a constant, and its cotangent. ``ready(variable, cotangent)`` is called
+    # as soon as the cotangent of a variable is complete.
     totals: list[Array] = [None] * len(recording.nodes)
     for position, g in seeds:
         if position >= 0:

@@ -141,10 +141,7 @@ def _evaluator(
 
 
 def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Array]]:
-    """Return the seed of the reverse pass: the tape position of a traced run's result, and `weight` as its cotangent.
-
-    The list is empty if the result is a constant or `weight` is zero.
-    """
+    """Return a traced result's position on the tape with `weight` as its cotangent; nothing for a constant or weight 0."""
     if traced.places[0] < 0 or weight == 0.0:
         return []
     spec = spec_like(traced.values[0])

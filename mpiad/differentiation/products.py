@@ -112,11 +112,8 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
 def _reverse_pass(
     record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Array]]], g: Tree, batch: bool, call: str
 ) -> list[Any]:
-    """Return the cotangents of the variables of a record, and keep the record.
-
-    ``seeds(g)`` returns positions of results on the tape, and the cotangent of each. With `batch`, all arrays in `g`
-    have a first axis for several directions; a ValueError is raised if they differ in the number of directions.
-    """
+    """Return the cotangents of a record's variables, and keep it; ``seeds(g)``: positions of results, and cotangents."""
+    # With `batch`, arrays in `g` have a first axis for several directions; a ValueError is raised if lengths differ.
     if not batch:
         return cotangents_of_variables(record[0], seeds(g), record[1], keep=True)
     leaves, build = flatten(g)

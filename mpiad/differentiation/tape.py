@@ -42,13 +42,10 @@ _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
 class OrderedNode(VJPNode):
-    """A step of a program in reverse mode.
+    """A step of a program in reverse mode; `index`, `inputs`: positions of the node and its traced inputs on the tape."""
 
-    - `index`, `inputs`: positions of the node and of its traced inputs on the tape. (`parents` is for plain autograd.)
-    - `pull`: the function that maps the node's cotangent to the cotangents of its inputs; None for variables.
-    - `like`: the spec of the result of a communication (`Spec(None, None)` if it isn't an array); None for local steps.
-    """
-
+    # `pull` maps the node's cotangent to those of its inputs; None for variables. `like`: the spec of a communication's
+    # result (`Spec(None, None)` if it isn't an array); None for local steps.
     __slots__ = ("index", "inputs", "like", "pull", "tape")
     parents: Any = ()
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
@@ -231,15 +228,10 @@ class OrderedTape(LibraryTape):
         self, channels: set[Used], values: Sequence[Array], is_traced: Sequence[bool], inputs: Sequence[int],
         pull: Callable[[list[Array]], list[Array]], communicates: bool, pull_all: Callable | None = None,
     ) -> list[Array]:  # fmt: skip
-        """Record a call as one node, and return its results as values of this trace.
-
-        A node for each result stores the cotangent of the result, and the node for the call runs the reverse pass.
-
-        `channels`: those of the call. `is_traced`: for each result, whether it depends on the variables. `inputs`: the
-        nodes of the variables. `pull`: returns their cotangents, given those of the traced results. `pull_all`: does the
-        same for the cotangents of several reverse passes that run together ("lanes"), or returns None if each of them must
-        run alone.
-        """
+        """Record a call as one node, and return its results as values of this trace."""
+        # A node for each result stores the cotangent of the result, and the node for the call runs the reverse pass: `pull`
+        # returns the cotangents of the variables, given those of the traced results. `pull_all` does it for several reverse
+        # passes that run together ("lanes"), or returns None if each of them must run alone.
         self.channels |= channels
         slots: dict[int, list[Any]] = {}  # the cotangents of the results, by lane
         specs = [spec_like(x) for x, traced in zip(values, is_traced) if traced]

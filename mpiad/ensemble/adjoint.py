@@ -40,11 +40,8 @@ def pull_columns(
     columns: Columns,
     timed: bool,
 ) -> None:
-    """Replace cotangents of the states and times after a part of a solve by those before it, in some columns.
-
-    ``fun(u, inputs)`` returns the results of this part with their cotangents. `bars`: its `start` has the cotangents of
-    `Inputs.shift`. The contributions of the part to other inputs are added.
-    """
+    """Propagate `bars` in some columns back through a part of a solve; `fun` returns its results and their cotangents."""
+    # `bars.start` has the cotangents of `Inputs.shift`. Cotangents of other inputs are added to those from later parts.
     places, variables = tuple(bars.leaves), [u, *[leaves[place] for place in bars.leaves]]
     if timed:
         variables += [np.zeros_like(x) for x in (bars.start[columns], bars.end[columns], bars.due[:, columns])]
@@ -80,10 +77,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
 
 
 def cotangents_at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of the states at the ends of the last steps; zero for failed trajectories.
-
-    They include those of saved copies. If events act, they also include those of the final times that are times of events.
-    """
+    """Return the cotangents at the ends of the last steps, with those of saved copies; zero for failed trajectories."""
     batch, u0, start, end = run.batch, run.masked(seeds.end), *(run.zeros(run.batch.size) for _ in range(2))
     if seeds.saved is not None:
         run.add_saved(u0, seeds.saved, at_start=False)

@@ -57,10 +57,7 @@ class Parameters(NamedTuple):
         return Columns(leaves, self.varies, self.build) if one_by_one and any(self.varies) else self.build(leaves)
 
     def add_cotangents(self, totals: dict[int, Any], parts: Mapping[int, Any], which: Any) -> None:
-        """Add cotangents of leaves, with those that vary of the trajectories `which`, to `totals`; None stands for zeros.
-
-        The keys are the indices of the leaves.
-        """
+        """Add cotangents (None: zeros) by leaf index to `totals`, for leaves that vary at the trajectories `which`."""
         for place, part in parts.items():
             if part is None:
                 continue
@@ -126,12 +123,7 @@ class Batch(NamedTuple):
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
-    """Return the times of `saveat`, shape (n_saved,) or (N, n_saved); `first` is the index of the first trajectory.
-
-    A number is the interval between the times, from the start; the end is added. None means the start and the end. Raises a
-    TypeError if times aren't real numbers; a ValueError if a time lies outside tspan, or times aren't in the order of the
-    solve.
-    """
+    """Return the checked times of `saveat` (see `solve`), (n_saved,) or (N, n_saved); `first`: the first trajectory."""
     if saveat is None:
         return batch.both_ends()
     start, end, count = batch.start, batch.end, batch.size

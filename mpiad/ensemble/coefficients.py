@@ -23,15 +23,11 @@ StageArrays: TypeAlias = Sequence[Array] | Array
 
 
 class Coefficients:
-    """The table of a method in the precision of the states `like`.
-
-    - `last`: the index of the last stage. `real`: the dtype of times and step sizes as passed to f.
-    - `dense`: shape (stages, degree); the interpolant's table in double precision, on the device of the states.
-    """
+    """The table of a method in the precision of the states `like`; f gets times and step sizes of the dtype `real`."""
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        self.dense = tableau.dense
+        self.dense = tableau.dense  # shape (stages, degree), in double precision, on the device of the states
         # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
         # omitted, since zero times a stage that isn't finite would be NaN.
         rows = (), *tableau.sums
@@ -43,10 +39,7 @@ class Coefficients:
         return [np.empty_like(like, order="C", shape=shape) for _ in range(self.last + 1)]
 
     def row(self, i: int, k: StageArrays, out: Array, term: Array) -> Array:
-        """Return the weighted sum of stages in row i - 1 of `Tableau.sums`: in the argument of stage i, or in the error.
-
-        The argument of the last stage is the new state; i is -1 for the error. `out`, `term`: buffers.
-        """
+        """Return the weighted sum in the argument of stage i (the last: in the new state), or in the error if i is -1."""
         (first, weight), *others = self._rows[i]
         multiply, add = np.multiply, np.add
         multiply(k[first], weight, out)
@@ -131,11 +124,8 @@ def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, 
 
 
 def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) -> list[Array]:
-    """Return the coefficients of the interpolant, a polynomial in the fraction of the step: degree + 1 arrays (d, n).
-
-    The step size h, shape (n,), is in the precision of the states. For columns that are integrated backwards in time, the
-    caller has changed the sign either of h or of the stages.
-    """
+    """Return the interpolant as a polynomial in the fraction of the step: degree + 1 coefficients, each of shape (d, n)."""
+    # For columns integrated backwards in time, the caller has changed the sign either of h or of the stages.
     powers = coefficients.powers(k)
     return [u, *[h * powers[j] for j in range(len(powers))]]
 

@@ -27,10 +27,7 @@ _CLOSE = 1e-3
 
 
 def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> tuple[Batch, Array]:
-    """Return a batch on the host, possibly traced, with initial states that satisfy the algebraic equations, and failures.
-
-    The latter is a mask, shape (N,), of the trajectories for which no such state was found; their initial states are NaN.
-    """
+    """Return a batch on the host with consistent initial states, NaN if not found, and the mask of failures, (N,)."""
     free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
         return given, np.zeros(given.size, bool)

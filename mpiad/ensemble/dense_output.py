@@ -98,11 +98,7 @@ class DenseOutput:
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
     def _numbers(self, steps: Steps, rows: Array, ids: Array, times: Array) -> Array:
-        """Return the indices of the steps that contain the times, or INITIAL or NOWHERE.
-
-        A time at which two steps meet belongs to the first of them. `rows` and `ids` are the indices of the trajectories in
-        `steps` and in the batch.
-        """
+        """Return the first steps that contain the times, or INITIAL or NOWHERE; `rows`: the trajectories in `steps`."""
         counts, sign = steps.counts[rows], self._signs[ids]
         # Bisection for all times at once.
         low, high = np.full(len(rows), -1), counts - 1

@@ -40,18 +40,14 @@ class Due(NamedTuple):
 
 
 class SaveTimes:
-    """The saved times of a batch; `times`: shape (n_saved,) or (N, n_saved), on the host.
-
-    - `initial`, `final`: bool, shape (N, n_saved), on the host. Whether each saved value is the initial state, or is copied
-      from the final state after the last step.
-    - `examines_steps`: whether each step must be checked for saved times.
-    """
+    """The saved times of a batch, shape (n_saved,) or (N, n_saved), on the host."""
 
     inside = True  # whether saved times may be inside a step
 
     def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray, has_events: bool = False):
         self.count = times.shape[-1]
         start, end = batch.start[:, None], batch.end[:, None]
+        # Whether each value is the initial state, or is copied from the final state after the last step; (N, n_saved).
         self.initial = (times == start) | (start == end)
         at_end = (times == end) & ~self.initial
         self.examines_steps = not (self.initial.all() if has_events else (self.initial | at_end).all())
@@ -109,10 +105,7 @@ class EveryStep:
         return Due(slot[None], np.zeros_like(t)[None], accepted[None])
 
     def collected(self, blocks: list[Block], results: Array, u_end: Array, most: int) -> tuple[Array, Array]:
-        """Return the saved states, shape (N, most + 1, d), and their times, padded with NaN.
-
-        `most`: the largest number of accepted steps; `results`: see `WorkingSet`. Times are in the direction of the solve.
-        """
+        """Return the saved states, shape (N, most + 1, d), and times in the direction of the solve, padded with NaN."""
         xp: Any = arrays_of(u_end)
         self.count = most + 1
         u = xp.full((self._batch.size, self.count, len(u_end)), np.nan, u_end.dtype)
@@ -166,10 +159,7 @@ class Block:
 
 
 class Record:
-    """All rounds of a solve, block by block; `every`: the number of rounds between stored states, None if all are stored.
-
-    When the record is closed, the columns of failed trajectories are removed from `blocks`.
-    """
+    """All rounds of a solve, block by block; `every`: the number of rounds between stored states (None: all stored)."""
 
     def __init__(self, batch: Batch, table: Coefficients, saves: SaveTimes | EveryStep | None, every: int | None = None):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every

@@ -123,11 +123,7 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
 
 
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
-    """Return the results of a run as functions of a traced batch.
-
-    The results are `saved` of shape (N, n_saved, d), `u_end` of shape (N, d), and with events the final times of shape (N,)
-    and the times of events of shape (m,). `due` of shape (times, N) are the given times of events.
-    """
+    """Return saved and final states, and with events final times, (N,), and event times, (m,), for a traced batch."""
     solved = _SolvedRun(run, saved, u_end)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
 

@@ -104,11 +104,8 @@ def contracted(
 def product_per_trajectory(
     run: Run, seeds: Seeds, saved: Array | None, end: Array, times: Array = None, crossed: Array = None
 ) -> Array:
-    """Return the sum of products of cotangents and tangents of all results of each trajectory, shape (N,).
-
-    Only results that have cotangents need tangents: `saved`, (N, n_saved, d), of the saved states; `end`, shape (N, d), of
-    the final states; `times`, (N,), of the final times; `crossed`, (m,), of the times of events.
-    """
+    """Return the sum of products of cotangents and tangents of all results of each trajectory, shape (N,)."""
+    # Only results with cotangents need tangents: `saved`, (N, n_saved, d), `end`, (N, d), `times`, (N,), `crossed`, (m,).
     part = _sum_of_products(seeds.end, np.swapaxes(end, 0, 1))
     if seeds.saved is not None and saved is not None:
         part = part + _sum_of_products(*(np.swapaxes(x.reshape(len(part), -1), 0, 1) for x in (seeds.saved, saved)))
@@ -130,11 +127,8 @@ def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
 
 
 def _sum_of_products(a: Array, b: Array) -> Array:
-    """Return the real part of the sum of products over the second to last axis.
-
-    Rows are added one after the other, so that a column's sum doesn't depend on other columns, and temporary arrays fit in
-    the cache.
-    """
+    """Return the real part of the sum of products over the second to last axis."""
+    # Added row by row, so that a column's sum doesn't depend on other columns, and temporary arrays fit in the cache.
     if type(b) is not np.ndarray:  # on a device each operation has a large overhead
         return np.sum((a * b).real, axis=-2)
     total = np.zeros(a.shape[1], a.real.dtype)

@@ -57,16 +57,13 @@ class CrossedSteps(NamedTuple):
 
 
 class EventWatch:
-    """The detection and location of the events of a working set, and their table.
-
-    The rows of the table: the trajectory, the event, the index of the step, the fraction of the step (infinite if another
-    event has ended the step earlier), and the time. ``select(ids)`` returns the parameters of some trajectories.
-    """
+    """The detection and location of the events of a working set, and their table."""
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
         self._events, self._coefficients, self._select = events, coefficients, select
         self.values: list[Array] = []  # values of the conditions at the current states, each of shape (n,)
         self.pairs: list[tuple[Array, Array]] = []  # values of the conditions before and after the last step
+        # Trajectory, event, step, fraction of the step (infinite if another event has ended the step earlier), and time.
         self._rows: list[Array] = []
         self._count = 0
         self._postponed: list[CrossedSteps] = []
@@ -77,10 +74,7 @@ class EventWatch:
         self.values = [event.value(u, p, t) for event in self._events]
 
     def crossed(self, step: Step, p: Tree, sides: Mapping[int, Array] = {}) -> list[Array]:
-        """Return for each event whether its condition has changed its sign in each column; update `values`.
-
-        `sides`: for some events, the signs with which the conditions have left their roots.
-        """
+        """Update `values`, and return each event's mask of sign changes; `sides`: signs with which some left roots."""
         time = step.actual(step.t_new)
         self.pairs = [(old, event.value(step.new, p, time)) for event, old in zip(self._events, self.values)]
         self.values = [np.where(step.accepted, new, old) for old, new in self.pairs]
@@ -196,11 +190,9 @@ class EventWatch:
 
 
 def _projected(low: Array, high: Array, before: Array, after: Array, radius: float) -> Array:
-    """Return the next point of the method ITP (interpolate, truncate, project); `radius`: 1, halved at each further point.
-
-    The point is the root of the secant, moved towards the middle of the bracket, and limited to an allowed distance from
-    the middle. The method needs about as few evaluations as the secant method, and at most one more than bisection.
-    """
+    """Return the next point of the method ITP (interpolate, truncate, project); `radius` is 1, halved at each point."""
+    # The root of the secant is moved towards the middle of the bracket, and its distance from the middle is limited.
+    # The method needs about as few evaluations as the secant method, and at most one more than bisection.
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)
     distance, allowed = middle - x, radius - 0.5 * width
@@ -232,10 +224,7 @@ def in_order(rows: np.ndarray) -> np.ndarray:
 def traced_times(
     ids: np.ndarray, times: np.ndarray, places: np.ndarray, live: np.ndarray, reached: Array, crossed: Array
 ) -> Array:
-    """Return the times of events, shape (m,), with derivatives, and plain times for failed trajectories (not in `live`).
-
-    `places`: the index of each time in `crossed`; -1 if the event ended its trajectory, whose final time is in `reached`,
-    shape (N,).
-    """
+    """Return the times of events, shape (m,), with derivatives except for failed trajectories (not in the mask `live`)."""
+    # `places`: the index of each time in `crossed`; -1 if it ended its trajectory and is in `reached`, shape (N,).
     place = np.where(places < 0, ids, len(live) + places) + len(ids)
     return concatenate([times, reached, crossed])[np.where(live[ids], place, np.arange(len(ids)))]

@@ -49,11 +49,7 @@ def jacobian_program(program: Program) -> JacobianProgram:
 
 
 def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Program:
-    """Return a program for the derivative of the vector-Jacobian product of f along a direction.
-
-    Its additional groups of inputs are "cotangent" and "direction" (components of the state, then time). It has one output
-    per input in `wanted`; by default these are the components of the state, the parameters and time.
-    """
+    """Return the derivative of the vector-Jacobian product of f along a "direction" (of the state, then of time)."""
     gradient = vjp(program, wanted, seeds="cotangent")
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
 

@@ -132,13 +132,10 @@ _CALLED = (
 
 
 class Residuals:
-    """The residuals ``fun(u, p, data)`` of some trajectories.
-
-    `shape`: the shape of a state. `count`: the number of residuals per trajectory, or 0 before the first call.
-    """
+    """The residuals ``fun(u, p, data)`` of some trajectories; `shape`: the shape of a state."""
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):
-        self._fun, self._shape, self.count = fun, shape, 0
+        self._fun, self._shape, self.count = fun, shape, 0  # residuals per trajectory; 0 before the first call
         leaves, self._build = flatten(data)
         self._data = [None if leaf is None else np.ascontiguousarray(np.moveaxis(leaf, 0, -1)) for leaf in leaves]
 

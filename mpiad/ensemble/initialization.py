@@ -40,10 +40,7 @@ Joint: TypeAlias = Callable[[Array, Array], Array]
 
 
 class Initialization:
-    """The queue of the trajectories that haven't entered the working set, and properties of all trajectories.
-
-    `rtol`, `atol`: the tolerances in the precision of the states, on their device.
-    """
+    """The queue of the trajectories that haven't entered the working set, and properties of all trajectories."""
 
     def __init__(self, batch: Batch, settings: Settings):
         self._batch, self._settings, self._xp = batch, settings, arrays_of(batch.u0)
@@ -100,11 +97,8 @@ Rate: TypeAlias = Callable[[Array, Array], Array]
 def started(
     rate: Rate, u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float, atol: Array | float
 ) -> tuple[Array, Array]:
-    """Return the sizes of the first steps, shape (n,), and f at the initial states u, shape (d, n).
-
-    Times are in the direction of the solve. The sizes are those of SciPy (E. Hairer, S. P. Nørsett, G. Wanner, Solving
-    Ordinary Differential Equations I, II.4).
-    """
+    """Return the first step sizes, (n,), and f at the initial states, (d, n); times are in the solve's direction."""
+    # The sizes are those of SciPy: E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4.
     k, order = rate(u, t), settings.alg.tableau.error_order
     if settings.dt is not None:
         return np.maximum(np.minimum(np.full_like(t, settings.dt), settings.dtmax), least_step(t)), k

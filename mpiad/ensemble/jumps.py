@@ -52,12 +52,9 @@ def distance_ahead(elapsed: Array, span: Array) -> Array:
 def departure(
     values: tuple[Array, Array, Array, Array], direction: int, elapsed: Array, span: Array
 ) -> tuple[Array, Array, Array]:
-    """Return how a condition of several trajectories departs from its root, in three arrays of shape (n,).
-
-    These are the next sign of the condition, or 0 if it isn't at its root; the time until the condition vanishes again in
-    the event's direction, or infinity; and whether the condition is expected to vanish again and again.
-    `values`: the condition before and after the affect, and after steps of Euler's and Heun's methods, each shape (n,).
-    """
+    """Return a condition's next sign, the time until it vanishes again, and whether it will vanish again and again."""
+    # The sign is 0 if it isn't at its root; the time is infinite if it doesn't vanish again in the event's direction.
+    # `values`: the condition before and after the affect, and after steps of Euler's and Heun's methods, each shape (n,).
     before, now, euler, heun = values
     ahead, change, curvature = distance_ahead(elapsed, span), euler - now, heun - euler
     at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(change * elapsed / ahead))
@@ -119,12 +116,10 @@ class Jump(NamedTuple):
 
 
 class Jumps:
-    """Jumps of the trajectories in the mask `live`, sorted by trajectory and then by time, with the arrays of `Jump`.
-
-    Jumps of one trajectory after the same step must be given in the order of time.
-    """
+    """The jumps of the trajectories in the mask `live`, sorted by trajectory and then by time."""
 
     def __init__(self, jumps: Sequence[Jump], live: Array):
+        # Jumps of one trajectory after the same step must be given in the order of time.
         parts = zip(*(jump._replace(event=0 * jump.ids + jump.event) for jump in jumps))
         joined = [part[0] if len(jumps) == 1 else np.concatenate(part, axis=-1) for part in map(list, parts)]
         ids, number = joined[:2]

@@ -73,11 +73,8 @@ Evaluate: TypeAlias = Callable[[Array, Array], Evaluation]
 def minimize_each(
     evaluate: Evaluate, x0: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping
 ) -> Minima:
-    """Minimize each problem's sum of squares within its bounds; x0, lower and upper have shape (N, m).
-
-    ``evaluate(x, ids)`` evaluates the problems `ids` at x, shape (n, m). Steps are measured relative to `scale`, shape
-    (N, m), by default the inverse of the largest norm so far of each column of J.
-    """
+    """Minimize the sums of squares that ``evaluate(x, ids)`` returns, within bounds; x0 and bounds have shape (N, m)."""
+    # Steps are relative to `scale`, shape (N, m), by default the inverse of the largest norm so far of each column of J.
     problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping)
     while problems.active.size:
         problems.try_step()

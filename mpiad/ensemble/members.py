@@ -59,11 +59,8 @@ def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: in
 def columns_of(
     problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (), others: Callable[[], list] = list
 ) -> Batch:
-    """Return a batch of problems with the same f and shapes; `numbers` are their numbers in the ensemble.
-
-    `common`: the leaves of the parameters of the ensemble's problem. ``others()`` returns the parameter leaves of a few
-    other trajectories.
-    """
+    """Return a batch of problems with the same f and shapes; `numbers` are their numbers in the ensemble."""
+    # `common`: the leaves of the parameters of the ensemble's problem; ``others()``: those of a few other trajectories.
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]
     for i, state in zip(numbers, states):

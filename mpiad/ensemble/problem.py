@@ -178,11 +178,7 @@ class EnsembleProblem(KernelSources):
 
 
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
-    """Return digests of the parts of a problem and of events, which ranks compare.
-
-    Digests depend on the code of functions, the values that functions read, and the entries of host arrays; for arrays on
-    a device, only on shape and dtype.
-    """
+    """Return digests, which ranks compare, of code, values it reads, and arrays (on a device only shape and dtype)."""
     ode = problem.problem if isinstance(problem, EnsembleProblem) else problem
     parts = {"f": ode.f, "u0 of the problem": ode.u0, "tspan": ode.tspan, "p of the problem": ode.p}
     if ode is not problem:

@@ -102,11 +102,8 @@ def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
     evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
-    """Exchange the ranks' outcomes, and return this rank's share and all outcomes; collective.
-
-    `share` is this rank's solution, or an exception, which is then raised on all ranks. All ranks also raise an error if
-    their states differ in shape or dtype, or the digests of their arguments differ.
-    """
+    """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective."""
+    # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
     if isinstance(share, Exception):
         used.data.allgather(None)
         raise_first(used, share)

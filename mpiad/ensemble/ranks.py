@@ -37,11 +37,8 @@ def gathered(
     timed: bool,
     u: object,
 ) -> EnsembleSolution:
-    """Return the solution of all trajectories on every rank; collective.
-
-    `start` returns the initial states of all trajectories, shape (d, N), or is None if a rank can't compute them. `timed`:
-    whether the final times have derivatives. `u`: the outputs of a reduction or output function, or None.
-    """
+    """Return the solution of all trajectories on every rank; collective. `u`: the results of a reduction, or None."""
+    # `start` returns all initial states, shape (d, N). `timed`: whether the final times have derivatives.
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
     fields |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
@@ -210,11 +207,7 @@ class EnsembleMPI(EnsembleAlgorithm):
 
 
 def _balanced(steps: Array, entry: float, iteration: float, size: int) -> Array:
-    """Return the first indices of the shares of `size` ranks and, last, the number of trajectories, shape (size + 1,).
-
-    The unit of all costs is the cost of a step of one trajectory. `steps`: the numbers of steps; `entry`: the additional
-    cost of a trajectory; `iteration`: the cost of an iteration.
-    """
+    """Return the first indices of `size` shares, and the number of trajectories; the unit of costs is a step."""
     starts = np.arange(0, len(steps), max(1, len(steps) // (_BLOCKS * size)))
     edges = np.append(starts, len(steps))
     costs, longest = np.add.reduceat(steps, starts) + entry * np.diff(edges), np.maximum.reduceat(steps, starts) + entry

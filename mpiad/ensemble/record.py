@@ -45,20 +45,15 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """All accepted steps, sorted into sweeps; `counts`, shape (N,): the number of steps per trajectory.
-
-    If `every` is given, only the states before every `every`-th step are stored, in `kept`. `order`: the trajectories in
-    descending order of their numbers of steps. `rank`: the inverse of this permutation. `widths`: the number of
-    trajectories per sweep.
-    """
+    """All accepted steps, sorted into sweeps; `counts`, shape (N,): the number of steps per trajectory."""
 
     def __init__(self, counts: Array, d: int, dtype: np.dtype, every: int | None = None):
         self.every, self.kept = every, None
-        if every is not None:
+        if every is not None:  # only the states before every `every`-th step are stored
             self.kept, d = Steps(-(-counts // every), d, dtype), 0
         self.counts, self.d = counts, d
-        self.order = np.argsort(-counts, kind="stable")
-        self.rank = np.empty_like(self.order)
+        self.order = np.argsort(-counts, kind="stable")  # trajectories, in descending order of their numbers of steps
+        self.rank = np.empty_like(self.order)  # inverse of `order`
         self.rank[self.order] = np.arange(len(counts))
         most = int(counts.max(initial=0))
         self.widths = len(counts) - np.cumsum(np.bincount(counts, minlength=most + 1))[:most]

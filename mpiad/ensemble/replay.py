@@ -99,12 +99,9 @@ def _without_repetitions(columns: Columns, count: int) -> Columns:
 def event_at(
     condition: Function, state_at: Callable[[Array], Array], p: Tree, t: Array, h: Array, x: Array, exact: bool
 ) -> tuple[Array, Array]:
-    """Return states and times at the root of an event's condition as differentiable functions of the inputs.
-
-    ``state_at(x)`` returns the states at the fractions x of the steps of sizes h that begin at times t; x, shape (n,): the
-    values at the root. By the implicit function theorem, one Newton step gives first derivatives. With `exact` second and
-    third derivatives are also correct.
-    """
+    """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
+    # By the implicit function theorem, one Newton step from the fractions x of the steps gives first derivatives. With
+    # `exact`, second and third derivatives are also correct.
 
     def value(x: Array) -> Array:
         return condition(state_at(x), p, t + x * h)
@@ -188,14 +185,11 @@ def _like(x: Array, u: Array) -> Array:
 
 
 class Inputs(NamedTuple):
-    """The inputs of a solve on which its steps depend, for n trajectories; they may be traced.
-
-    `shift` and `lengthening` are zeros with the derivatives of the start and the end of tspan, which are added to the
-    constant times and sizes of steps; after an event that ends a step, `shift` has the derivatives of the event's time.
-    They are None if the times of steps are constant.
-    """
+    """The inputs of a solve on which its steps depend, for n trajectories; they may be traced."""
 
     leaves: list[Any]
+    # Zeros with the derivatives of the start (or of an event that ended a step) and of the end of tspan, which are added to
+    # the constant times and sizes of steps; None if times are constant.
     shift: Array = None  # shape (n,)
     lengthening: Array = None  # shape (n,)
     due: Array = None  # shape (times, n); the given times of events
@@ -215,13 +209,10 @@ class Visited(NamedTuple):
 
 
 class Replay:
-    """The steps and events of a solve as functions of its inputs.
-
-    - `timed`: whether the times of steps depend on the inputs.
-    - `seeds`: the cotangents of the results if only their first derivatives are needed, and only those with cotangents.
-    """
+    """The steps and events of a solve as functions of its inputs, on which, if `timed`, the times of steps depend."""
 
     def __init__(self, run: Run, timed: bool, seeds: Seeds | None = None):
+        # With seeds, only first derivatives of the results that have cotangents are needed.
         self._run, self._timed, self._seeds = run, timed, seeds
 
     def begun(self, u0: Array, inputs: Inputs) -> tuple[Array, Array]:
@@ -334,12 +325,9 @@ class Replay:
 
 
 def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array = None) -> list[Array]:
-    """Return the results of a run as functions of its inputs, which may be traced.
-
-    `u0` has shape (d, N); `start` and `end`, shape (N,), are on the host; `due`, shape (times, N), are the given times at
-    which events act. The results are the saved states, (N, n_saved, d), zero if a time wasn't reached or the trajectory
-    failed; the final states, (N, d); and, with events, the final times, (N,), and the times of events, (m,).
-    """
+    """Return the results of a run as functions of its inputs, which may be traced."""
+    # Results: saved states, (N, n_saved, d), zero for failures and times not reached; final states, (N, d); with events
+    # the final times, (N,), and the times of events, (m,). `due`, shape (times, N): the given times at which events act.
     timed = any(map(isbox, (start, end, due))) or run.times_move
     replay, inputs, rows = Replay(run, timed), Inputs(list(leaves)), _SavedRows(run)
     if timed:

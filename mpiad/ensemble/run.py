@@ -69,11 +69,8 @@ class Seeds(NamedTuple):
 
 
 def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> Groups:
-    """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column.
-
-    Entries of a column must be adjacent and in the order of time. Groups separate equal columns, since `+=` with an index
-    array adds only once per column.
-    """
+    """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column."""
+    # `+=` with an index array adds only once per column. Entries of a column must be adjacent and in the order of time.
     rows = np.flatnonzero(chosen)
     visit, column, *arrays = (np.take(array, rows, axis=-1) for array in (visit, column, *arrays))  # type: ignore[assignment]
     return grouped(visit, turns(visit, column), *arrays)
@@ -107,10 +104,7 @@ class Crossings(NamedTuple):
 
 
 class SortedSweep(StepSweep):
-    """The visits of a block of trajectories on the host, those from `start` to `stop` in the sorted order.
-
-    `first`: the index of the first trajectory of `steps`. `every`: the interval of the stored states, if not all are.
-    """
+    """The visits of a block on the host, `start` to `stop` in sorted order; `first`: the index of its first trajectory."""
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
         self._run, self._steps, self._start, self._stop = run, steps, start, stop
@@ -323,10 +317,7 @@ class Run:
         return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
     def sweeps(self, backwards: bool = False) -> Iterator[StepSweep]:
-        """Return the sweeps over all steps, block by block, to be processed `backwards` or forwards.
-
-        If only some states were stored, only the visits of sweeps to be processed `backwards` have states.
-        """
+        """Return all sweeps, block by block; if only some states were stored, only `backwards` sweeps have states."""
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:
             moving = int(np.count_nonzero(steps.counts))
@@ -363,11 +354,7 @@ class Run:
 
     @cached_property
     def entries(self) -> tuple[Array, Array, Array, Array]:
-        """The m saved values that lie in a step (not the initial or final states), in arrays of shape (m,).
-
-        These are the trajectories, in ascending order; the indices of the values among the saved values of their
-        trajectories; the numbers of the steps, from 0; and the fractions of the steps, 1 at their ends.
-        """
+        """The m saved values inside steps: trajectories (ascending), indices, step numbers and fractions of steps."""
         ids, place = np.nonzero(self.save_step >= 0)
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
@@ -460,10 +447,8 @@ class Run:
 
     @property
     def times_move(self) -> bool:
-        """Whether steps may begin, or end after another event, at roots of conditions, so that times depend on all inputs.
-
-        It doesn't depend on the events that have occurred, since then a trajectory's derivatives would depend on others.
-        """
+        """Whether steps may begin, or end after another event, at roots of conditions, so times depend on all inputs."""
+        # Independent of the events that have occurred, since otherwise a trajectory's derivatives would depend on others.
         return self._any_acts and any(event.stops and event.condition is not None for event in self.settings.events)
 
     @cached_property

@@ -50,12 +50,10 @@ class _TracedBatch(NamedTuple):
 
 
 class SensitivitySolve:
-    """Solves trajectories of an untraced batch as functions of variables x, by default the parameters p.
-
-    ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory.
-    """
+    """Solves trajectories of an untraced batch as functions of variables x, by default the parameters p."""
 
     def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
+        # ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory.
         self._compiler, self._generator = compiler, generator
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 

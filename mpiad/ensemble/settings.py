@@ -34,10 +34,8 @@ class Acting(NamedTuple):
         return tuple(e for e, event in enumerate(self.events) if event.times is None)
 
     def until(self, end: Array, slots: Array, ids: Array, signs: Array) -> Array:
-        """Return upper bounds on the ends of the next steps of the trajectories `ids`: next given times or ends of tspan.
-
-        Bounds and `end` are in the direction of the solve (see `initialization`); `slots` has shape (N,).
-        """
+        """Return bounds on the ends of the next steps of the trajectories `ids`: next given times or ends of tspan."""
+        # All times are in the direction of the solve (see `initialization`); `slots` has shape (N,).
         return np.minimum(end, self.times[slots[ids], ids] * signs)
 
     def share(self, rows: slice) -> Acting:

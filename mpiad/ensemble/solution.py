@@ -36,10 +36,7 @@ def _root(x: Array) -> Array:
 
 
 def quantile(u: Array, q: float | list[float]) -> Array:
-    """Return quantiles over the first axis, ignoring NaN.
-
-    A cotangent flows to the two trajectories between which a quantile lies, with their interpolation weights.
-    """
+    """Return quantiles over the first axis, ignoring NaN; the adjoint distributes cotangents by interpolation weights."""
     fractions = np.asarray(q, float)
     if not len(u):
         return np.full((*fractions.shape, *u.shape[1:]), np.nan)

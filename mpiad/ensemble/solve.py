@@ -216,11 +216,9 @@ def solve(
 
 
 def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
-    """Solve an ensemble over the ranks of a communicator; collective. An exception of one rank is raised on all ranks.
-
-    Nothing is communicated while trajectories are solved. Afterwards the ranks exchange their outcomes, and gather states
-    by `mpi_allgather`, whose adjoint returns to each rank the cotangents of its share.
-    """
+    """Solve an ensemble over the ranks of a communicator; collective. An exception of one rank is raised on all ranks."""
+    # Nothing is communicated while trajectories are solved. Afterwards states are gathered by `mpi_allgather`, whose
+    # adjoint returns to each rank the cotangents of its share.
     problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
     bounds = mpi.bounds(count, used.size)
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
@@ -353,16 +351,10 @@ def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True
 
 
 class GivenTimes:
-    """The given times of events, for a batch of plain arrays.
-
-    - `signs`: shape (N,); -1 for trajectories integrated backwards in time, otherwise 1.
-    - `times`: shape (m + 1, N); sorted in the direction of the solve; the times in the last row are infinite.
-    - `event`: int, shape (m + 1, N); the event at each time.
-    - `first`: int, shape (N,); the index of the first time that isn't before the start.
-    """
+    """The given times of events, for a batch of plain arrays."""
 
     def __init__(self, events: Sequence[Event], batch: Batch):
-        self.signs = signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        self.signs = signs = np.where(batch.end < batch.start, -1.0, 1.0)  # -1: integrated backwards in time
         self._events = [(e, event) for e, event in enumerate(events) if event.times is not None]
         given = self._given(batch)
         shape = len(given) + 1, batch.size
@@ -375,8 +367,9 @@ class GivenTimes:
         order = np.lexsort((np.broadcast_to(event, signed.shape), signed), axis=0)
         signed = np.take_along_axis(signed, order, axis=0)
         self._order = np.broadcast_to(order, shape)
+        # Shape (m + 1, N), in the direction of the solve; the times in the last row are infinite.
         self.event = np.broadcast_to(event[order, 0], shape)
-        self.first = np.count_nonzero(signed < signs * batch.start, axis=0)
+        self.first = np.count_nonzero(signed < signs * batch.start, axis=0)  # the first time that isn't before the start
         self.times = np.broadcast_to(directions * signed, shape)
 
     def _given(self, batch: Batch) -> list[tuple[int, Any]]:
@@ -394,10 +387,7 @@ class GivenTimes:
         return found
 
     def passed(self, stop: Array) -> Array:
-        """Return the given times that have passed, one per column; `stop`, int, shape (N,): the indices of the next times.
-
-        The rows are the trajectories, the events, the times, and -1 minus the indices of the times in `times`.
-        """
+        """Return the last passed times: trajectories, events, times, -1 - indices in `times`; `stop`: the next indices."""
         slot = np.arange(len(self.times))
         ids, slot = np.nonzero((self.first[:, None] <= slot) & (slot < stop[:, None]))
         return np.stack([ids.astype(float), self.event[slot, ids], self.times[slot, ids], -1.0 - slot])
@@ -412,10 +402,7 @@ class GivenTimes:
 def solved_with_events(
     solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch
 ) -> EnsembleSolution:
-    """Return the solution of a batch of plain arrays, with derivatives with respect to traced values in `given`.
-
-    ``solve(batch, settings)`` is called after the events at the start have acted.
-    """
+    """Apply events at the start, call `solve`, and return the solution with derivatives for traced values in `given`."""
     times = GivenTimes(settings.events, batch)
     outcome = _solved_after_start(solve, batch, settings, times)
     run: Run | None = None

@@ -25,10 +25,7 @@ _multiply, _add = np.multiply, np.add
 
 
 class Stages:
-    """The stages `k` of n columns, of which the first is f at the current state, and the new state `new`.
-
-    `like`: the states, shape (d, n).
-    """
+    """The stages `k` of n columns, of which the first is f at the current state, and the new state `new`, shape (d, n)."""
 
     def __init__(self, coefficients: Coefficients, derivative: Derivative, like: Array):
         self._coefficients, self._write, self._real = coefficients, derivative.write, coefficients.real
@@ -39,11 +36,8 @@ class Stages:
         self._times: list[Array] = []
 
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new state from u, shape (d, n), and times and step sizes, shape (n,).
-
-        Times are in the direction of the solve (see `initialization`). `sign`: 1, or -1 for columns integrated backwards in
-        time; None if there are no such columns, or if times are actual times, and h is signed.
-        """
+        """Compute all stages and the new state from u, shape (d, n), and times in the solve's direction, shape (n,)."""
+        # `sign`: 1, or -1 for backward integration; None if no column has -1, or if times are actual and h is signed.
         self._begin(t, h, t_new, sign)
         last = self._coefficients.last
         for i in range(1, last + 1):
@@ -81,10 +75,7 @@ class Stages:
         return mean_square(e)
 
     def advance(self, u: Array, accepted: Array | None) -> Array:
-        """Return the states after the step in accepted columns (None: all), and the states before it in the others.
-
-        The last stage is the first stage of the next step.
-        """
+        """Return the states after the step if accepted (None: all), else before it; the last stage becomes the first."""
         k = self.k
         if accepted is None:
             k[0], k[-1] = k[-1], k[0]  # type: ignore[index]

@@ -99,14 +99,11 @@ def _solved_best(matrix: Array, right: Array) -> Array:
 
 
 class _Search:
-    """The searches for a root of f for each trajectory by Newton's method from u0, shape (d, N).
-
-    A search succeeds if a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component, and the Jacobian
-    at the root is nonsingular.
-    """
+    """The searches for a root of f for each trajectory by Newton's method from u0, shape (d, N)."""
 
     def __init__(self, equations: Equations, u0: Array, rtol: float, atol: Array | float):
         (d, count), self._equations = u0.shape, equations
+        # A search succeeds if a Newton step is at most ``atol + rtol * abs(u)``, and the Jacobian there is nonsingular.
         self._u, self._rtol, self._atol = u0.copy(), rtol, atol
         self._codes, self._niter = np.full(count, _ACTIVE), np.zeros(count, int)
         self._jacobian = np.full((count, d, d), np.nan, u0.dtype)
@@ -144,11 +141,7 @@ class _Search:
         self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
 
     def roots(self, max_iters: int) -> tuple[Array, Array, Array, Array]:
-        """Return the results of at most `max_iters` steps; searches that haven't ended get the code MaxIters.
-
-        The results are the roots, (d, N), NaN if none was found; the Jacobians there, (N, d, d); the codes, (N,); and the
-        numbers of accepted damped steps, (N,).
-        """
+        """Return roots, (d, N), NaN if not found, their Jacobians, (N, d, d), codes, and numbers of accepted steps."""
         for _ in range(max_iters):
             if not self.active.size:
                 break
@@ -202,10 +195,7 @@ def _singular(jacobian: Array, weight: Array) -> Array:
 
 
 class SteadyStates:
-    """The steady states of a batch as a function of the leaves of its parameters: see `solve_operator`.
-
-    `vector`, shape (N, d), are the steady states; NaN if none was found.
-    """
+    """The steady states, shape (N, d), NaN if not found, as a function of parameters' leaves (see `solve_operator`)."""
 
     def __init__(self, batch: Batch, u: Array, jacobian: Array):
         self._batch, self._jacobian, self.vector = batch, jacobian, np.ascontiguousarray(u.T)

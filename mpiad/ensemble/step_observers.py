@@ -113,26 +113,18 @@ class SavePoints:
 
 
 class EventColumns:
-    """The n trajectories `ids`, on which events act one after the other: evaluations of conditions, affects and f.
-
-    - `slots`: int, shape (N,); for all trajectories the index of the next given time; updated.
-    - `jumps`: list to which jumps are appended; None if they aren't recorded.
-    - `u`: shape (d, n); updated. `t`: shape (n,); actual times.
-    - `number`: int, shape (n,); the number of accepted steps of each trajectory.
-    - `signs`: shape (n,); -1 for trajectories integrated backwards in time, otherwise 1.
-    - `codes`: int, shape (n,); the return codes of ended trajectories, otherwise MOVING.
-    - `left`: for each event that acts in both directions, shape (n,); the signs with which its condition leaves the root
-      after the affect, or 0 if the condition isn't at its root.
-    """
+    """The n trajectories `ids`, on which events act one after the other: evaluations of conditions, affects and f."""
 
     def __init__(
         self, batch: Batch, acting: Acting, slots: Array, signs: Array, jumps: list[Jump] | None, ids: Array, u: Array,
         t: Array, number: Array,
     ):  # fmt: skip
+        # `slots` (indices of the next given times, of all trajectories), `jumps` (None: not recorded) and `u` are updated.
         self._batch, self._acting, self._slots, self._jumps = batch, acting, slots, jumps
-        self.ids, self.u, self.t, self._number = ids, u, t, number
-        self.signs = signs[ids]
-        self.codes = np.full(len(ids), MOVING)
+        self.ids, self.u, self.t, self._number = ids, u, t, number  # shape (d, n) and (n,); actual times; steps so far
+        self.signs = signs[ids]  # -1: integrated backwards in time
+        self.codes = np.full(len(ids), MOVING)  # return codes of ended trajectories
+        # Signs with which conditions leave their roots (0: not at a root), for events that act in both directions.
         self.left: defaultdict[int, Array] = defaultdict(lambda: np.zeros(len(ids)))
 
     def at(self, rows: Array) -> tuple[Array, Array]:
@@ -159,11 +151,8 @@ class EventColumns:
         return (mass_matrix_rhs(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
-        """Apply the affect of event e to some columns; return a mask of the columns whose new states are finite.
-
-        `slot`: the indices of the given times; None at roots of the condition. A trajectory ends in the state before the
-        event if its new state isn't finite.
-        """
+        """Apply the affect of event e at given times `slot`, or at roots (None); return the mask of finite new states."""
+        # A trajectory ends in the state before the event if its new state isn't finite.
         if not rows.size:
             return np.empty(0, bool)
         u, t = self.at(rows)
@@ -269,10 +258,8 @@ class ActingEvents:
         return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
 
     def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
-        """Store the steps of some columns, which end at given times or, with `at_roots`, at roots of conditions.
-
-        `h`, the sizes of the next steps, and `crossed` are for all columns.
-        """
+        """Store the steps of some columns, which end at given times or, with `at_roots`, at roots of conditions."""
+        # `h`, the sizes of the next steps, and `crossed` are for all columns.
         if self._watch is None:
             empty = np.empty((0, len(columns)))
             kept = CrossedSteps(empty, empty, empty, step.at(columns))
@@ -326,11 +313,9 @@ class ActingEvents:
     def _occurred(
         self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, ignored: Array
     ) -> list[tuple[int, Array]]:
-        """Return for each event the rows of `kept` in which it occurs, for steps that end at roots of conditions.
-
-        The roots of several conditions may be closer than the resolution of the search. If another condition has also
-        changed sign (`reached`: its values), its event also occurs, since the sign change couldn't be detected later.
-        """
+        """Return for each event the rows of `kept` in which it occurs, for steps that end at roots of conditions."""
+        # The roots of several conditions may be closer than the resolution of the search. If another condition has also
+        # changed sign (`reached`: its values), its event also occurs, since the sign change couldn't be detected later.
         step, occurred = kept.step, []
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
         for e, event in enumerate(self._events):
@@ -392,10 +377,8 @@ class ActingEvents:
         at_event.codes[rows[endless]] = ReturnCode.Zeno.code
 
     def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, assigned: Array) -> None:
-        """Store the values and signs of conditions at the states from which some rows continue.
-
-        A value that equals `reached`, since no event has changed it, is replaced by `assigned` unless this is NaN.
-        """
+        """Store the values and signs of conditions at the states from which some rows continue."""
+        # A value that equals `reached`, since no event has changed it, is replaced by `assigned` unless this is NaN.
         own = columns[rows]
         self._resumed[at_event.ids[rows]] += 1
         for e, event in enumerate(self._events):
@@ -443,11 +426,8 @@ class StepObservers:
             self._acting.enter(new, joined)
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array | None) -> Stopped:
-        """Process a step, which may be shortened by events; return the columns whose steps end at an event.
-
-        `done`: a mask of the columns that reach the end of tspan or a given time. `h`: the sizes of the next steps.
-        `moving` is used on a device.
-        """
+        """Process a step, which may be shortened by events; return the columns whose steps end at an event."""
+        # `done`: the columns that reach the end of tspan or a given time. `moving` is used on a device.
         if self._log is not None:
             self._log.note(step)
         acting = self._acting

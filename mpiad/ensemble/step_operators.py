@@ -161,10 +161,7 @@ Places = tuple[Sequence[int], Sequence[int]]  # the rows and the columns of entr
 
 @primitive
 def solved(lu: ColumnLU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
-    """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J, whose factors are `lu`.
-
-    `entries`: shape (m, n); the entries of J at `places`.
-    """
+    """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
     x = right.copy()
     (lu.solve_transposed if transposed else lu.solve)(x)
     return x

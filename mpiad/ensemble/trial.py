@@ -27,10 +27,8 @@ MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
-    """Call f and the functions of events with plain arrays; if `traced`, also trace f with autograd.
-
-    Raises TypeError or ValueError if a function isn't written for columns, or f can't be traced.
-    """
+    """Call f and the functions of events with plain arrays; if `traced`, also trace f with autograd."""
+    # A TypeError or ValueError is raised if a function isn't written for columns, or f can't be traced.
     if not batch.size:
         return
     if not len(batch.u0):

@@ -46,11 +46,8 @@ _ROUNDING = 1e-9
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
-    """Solve all trajectories of a batch; start and end times are on the host.
-
-    If states are device arrays, then in the outcome states, saved states and the record for derivatives are on the device.
-    Everything else is on the host; end times, return codes and numbers of steps are copied in one transfer.
-    """
+    """Solve all trajectories of a batch; start and end times are on the host."""
+    # With device arrays, all states and the record stay on the device; the rest is copied to the host in one transfer.
     outcome = Outcome.empty(batch, settings)
     # Return codes report overflow and NaN.
     with np.errstate(all="ignore"):
@@ -252,10 +249,7 @@ class WorkingSet:
         return accepted
 
     def _ending(self, accepted: Array, done: Array, t_new: Array) -> Array | None:
-        """Return the codes with which trajectories end after this step, MOVING for the others.
-
-        On the host the result is None if no trajectory ends. `done`: a mask of the columns that reach their ends.
-        """
+        """Return the codes with which trajectories end after this step, otherwise MOVING; None on the host if none ends."""
         adaptive, exhausted = self._error is not None, self._turn >= self._last_turn
         if self._xp is None and not exhausted and not np.count_nonzero(done):
             if not np.count_nonzero(self.h < self._least_step) if adaptive else np.count_nonzero(accepted) == self._alive:

@@ -341,11 +341,7 @@ class ArrayProgram:
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
 
     def needed(self, outputs: Sequence[int] | None = None, parts: range | None = None) -> list[int]:
-        """Return the outputs, the communications of the parts, and all nodes on which these depend, in order.
-
-        By default all parts are needed, and all inputs. Otherwise the program's later `parts` are, which have the given
-        outputs; the communications of earlier parts are inputs for them.
-        """
+        """Return, in order, nodes needed by outputs and communications of `parts`; earlier communications are inputs."""
         parts = parts or range(len(self.ends) + 1)
         found = {*self.outputs, *self.inputs} if outputs is None else set(outputs)
         for number in range(len(self.nodes) - 1, -1, -1):

@@ -25,12 +25,7 @@ from mpiad.programs.traced_array import Step, mapped
 
 
 class Batched:
-    """A program of some reverse passes for several lanes; its parts have the same numbers as in the given program.
-
-    `seeds`: the position of their first seed among the inputs; all later inputs are seeds, too. `logged`: positions in the
-    log of earlier parts; their results are inputs, and precede the seeds. Raises a NotImplementedError if there is no such
-    program.
-    """
+    """A program of some reverse passes for several lanes; raises a NotImplementedError if there is no such program."""
 
     def __init__(self, program: ArrayProgram, parts: range, seeds: int, lanes: int):
         self.old, self.lanes, self.program = program, lanes, ArrayProgram()
@@ -40,12 +35,12 @@ class Batched:
         outputs = [program.outputs[ends[part] : ends[part + 1]] for part in parts]
         before = [n for n, node in enumerate(program.nodes) if node.kind == "communicate" and node.part < parts.start]
         needed = set(program.needed([n for part in outputs for n in part], parts))
-        self.logged = [k for k, n in enumerate(before) if n in needed]
+        self.logged = [k for k, n in enumerate(before) if n in needed]  # inputs before the seeds
         for n in program.inputs[:seeds]:
             self._input(n, program.nodes[n])
         for k in self.logged:
             self._input(before[k], program.nodes[before[k]])
-        for n in program.inputs[seeds:]:
+        for n in program.inputs[seeds:]:  # all of them are seeds
             node = program.nodes[n]
             self._input(n, node._replace(shape=(lanes, *node.shape)))
             self.with_lanes.add(n)

@@ -152,11 +152,8 @@ def _run_on_tape(fun: Function, given: Arguments, leaves: list[Any], variables: 
 def _run(
     cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, variables: list[int], tangents: Sequence[Array] = ()
 ) -> Tree:
-    """Run the first part of a program, record a node that runs the second part, and return the function's result.
-
-    `variables`: the positions of the tape's variables among the leaves. `tangents`: the tangents of arguments on the outer
-    tape; if there is an outer tape, the program also computes the tangents of its results.
-    """
+    """Run the first part of a program, record a node that runs the second part, and return the function's result."""
+    # If there is an outer tape, `tangents` are those of the arguments on it, and the program also computes its results'.
     tape: Any = tracing.tape
     outer, inside = tape.outer, entry.inside
     lease, inputs = Lease(entry.replays), [*(getval(given.leaves[k]) for k in given.traced), *tangents]
@@ -268,11 +265,7 @@ def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed:
 
 
 def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
-    """Separate the variables of the current tape from those of the outer tape.
-
-    Return the positions of the current tape's variables, all leaves without their boxes of this tape, and the positions of
-    the leaves that have a box even then.
-    """
+    """Return the positions of the current tape's variables, all leaves without its boxes, and positions of other boxes."""
     variables = [k for k in boxed if given.leaves[k]._trace == tracing.tape.number]  # type: ignore[union-attr]
     leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
     return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
@@ -333,11 +326,9 @@ class _Record(NamedTuple):
 
 
 def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> list[list[Array]]:
-    """Return the results of the first `by.parts` of the four parts (see the module's docstring).
-
-    All parts read the arguments. The second part also reads the cotangents of the results, the third part seeds shaped like
-    the variables, and the fourth part seeds shaped like the results.
-    """
+    """Return the results of the first `by.parts` of the four parts (see the module's docstring)."""
+    # All parts read the arguments; the second also reads the cotangents of the results, the third seeds like the variables,
+    # and the fourth seeds like the results.
     recorder.logged = min(by.parts - 1, 2)
     inner, outer = ([given.traced.index(k) for k in places] for places in (by.inner, by.outer))
     if by.parts == 2:

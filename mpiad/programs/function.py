@@ -306,10 +306,7 @@ class Jitted:
         )
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
-        """Return the compiled form of the function ``make()``, which is derived from this one; the form is cached by key.
-
-        `optional`: if true, there is no warning or error if it can't be compiled.
-        """
+        """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""
         if key not in self._derived:
             made = self._derived[key] = Jitted(make(), self.strict and not optional)
             made._cache.warned = optional

@@ -196,11 +196,9 @@ class Materialization:
         return bisect(self.cuts, n)
 
     def _costs(self, kept: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
-        """Return the cost of an entry of each node, the number of arrays that it reads, and further nodes to be kept.
-
-        The further nodes are deep expressions, and nodes that read arrays of many eras, such as a sum over all time steps.
-        Otherwise all these arrays would have to stay in memory.
-        """
+        """Return the cost of an entry of each node, the number of arrays that it reads, and further nodes to be kept."""
+        # The further nodes are deep expressions, and nodes that read arrays of many eras, such as a sum over all time
+        # steps. Otherwise all these arrays would have to stay in memory.
         costs: dict[int, int] = {}
         sets: dict[int, frozenset[int]] = {}
         deep: dict[int, int] = {}
@@ -429,10 +427,8 @@ class Schedule:
         return Place(self._buffer("temporary", node.shape, node.dtype), identity(len(node.shape)))
 
     def _compute(self, wanted: Sequence[tuple[int, Place | None, bool]], cut: int) -> None:
-        """Append loops that compute the `wanted` nodes, and all nodes before `cut` that are kept in memory.
-
-        `wanted`: triples of a node, the place for it (None for a new buffer), and whether it may be read from there later.
-        """
+        """Append loops that compute the `wanted` nodes, and all nodes before `cut` that are kept in memory."""
+        # `wanted`: a node, the place for it (None for a new buffer), and whether it may be read from there later.
         items: list[Item] = []
         for n, place, is_readable in wanted:
             if place is not None:

@@ -35,10 +35,7 @@ Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along e
 
 
 class LoopText:
-    """The loop at step `at` of a schedule, as a kernel; `divisible`: whether parts of it may be computed separately.
-
-    A loop with folds is never divisible.
-    """
+    """The loop at step `at` of a schedule, as a kernel; `divisible`: parts may be computed separately (no folds)."""
 
     def __init__(self, schedule: Schedule, at: int, divisible: bool):
         loop: Loop = schedule.steps[at]
@@ -337,10 +334,8 @@ class _LoopBody:
         return choose(reduce(and_, conditions), inner, self.value(base, map)) if conditions else inner
 
     def _known_index(self, axis: Axis) -> int | None:
-        """Return an index as a number, which selects a branch when the text is generated; None if it isn't known.
-
-        In the box without branches, all indices select the same branch, and the first one stands for the others.
-        """
+        """Return an index as a number, which selects a branch when the text is generated; None if it isn't known."""
+        # In the box without branches, all indices select the same branch, and the first one stands for the others.
         if axis.source is None:
             return axis.offset
         return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset

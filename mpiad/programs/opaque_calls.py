@@ -45,11 +45,7 @@ class _Call:
     def __call__(
         self, leaves: list[Any], places: list[int] | None = None, tangents: list[Array] | None = None
     ) -> tuple[Any, ...]:
-        """Return the leaves of the result, in forward mode their tangents, and the outcome.
-
-        `places`: positions of the variables among the leaves; None outside of derivatives. `tangents`: the
-        tangents of the variables in forward mode, None otherwise.
-        """
+        """Return the leaves of the result, in forward mode their tangents, and the outcome; `places`: of the variables."""
         # The function may keep or return its arguments. They are copied, since the program reuses their memory.
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
         if places is None:

@@ -54,10 +54,8 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
 
 
 def shares_of(boxes: tuple[Array, ...], shape: Shape) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of a divisible loop of this shape for each thread; one thread gets all boxes if the loop is short.
-
-    `boxes`: see `LoopText`. The last thread computes the boxes at the edges.
-    """
+    """Return the boxes (see `LoopText`) of a divisible loop for each thread; one thread gets all boxes of a short loop."""
+    # The last thread computes the boxes at the edges.
     threads = loop_threads()
     if math.prod(shape) < LARGE or threads < 2:
         return (boxes,)
@@ -84,10 +82,8 @@ class Action(NamedTuple):
 
 
 def is_divided(schedule: Schedule, at: int) -> bool:
-    """Return whether a loop may be computed in parts: if it follows an exchange, or is large.
-
-    The answer doesn't depend on the number of threads, and therefore the text of the loop doesn't either.
-    """
+    """Return whether a loop may be computed in parts: if it follows an exchange, or is large."""
+    # The answer doesn't depend on the number of threads, and therefore the text of the loop doesn't either.
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
         return False
@@ -125,10 +121,7 @@ def _unchanged_block(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] |
 
 
 def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
-    """Return the boxes of a loop that don't need the messages of the exchange before it, and the boxes that do.
-
-    `at`: the exchange. `text`: of the loop. Return None if more than half of the entries need the messages.
-    """
+    """Return a loop's boxes without and with need for messages of the exchange `at`; None if more than half need them."""
     if text is None or not text.divisible or at + 1 in schedule.part_starts:
         return None
     unchanged, buffer = _unchanged_block(schedule, at), root_of(schedule.buffers, schedule.steps[at].inputs[0])

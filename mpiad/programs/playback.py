@@ -52,15 +52,10 @@ def result_of(entry: Any) -> Any:
 
 
 class PlayingBack:
-    """A context in which a function runs again on plain arrays: communications return the results in a log.
-
-    When the log is exhausted, they communicate. In this context, the object replaces the recorder.
-
-    `log`: the log of a failed trace or of a replay. `counts`: the message counts of each channel before the logged
-    messages. They are restored, since a playback counts these messages again.
-    """
+    """A context in which a function runs again on plain arrays; communications return results in `log` until its end."""
 
     def __init__(self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None):
+        # `counts`: of messages before the logged messages; restored, since a playback counts the logged ones again.
         self._rest, self._before = list(log)[::-1], counts
         self._later: list[tuple[Channel, Counts]] = []
 

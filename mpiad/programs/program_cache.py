@@ -38,11 +38,7 @@ UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
 
 class Entry:
-    """A compiled program for one signature.
-
-    `parts`: for each part of the program, the leaves that it returns, traced values or constants. The leaves of the first
-    part form the function's result, which `build` assembles. `watch`: of the closure.
-    """
+    """A compiled program for one signature; `parts`: the leaves that each part returns, traced values or constants."""
 
     def __init__(
         self, recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable[[list[Any]], Tree], watch: Watch
@@ -51,7 +47,7 @@ class Entry:
         outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
         self.replays = Replays(Schedule(program_of(recorder, outputs)))
         self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
-        self.build, self.watch = build, watch
+        self.build, self.watch = build, watch  # `build` assembles the result from the first part's leaves
         # The number of communications in all parts together: a run of any part advances the counter by this number.
         self.communications = recorder.communications
         # Whether the program communicates, possibly in an untraced function, and the channels of the communications.
@@ -116,11 +112,7 @@ def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None]) 
 
 
 def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
-    """Return the program of a function for arguments of these shapes; None if the function can't or needn't be compiled.
-
-    The function isn't run, so an exception in it only means that it can't be compiled. `objects`: those that it reads
-    besides its arguments; if its trace changes one of them, for example a counter of calls, it isn't compiled.
-    """
+    """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`."""
     try:
         watch = watch_of(lambda: None, (), objects)
         entry = _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder))
@@ -182,14 +174,10 @@ class ProgramCache:
     def entry_or_watch(
         self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None], optional: bool = False
     ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
-
-        If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
-
-        `optional`: if true, the function is interpreted, without a warning, if there is no entry. Then a program isn't used
-        if its runs may differ from the trace: they would have to be continued by interpretation, in the middle of up to
-        four passes.
-        """
+        """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None."""
+        # If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
+        # If `optional`, there is no warning, and a program isn't used if its runs may differ from the trace: they would
+        # have to be continued by interpretation, in the middle of up to four passes.
         entry = self.entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
             return entry, None
@@ -204,12 +192,8 @@ class ProgramCache:
         return entry, watch
 
     def derived_entry(self, given: Arguments, variables: Sequence[int], derive: _Derive, watch: Watch) -> Entry | None:
-        """Compile a derivative of the function from the shapes of its arguments; return None if that fails.
-
-        ``derive(program, recorder)`` returns the parts of a derivative of the function's program. The program is recorded
-        once for each signature and choice of `variables`, the positions of the leaves with respect to which it is
-        differentiated.
-        """
+        """Compile the derivative ``derive(program, recorder)`` from the arguments' shapes; return None if that fails."""
+        # The program is recorded once for each signature and choice of `variables`, the positions of leaves.
         if is_shown():
             return None
         key = given.key, tuple(sorted(set(variables)))
@@ -258,10 +242,8 @@ class ProgramCache:
             return None
 
     def run_again(self, recorder: Recorder, key: Hashable, given: Arguments, error: BaseException) -> Tree:
-        """Interpret the function after its trace has failed, without repeating communications.
-
-        If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
-        """
+        """Interpret the function after its trace has failed, without repeating communications."""
+        # If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
         recorder.raise_own(error)
         with PlayingBack(recorder.log, recorder.counts):
             made = self.fun(*given.args, **given.kwargs)

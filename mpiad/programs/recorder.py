@@ -118,10 +118,7 @@ def _report_recording(on: bool) -> None:
 
 
 class Recorder:
-    """The trace of a call, and the context in which operations on traced arrays are recorded.
-
-    The context is entered once for the function, and possibly again, with another `part`, for its reverse pass.
-    """
+    """The trace of a call, and the context that records it, entered again with another `part` for a reverse pass."""
 
     ended = False  # see `ProgramRecorder`
 
@@ -630,10 +627,8 @@ class ShapeRecorder(Recorder):
 
 
 def _placeholder(shape: Shape, dtype: DTypeLike) -> Array:
-    """Return an array of arbitrary values. The memory of a large one is a mapping of its own, without pages until written.
-
-    The heap would take pages that earlier arrays have written, and a trace keeps an array for each of its values.
-    """
+    """Return an array of arbitrary values; a large one has its own memory mapping, without pages until written."""
+    # The heap would take pages that earlier arrays have written, and a trace keeps an array for each of its values.
     dtype, size = np.dtype(dtype), math.prod(shape)
     pages = mmap(-1, size * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS) if size > _LARGE else None
     return np.ndarray(shape, dtype, pages)

@@ -82,10 +82,7 @@ class Replays:
 
 
 class Changed(TypeError):
-    """Raised by a replay if the result of a call differs in shape or dtype from the result in the trace.
-
-    `log`: the results of the communications of this run, up to that of this call; None if they aren't known.
-    """
+    """Raised by a replay if a result's shape or dtype differs from the trace; `log`: this run's communications, or None."""
 
     def __init__(self, made: Any, node: Node, log: list[Any] | None):
         line = "" if node.site is None else f"{node.site.text}: "
@@ -116,13 +113,11 @@ _WORD = 8
 
 
 class _KernelBlocks:
-    """The blocks of memory from which kernels read their arguments (see `compiling.cache`).
-
-    Each thread of a loop has a block; `words` is the memory of all blocks. The kernels between two Python calls are linked:
-    a call of the first one runs all of them. `linked`: the actions whose kernels are run by the kernel before them.
-    """
+    """The blocks of memory, one per thread of a loop, from which kernels read their arguments (see `compiling.cache`)."""
 
     def __init__(self, replays: Replays, actions: Sequence[Action]):
+        # The kernels between two Python calls are linked: a call of the first one runs all of them. `linked`: the actions
+        # whose kernels are run by the kernel before them.
         schedule, allocations = replays.schedule, replays.allocations
         self._places: dict[int, list[int]] = {}
         self._starts: dict[tuple[int, int], int] = {}
@@ -220,10 +215,7 @@ _CALLS: dict[str, Any] = {
 
 
 class Replay:
-    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` part k + 1.
-
-    `prepared`: whether communications are prepared, if possible. `names`: the global variables of the generated functions.
-    """
+    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` part k + 1."""
 
     def __init__(self, replays: Replays, prepared: bool):
         self.replays, self.schedule, self.prepared = replays, replays.schedule, prepared
@@ -232,7 +224,7 @@ class Replay:
         self._blocks = _KernelBlocks(replays, self._actions)
         self._numbers = MessageNumbers()
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
-        self.names: dict[str, Any] = {
+        self.names: dict[str, Any] = {  # the global variables of the generated functions
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             "log": self.log, "logged": logged, "Changed": Changed,

@@ -26,15 +26,12 @@ _OF_MANY = {"maximum": "largest", "minimum": "smallest"}
 
 
 class ScalarRecorder:
-    """A trace in progress: the receiver of the calls of `TracedArray`, and the `Translator` of rules.
-
-    `builder`: the program under construction. `real`: the dtype of the program's real numbers.
-    """
+    """A trace in progress: the receiver of the calls of `TracedArray`, and the `Translator` of rules."""
 
     kind = TracedArray
 
     def __init__(self, real: DTypeLike):
-        self.builder, self._real = Builder(), np.dtype(real)
+        self.builder, self._real = Builder(), np.dtype(real)  # of the program's real numbers
 
     def refuse(self, reason: str) -> NoReturn:
         """Store the reason why the function can't be compiled, and raise a Refusal."""
@@ -70,10 +67,7 @@ class ScalarRecorder:
         """Do nothing at the beginning of an operator's body."""
 
     def input(self, group: str, places: range, shape: Shape, in_pairs: bool = False) -> TracedArray:
-        """Return inputs of a group, in C order, as an array; it is read-only, as in calls with numbers.
-
-        `in_pairs`: whether two consecutive inputs are the real and the imaginary part of a complex entry.
-        """
+        """Return inputs of a group, in C order, as a read-only array; `in_pairs`: real and imaginary parts of entries."""
         symbols = [Symbol(self.builder, self.builder.input(group, place)) for place in places]
         if in_pairs:
             symbols = [real.plus_i(imag) for real, imag in zip(symbols[::2], symbols[1::2])]

@@ -157,16 +157,14 @@ def _of_value(name: str) -> Callable[..., Any]:
 
 
 class TracedArray:
-    """An array in a function that is being traced; `value` is a NumPy array or scalar.
-
-    `number`: its number in the trace; in a trace of scalars (`ScalarRecorder`), the array of its symbols.
-    """
+    """An array in a function that is being traced; `value` is a NumPy array or scalar."""
 
     __slots__ = ("__weakref__", "number", "recorder", "stale", "value", "weak")
     __array_priority__ = 50.0
     __hash__ = object.__hash__
 
     def __init__(self, recorder: Any, number: Any, value: Any):
+        # The number in the trace; in a trace of scalars (`ScalarRecorder`), the array of symbols.
         self.recorder, self.number, self.value = recorder, number, value
         self.stale: Any = None  # the array through which its memory was overwritten, if any
         self.weak = False  # whether it is a Python number, which takes the precision of the other operand

@@ -108,13 +108,11 @@ class ProgramTape(OrderedTape):
 
 
 class Program(NamedTuple):
-    """The program of a function. Its inputs and outputs are references to the trace, each with the index of its node.
-
-    The index is -1 for constants. `build` assembles the function's result from its leaves.
-    """
+    """The program of a function; `build` assembles the function's result from its leaves."""
 
     recorder: Recorder
     nodes: list[Any]  # list of CallNode
+    # References to the trace, each with the index of its node, -1 for constants.
     inputs: list[tuple[Any, int]]
     outputs: list[tuple[Any, int]]
     build: Callable[[list[Any]], Any]
@@ -249,11 +247,8 @@ class _Parts:
         self.made.append(list(results))
 
     def run(self, program: Program, inner: Sequence[int], outer: Sequence[int] = ()) -> None:
-        """Record a program and its reverse pass.
-
-        `inner`, `outer`: the positions of the inputs that are variables of the reverse pass and of the enclosing tape. The
-        cotangents of the results are variables of the enclosing tape, too.
-        """
+        """Record a program and its reverse pass; the results' cotangents are also variables of the enclosing tape."""
+        # `inner`, `outer`: the positions of the inputs that are variables of the reverse pass and of the enclosing tape.
         recorder, evaluation = self.recorder, Evaluation(program, self.recorder)
         given = self.variables(evaluation.inputs(), outer)
         specs = [_spec(given[k]) for k in inner]
@@ -327,10 +322,7 @@ class _PartsWithReversePasses(_Parts):
 
 
 def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list[Array]]:
-    """Return the parts of a program and its reverse pass; `inner`: the positions of the variables among the inputs.
-
-    The inputs of the reverse pass are the cotangents of the traced results, and its results those of the variables.
-    """
+    """Return the parts of a program and its reverse pass, from cotangents of results to those of the inputs `inner`."""
     parts = _Parts(recorder)
     with recorder, suspended(body=False):
         parts.run(program, inner)

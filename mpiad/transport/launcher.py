@@ -61,11 +61,9 @@ def mpiexec_of_library(library: str) -> str:
 
 
 def warn_of_other_library() -> None:
-    """Log, on the first process, that mpi4py will load a library of another MPI than the launcher's.
-
-    Only for Open MPI's launcher, under which another library may end the process at the import of mpi4py; for other
-    launchers `warn_of_separate_worlds` warns after the import.
-    """
+    """Log, on the first process, that mpi4py will load a library of another MPI than the launcher's."""
+    # Only for Open MPI's launcher, under which another library may end the process at the import of mpi4py; for other
+    # launchers `warn_of_separate_worlds` warns after the import.
     found = launcher()
     if found.family != "openmpi" or found.rank != 0 or "mpi4py.MPI" in sys.modules:
         return

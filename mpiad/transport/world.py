@@ -77,11 +77,8 @@ def prepare_process() -> bool:
 
 
 def start(call: str) -> None:
-    """Start the library on all ranks of the world, once; collective. The first communicating call does it, or `mpi_init`.
-
-    Raises a CommunicatorError after the end of MPI, if a rank has ended without calling this, or in a task pool, in which
-    not all ranks call this.
-    """
+    """Start the library on all ranks of the world, once; collective. The first communication does it, or `mpi_init`."""
+    # A CommunicatorError is raised after the end of MPI, in a task pool, or if a rank has ended without calling this.
     if MPI.Is_finalized():
         raise CommunicatorError(f"{call}: called after mpi_finalize. MPI can't be started again in this process.")
     if not MPI.Is_initialized():
@@ -117,11 +114,9 @@ def _start(call: str) -> None:
 
 
 def await_all_ranks(call: str) -> None:
-    """Wait until all ranks have called this, since MPI alone would wait in silence; `call`: for messages.
-
-    Raises a CommunicatorError if a rank of this node has ended without this call, and a DeadlockError after
-    ``MPIAD_TIMEOUT``, but not before the time that Python needs to load its modules.
-    """
+    """Wait until all ranks have called this, since MPI alone would wait in silence; `call`: for messages."""
+    # A CommunicatorError is raised if a rank of this node has ended without this call, a DeadlockError after
+    # ``MPIAD_TIMEOUT``, but not before the time that Python needs to load its modules.
     limit = None
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
         asked = watch_settings.from_environment().timeout

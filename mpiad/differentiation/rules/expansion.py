@@ -34,10 +34,8 @@ def kept_shape(shape: Shape, axis: Axis) -> Shape:
 
 
 def expanded(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
-    """Repeat the cotangent g of a reduction, whose shape with `keepdims=True` is `kept`; a complex g remains complex.
-
-    The result is traced if g is; otherwise it is a view with strides of zero, and read-only if g is on the host.
-    """
+    """Repeat the cotangent g of a reduction, whose shape with `keepdims=True` is `kept`; a complex g remains complex."""
+    # The result is traced if g is; otherwise it is a view with strides of zero, and read-only if g is on the host.
     if type(g) in BOX_TYPES:
         return expand(g, shape, kept)
     if is_device_array(g):

@@ -74,10 +74,7 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def _transposed_differences(g: Array, axis: int) -> Array:
-    """Return Σ_i w_i (e_{i+1} - e_{i-1}) with unit vectors e_i and w = g/2.
-
-    At the ends w = g, and the index of the end replaces the index of a missing neighbor.
-    """
+    """Return Σ_i w_i (e_{i+1} - e_{i-1}), w = g/2; at the ends w = g, and the end replaces a missing neighbor."""
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
     return anp.moveaxis(concatenate([-w[:1], w[:-1]]) - concatenate([w[1:], -w[-1:]]), 0, axis)

@@ -21,18 +21,13 @@ _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 
 @dataclass(slots=True, eq=False)
 class Scatter:
-    """A cotangent with `values` at `idx` and zeros elsewhere.
+    """A cotangent with `values` at `idx` and zeros elsewhere."""
 
-    - `shape`, `dtype`: the shape and dtype of the array from which elements were taken.
-    - `values`: the cotangent of the taken elements, untraced.
-    - `repeats`: whether `idx` may select an element more than once.
-    """
-
-    shape: Shape
+    shape: Shape  # of the array from which elements were taken
     dtype: np.dtype
     idx: Index
-    values: Array
-    repeats: bool
+    values: Array  # untraced
+    repeats: bool  # whether `idx` may select an element more than once
 
     def dense(self) -> Array:
         """Return the cotangent as a new dense array."""

@@ -249,12 +249,9 @@ if {stop_step} == step[l]:
 
 
 def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the placeholders of the reverse kernel for events that acted; `names`: the other placeholders.
-
-    The array `jump` holds five rows with an entry per lane: the index of the next jump in the backward sweep, the index of
-    the last processed jump, the index of the next stop (a root that ended a step), and the numbers of steps before the next
-    jump and before the next stop; -1 if none exists.
-    """
+    """Return the placeholders of the reverse kernel for events that acted; `names`: the other placeholders."""
+    # The rows of `jump`, with an entry per lane: next jump of the backward sweep, last processed jump, next stop
+    # (a root that ended a step), and the numbers of steps before the next jump and the next stop; -1 if none exists.
     components = range(spec.d)
     last_jump, stop, jump_step, stop_step = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))
     names = names | {"jumping": spec.jumps is not None, "jump_step": jump_step, "stop_step": stop_step}

@@ -32,16 +32,13 @@ def refuse_mass_on_device(settings: Settings) -> None:
 
 
 class Compiler:
-    """The kernels that one call of `solve` compiles; `kernels`: their texts, by the names "forward" and "reverse".
-
-    `count`: the number of trajectories of the whole ensemble; 0 for a single problem. `together`: whether several ranks
-    solve the ensemble; if so, warnings about f are stored until `log_warnings` is called.
-    """
+    """The kernels that one call of `solve` compiles; `count`: the size of the whole ensemble, or 0 for a single problem."""
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
         self.compile, self.backend = options.compile, options.backend
         self._count, self.together = count, together
-        self.kernels: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}  # their texts, by the names "forward" and "reverse"
+        # Warnings about f, which are stored until `log_warnings` if several ranks solve the ensemble (`together`).
         self._pending: list[tuple[Function, str]] = []
 
     def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:

@@ -277,11 +277,9 @@ class Tape(NamedTuple):
 def jumps_of(
     outcome: Outcome, acting: Acting, numbers: Array, before: Array, at_conditions: Array, dtype: np.dtype
 ) -> list[Jump]:
-    """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed.
-
-    `numbers`, shape (N, slots): the number of steps before each given time, or -1 if the time wasn't reached. `before`,
-    shape (N, slots, d), `at_conditions`, shape (m, d): the states at given times and at roots, before events acted.
-    """
+    """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed."""
+    # `numbers`: the numbers of steps before the given times, shape (N, slots), -1 for a time that wasn't reached.
+    # `before`, shape (N, slots, d), and `at_conditions`, shape (m, d): the states before events acted.
     (count, slots), numbers = numbers.shape, numbers.ravel()
     rows = slice(None) if (numbers >= 0).all() else np.flatnonzero(numbers >= 0)
     ids, slot = np.repeat(np.arange(count), slots)[rows], np.tile(np.arange(slots), count)[rows]

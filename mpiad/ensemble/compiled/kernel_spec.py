@@ -126,16 +126,13 @@ def _at_ends(batch: Batch, saveat: Array | None) -> bool:
 
 
 class Fields:
-    """The layout of a kernel's buffers. A field is a variable with one number, or one array, per lane.
-
-    All fields are at constant offsets in one buffer, so the compiler knows that they don't overlap. If states are float32,
-    doubles such as times are in a second buffer, `exact`.
-    """
+    """The layout of a kernel's buffers. A field is a variable with one number, or one array, per lane."""
 
     def __init__(self, spec: KernelSpec):
         self._lanes, self._double_times = spec.lanes, spec.single
+        # All fields are at constant offsets in one buffer, so the compiler knows that they don't overlap.
         self._offsets: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-        self.counts = {"b": 0, "exact": 0}
+        self.counts = {"b": 0, "exact": 0}  # doubles such as times are in `exact` if states are float32
 
     def add(self, lines: list[str]) -> None:
         """Add fields, written as ``name``, or ``name[2, 3]`` for an array; lines that begin with `exact` add doubles."""

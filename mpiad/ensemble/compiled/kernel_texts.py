@@ -22,11 +22,8 @@ _MOST_TEXTS = 32
 def kernel_text(
     kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = (), language: str = "python"
 ) -> str:
-    """Return the text of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`.
-
-    `language`: "python" for CPUs, or "c" for CUDA. NVRTC and nvcc need no headers to compile CUDA. Compiled as C++ for a
-    CPU, the kernels loop over the trajectories.
-    """
+    """Return the text of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`."""
+    # NVRTC and nvcc need no headers to compile the text in "c". Compiled as C++ for a CPU, it loops over the trajectories.
     on_gpu, forward = language == "c", kernel == "forward"
     programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted, on_gpu)
     functions = [_function(one, name, spec, traced.names, language) for name, one in programs.items()]

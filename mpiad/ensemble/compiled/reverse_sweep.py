@@ -40,11 +40,7 @@ class KernelSeeds(NamedTuple):
 
 
 def kernel_seeds(run: Run, seeds: Seeds, found: Cotangents, times: Array) -> KernelSeeds:
-    """Return the kernel's seeds; `times`: the saved times, in 1 or N rows.
-
-    The cotangents of states at events are inserted among those of saved states. `found`: the result of
-    `cotangents_at_ends`, to whose leaves those from events are added.
-    """
+    """Return the kernel's seeds, also those of states at events; add the leaves' cotangents from events to `found`."""
     save_step = np.empty((run.batch.size, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(found.u0, seeds.saved, save_step, times, run.outcome.t_reached)
     if run.outcome.crossings is None:
@@ -76,11 +72,8 @@ def kernel_seeds(run: Run, seeds: Seeds, found: Cotangents, times: Array) -> Ker
 
 
 def _pulled(run: Run, rows: Array, leaves: dict[int, Array], end: Array | None, time: Array) -> tuple[Array, Array]:
-    """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,); update `leaves`.
-
-    `end`, shape (d, m): cotangents of the final states, None for nonterminal events. `time`, shape (m,): cotangents of the
-    event's times, which depend on the start of tspan; the kernel considers the times of states inside steps constant.
-    """
+    """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,); update `leaves`."""
+    # The kernel considers the times of states inside steps constant. `end`, shape (d, m), is None for nonterminal events.
     found = _pull_event(run, int(rows[0, 1]), rows, tuple(leaves), end, time)
     add_leaves(run, leaves, found.leaves, rows[:, 0].astype(int))
     by_fraction = (found.u * found.rate).real.sum(axis=0)
@@ -317,11 +310,8 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
 def carried_tangents(
     solver: Solver, run: Run, by_u0: bool, places: Sequence[int], saving: bool
 ) -> tuple[Array, Array | None] | None:
-    """Return the tangents of final states, shape (m, d, N), and with `saving` also of saved states, (m, N, n_saved, d).
-
-    The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`. Returns
-    None if the forward kernel hasn't propagated all of these tangents.
-    """
+    """Return the kernel's tangents of final, (m, d, N), and saved states, (m, N, n_saved, d); None if some are missing."""
+    # The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`.
     if run.outcome.carried is None:
         return None
     carried = list(solver.directions)

@@ -272,11 +272,8 @@ class Steps:
         return lines
 
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
-        """Return lines that propagate the cotangent of stage i to its argument, as in `reverse_kernel`.
-
-        The cotangents of the arguments are z0, z1, ..., and the cotangents of the parameters e0, e1, ... `arrival(c)`
-        is the contribution of states inside the step to the cotangent of component c of the stage.
-        """
+        """Return lines that propagate the cotangent of stage i to its argument (z0, ...) and the parameters (e0, ...)."""
+        # arrival(c) is the contribution of states inside the step to the cotangent of component c of the stage.
         spec, table = self.spec, ((), *self.spec.tableau.a)
         # The term that was computed last is added last, so that the other additions needn't wait for it.
         weights = [(j, self.number(table[j][i])) for j in range(spec.stages, i, -1) if table[j][i]]

@@ -204,11 +204,8 @@ def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symb
 
 
 def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
-    """Compare a program with f at the initial states of a few trajectories; raise Untraceable if they differ.
-
-    They differ if f checks the types of its arguments, and computes something else with traced arrays than with numbers.
-    `fun`: the traced function of the user, if it isn't f; ``called(u, p, t)`` then returns its result, shape (rows, n).
-    """
+    """Raise Untraceable if a program differs at a few initial states from f, or from `fun` as evaluated by `called`."""
+    # They differ if f checks the types of its arguments, and computes something else with traced arrays than with numbers.
     if not batch.size:
         return
     ids, u, t = _columns(batch)

@@ -51,10 +51,7 @@ def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
 
 
 def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any], threads: int) -> list[Result]:
-    """Return the results of a function for all items, computed in several threads including this one.
-
-    ``fun(item, pause)`` calls ``pause()`` regularly, which raises if another thread has raised an exception.
-    """
+    """Return ``fun(item, pause)`` for each item, computed in threads; ``pause()`` raises if another thread has failed."""
     items = list(items)
     if threads == 1 or len(items) < 2:
         return [fun(item, lambda: None) for item in items]

@@ -117,11 +117,9 @@ def forget_agreement(error: BaseException) -> None:
 
 
 def raise_together(channel: Channel, error: Exception | None) -> None:
-    """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None.
-
-    Ranks with an error raise it. The others raise an exception with the text of the first of these errors, and with the
-    first class in its MRO that is in `_KINDS`: so `except ValueError` catches one error on all ranks or on none.
-    """
+    """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None."""
+    # Other ranks raise the first class in the error's MRO that is in `_KINDS`: so `except ValueError` catches one error on
+    # all ranks or on none.
     checked_on_replay(_raised_together, channel, error)
 
 

@@ -63,15 +63,7 @@ class Arguments(NamedTuple):
 
 
 class Call:
-    """One communication of the user's program, while it runs.
-
-    - `name`: the public function, such as ``"mpi_bcast"``.
-    - `direction`: "forward", "adjoint" or "tangent".
-    - `site`: the user's line being executed; for an adjoint, the line that computes the gradient.
-    - `forward_site`: for an adjoint or tangent, the site of the forward call; otherwise None.
-    - `outer`: the enclosing call, or None.
-    - `began`, `ended`: values of `time.perf_counter()`; `ended` is 0 until the end.
-    """
+    """One communication of the user's program, while it runs; `direction`: "forward", "adjoint" or "tangent"."""
 
     __slots__ = (
         "_arguments", "_params", "_x", "began", "direction", "ended", "forward_name", "forward_site", "name", "outer",
@@ -85,12 +77,13 @@ class Call:
         self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Array,
         params: object,
     ):  # fmt: skip
+        # The user's line: for an adjoint, `site` is the line that computes the gradient.
         self.name, self.direction, self.site = name, direction, site
         self.forward_name, self.forward_site = forward_name, forward_site
         self._x, self._params = x, params
         self._arguments: Arguments | None = None
         self.outer: Call | None = None
-        self.ended = 0.0
+        self.ended = 0.0  # like `began`, of `time.perf_counter()`; 0 until the end
         self.began = perf_counter()
 
     @property
@@ -281,11 +274,7 @@ def site_of_trace(trace: TracebackType | None) -> Site:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Return whether an exception was raised by a signal handler, or by a `raise` statement in user code.
-
-    A TypeError, AttributeError, AssertionError or NotImplementedError by `raise` doesn't count: user code may raise it
-    because a traced array has an unexpected type.
-    """
+    """Return whether an exception was raised by a signal handler, or by a `raise` statement in user code."""
     trace = error.__traceback__
     while trace is not None:
         frame, last = trace.tb_frame, trace.tb_lasti
@@ -295,6 +284,7 @@ def is_raised_by_user(error: BaseException) -> bool:
         if frame.f_back is not None and any(part is frame.f_back for part in parts):
             return True
         trace = trace.tb_next
+    # User code may raise one of these because a traced array has an unexpected type.
     if error.__traceback__ is None or isinstance(error, (TypeError, AttributeError, AssertionError, NotImplementedError)):
         return False
     return _kind(frame.f_code) == 0 and frame.f_code.co_code[last] == opmap["RAISE_VARARGS"]

@@ -284,10 +284,7 @@ class Channel:
         self.started.clear()
 
     def has_unfinished(self) -> bool:
-        """Return whether any rank may have pending messages; sets `unended` on all ranks; collective.
-
-        If not, `end` isn't necessary, in which every rank sends a message to every other.
-        """
+        """Return whether any rank may have pending messages, so that `end` is necessary; set `unended`; collective."""
         self._drop_sent()
         here = bool(self.started or self.fault)
         # The sum over all ranks is the number of unreceived messages.

@@ -219,12 +219,8 @@ def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], rec
 def lengths_of_all(
     channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None, sent: list[int] | None = None
 ) -> list[int]:
-    """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
-
-    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. `sent`: the lengths of the
-    blocks for the ranks; with it, the lengths of the ranks' blocks for this rank are returned. Raises a ValueError on
-    all ranks if other dimensions or dtypes differ between ranks.
-    """
+    """Return the ranks' lengths along `axis` (1 if stacked), or of the blocks for this rank, given `sent`; collective."""
+    # All ranks raise `wrong`, an error of one rank, or a ValueError if other dimensions or dtypes differ between ranks.
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
     mine, every = np.empty((1 if sent is None else channel.size, 2), np.int64), np.empty((channel.size, 2), np.int64)

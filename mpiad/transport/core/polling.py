@@ -148,13 +148,10 @@ _POLL_INTERVAL = 5e-4  # seconds
 
 
 class StateExchange:
-    """Questions of the ranks about each other's states, which a thread of each rank answers every `tick` seconds.
-
-    `comm`: without other messages, and not guarded. `state`: returns this rank's state. If MPI doesn't allow a second
-    thread, a rank answers only when it calls `answer`.
-    """
+    """Questions of the ranks about each other's states, which a thread of each rank answers every `tick` seconds."""
 
     def __init__(self, comm: Comm, state: Callable[[], object], tick: float, name: str):
+        # `comm` has no other messages and isn't guarded. Without a second thread, a rank answers only in `answer`.
         self._comm, self._state, self._tick, self._name = comm, state, tick, name
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._sends: list[list[Any]] = []  # each a buffer and, once started, its request

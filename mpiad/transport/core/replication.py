@@ -110,13 +110,8 @@ class _Leaf(NamedTuple):
 
 
 def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], prefix: str, advice: str = "") -> None:
-    """Raise on all ranks if the copies of a value differ; collective.
-
-    `leaves`: paths and leaves of this rank's copy: arrays, numbers, strings or None. `prefix`: the message's beginning.
-    `advice`: shown before the list of differences.
-
-    Raises a ReplicationError, with the ranks that differ and the first difference; a TypeError if a leaf has another type.
-    """
+    """Raise a ReplicationError on all ranks if the copies of a value, with `leaves` by path, differ; collective."""
+    # Leaves are arrays, numbers, strings or None, else a TypeError is raised. `advice` comes before the differences.
     values, wrong = [], ""
     described = []
     try:

@@ -61,26 +61,18 @@ class ProgramRecorder(Protocol):
 
 
 class _ThreadState(threading.local):
-    """The state of a thread.
-
-    - `recorder`: the trace of a compiled program, or None.
-    - `tape`, `lane`: the current tape, and the index of the current reverse pass.
-    - `channels`: the channels on which the current tape, or the body of an operator that is one node, has communicated.
-    - `call`: the innermost call in progress, if calls are recorded.
-    - `site`: the user's line, if a transformation repeats the calls of a program; otherwise None.
-    - `root_copies`: the innermost solve whose variables are on the root.
-    - `tapes`, `contexts`: the innermost open tape, even if it isn't current, and the innermost other context that must be
-      ended after an exception; their attribute `around` is the enclosing one.
-    """
+    """The state of a thread."""
 
     def __init__(self) -> None:
-        self.recorder: ProgramRecorder | None = None
-        self.tape: Any = None
-        self.lane = 0
-        self.channels: Any = None
-        self.call: Any = None
-        self.site: Any = None
-        self.root_copies: Any = None
+        self.recorder: ProgramRecorder | None = None  # the trace of a compiled program
+        self.tape: Any = None  # the current tape
+        self.lane = 0  # the index of the current reverse pass
+        self.channels: Any = None  # those on which the current tape, or an operator that is one node, has communicated
+        self.call: Any = None  # the innermost call in progress, if calls are recorded
+        self.site: Any = None  # the user's line, if a transformation repeats the calls of a program
+        self.root_copies: Any = None  # the innermost solve whose variables are on the root
+        # The innermost open tape, even if it isn't current, and the innermost other context that must be ended after an
+        # exception; `around` is the enclosing one.
         self.tapes: Any = None
         self.contexts: Any = None
 

@@ -174,11 +174,7 @@ Transfer = HostTransfer | StagedTransfer
 def communicate(
     call: BufferCall, sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE, discards: bool = False
 ) -> Array:
-    """Return the array that MPI writes in ``call(send_buffer, recv_buffer)``, called for each piece; MPI reads `sent`.
-
-    `spec`: of the result, by default that of `sent`. `discards`: whether MPI writes nothing useful on this rank, so that
-    the result is zeros.
-    """
+    """Return the array that MPI writes in ``call(send_buffer, recv_buffer)`` for each piece; zeros if it `discards`."""
     like = spec or sent
     # Without transfers, which take longer than a sum of a few numbers.
     if type(sent) is np.ndarray and len(pieces) == 1 and (spec is None or spec.arrays is None):

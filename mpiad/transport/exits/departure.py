@@ -122,12 +122,9 @@ def note_finalize() -> None:
 
 
 def await_others(patience: float | None = None) -> bool:
-    """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
-
-    `patience`: seconds after which the job ends even if this rank left without an error. A rank gives it if communication
-    was abandoned, since the others may never leave then. Returns whether any rank gave it.
-    All ranks of the world call this once.
-    """
+    """Wait until all ranks have left, or end the job if this rank left with an error and others stay; collective."""
+    # `patience`: seconds after which the job ends even without an error. A rank gives it if communication was abandoned,
+    # since the others may never leave then. Returns whether any rank gave it.
     global _has_arrived, _comm
     _has_arrived = True
     _replace_code(_member)  # since Python's shutdown may read the attribute

@@ -48,11 +48,8 @@ _current = _Current()
 
 
 def recoverable(call: str, comm: Comm = _BY_KEYWORD, make_error: MakeError | None = None) -> Callable[[F], F]:
-    """Return a decorator for composites, which without ULFM changes nothing.
-
-    `comm`: by default the keyword argument `comm` of the call. `make_error`: ``make_error(failures)`` returns the exception
-    that all ranks raise. A composite with `make_error` recovers even inside another composite.
-    """
+    """Return a decorator for composites, which without ULFM changes nothing; `comm`: by default the call's `comm`."""
+    # All ranks raise ``make_error(failures)``. A composite with `make_error` recovers even inside another composite.
 
     def decorate(fun: F) -> F:
         if not FAULT_TOLERANT:
@@ -113,12 +110,9 @@ def finish_composite(used: Channel, call: str, make_error: MakeError | None = No
 
 
 def recover(used: Channel | None, error: BaseException, call: str, make_error: MakeError | None = None) -> None:
-    """Synchronize the ranks after an exception; return if this rank must raise its own exception.
-
-    `used`: the channel of the composite, None outside composites. Raises a RemoteError if this rank was interrupted because
-    another one failed, or if a process has died; or the exception of `make_error` (see `recoverable`). All ranks of the
-    channel call this function or `finish_composite`.
-    """
+    """Synchronize the ranks after an exception; return if this rank must raise its own exception."""
+    # Otherwise raise a RemoteError, or the exception of `make_error`, since another rank failed or a process has died. All
+    # ranks of the channel call this function or `finish_composite`. `used`: None outside composites.
     interrupted = is_interruption(error)
     # If all ranks of the channel raise the exception together, none of them waits.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):

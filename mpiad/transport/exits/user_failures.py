@@ -158,28 +158,21 @@ def common_error(failures: Failures, call: str = "minimize") -> Exception:
 
 
 class StageFailures:
-    """Agreements on failures in a call that consists of stages.
-
-    - `stage_module`: name of the module of the stages; a rank whose innermost frame is in it has reached an agreement.
-    - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
-    - `error`: the exception that all ranks have raised, or None. After it there are no further agreements.
-    - `broken`: whether a stage failed on this rank, and MPI interrupts the other ranks.
-    - `end_requested`: whether any rank had received SIGTERM at the last agreement; the same on all ranks.
-    - `tolerates`: whether all ranks raise `NotConverged` in place of a ConvergenceError, so that the call may continue.
-    """
+    """Agreements on failures in a call that consists of stages; `complete` completes an error's text before it is sent."""
 
     def __init__(
         self, comm: Comm, call: str, stage_module: str, complete: Callable[[BaseException, TracebackType | None], None]
     ):
         self._interrupts = recovers() and comm.size > 1
-        self._comm, self._stage_module = comm, stage_module
+        self._comm, self._stage_module = comm, stage_module  # ranks whose innermost frame is in it reached an agreement
         self._detector = FailureDetector(comm, call, stage_module, listens=not self._interrupts)
+        # Whether a stage failed on this rank (MPI interrupts the others), and any rank had SIGTERM at the last agreement.
         self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
         self.members = tuple(getattr(comm, "members", None) or world_ranks(comm))
         self._refused = [found for found in live_channels() if found.fault]  # unusable since an earlier exception
         self._mine, self._sums = np.zeros(4), np.zeros(4)
-        self.error: Exception | None = None
-        self.tolerates = False
+        self.error: Exception | None = None  # raised on all ranks; there are no agreements after it
+        self.tolerates = False  # whether ranks raise `NotConverged` for a ConvergenceError, so that the call may continue
 
     def run(self, stage: Callable[[], T]) -> T:
         """Return the result of `stage`; raise on all ranks a WorkerError, TypeError or `NotConverged` if any raises."""
@@ -264,16 +257,13 @@ class DeferredFailures:
     A user function may raise before it sends a message for which other ranks wait. If the failed call didn't
     communicate, and earlier calls, if any, did, the function is called again with a valid argument, so that it sends its
     messages. In any case the job ends if the ranks don't reach an agreement within some time.
-
-    - `communicated`: the set of names of functions that have communicated; calls with the same functions share it.
-    - `apart`: whether agreements use a separate communicator, on which no function communicates.
-    - `error`: the first exception, or None.
     """
 
     def __init__(self, comm: Comm, call: str, communicated: set[str] | None = None, apart: bool = False):
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # the first exception
         self._used, self._call = channel(comm, call), call
         self._agreement_comm = self._used.separate() if apart else self._used.data
+        # The names of functions that have communicated; calls with the same functions share it.
         self._communicated = set() if communicated is None else communicated
         self._usual: dict[str, int] = {}  # the number of communications in a function's last call
         self._timer: threading.Timer | None = None

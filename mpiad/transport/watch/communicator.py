@@ -205,23 +205,17 @@ _iallreduce = _nonblocking("Iallreduce")
 
 
 class Guarded:
-    """An mpi4py communicator under the watch (see `watch_settings`).
-
-    - `label`, `members`: its name, and its members' ranks in the world, the same on all ranks.
-    - `agreement`: compares the ranks' collectives; None if they aren't compared.
-    - `owner`: returns the channel, which is marked as unusable when a wait is abandoned; or None.
-    - `number`: the channel's number among channels with the same members.
-    - `reverse`: whether it is used for the messages of adjoints.
-    - `metadata_comm`: the communicator for descriptions of calls, and for headers of messages.
-    """
+    """An mpi4py communicator under the watch (see `watch_settings`); `label` and `members` are equal on all ranks."""
 
     def __init__(
         self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None,
         owner: Channel | None = None, number: int = 0, reverse: bool = False,
     ):  # fmt: skip
+        # `members`: ranks in the world. `metadata_comm`: for descriptions of calls, and for headers of messages.
         self.bare, self.metadata_comm, self.label, self.members, self.agreement = bare, bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
-        self.number, self.reverse = number, reverse
+        self.number, self.reverse = number, reverse  # among channels with the same members; for messages of adjoints
+        # The channel, which is marked as unusable when a wait is abandoned.
         self.owner: Callable[[], Channel | None] = weakref.ref(owner) if owner is not None else lambda: None
         self.started = self._made = 0
 

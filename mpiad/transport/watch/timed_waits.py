@@ -151,17 +151,13 @@ def set_error(began: float, error: Exception) -> None:
 
 
 class GuardedRequest:
-    """An operation of MPI, ``call(*args)``, which is started here and then polled.
-
-    `owner`: the object on whose communicator it is; see `cancel_receives`. `make`: describes the wait.
-
-    As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request. An abandoned operation is
-    kept, since MPI may still use its buffers.
-    """
+    """An operation of MPI, ``call(*args)``, which is started here and then polled; `make`: describes the wait."""
 
     def __init__(
         self, owner: Any, make: Callable[[], Awaited], call: Callable[..., Request], *args: Any, receives: bool = False
     ):
+        # As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request. An abandoned
+        # operation is kept, since MPI may still use its buffers.
         self.owner, self.receives, self.arguments, self._make = owner, receives, args, make
         self._requests: list[Request] = []
         pending[id(self)] = self

@@ -252,10 +252,7 @@ _COLUMNS = 5  # number of trajectories in a sample
 
 
 class Inputs(NamedTuple):
-    """The arguments of kernels, in order; the reverse kernel takes only the arguments before `u0`.
-
-    Initial states and tspans that all trajectories share have one column, and their stride along trajectories is zero.
-    """
+    """The arguments of kernels, in order; the reverse kernel takes only the arguments before `u0`."""
 
     # Parameters per trajectory, shape (varying, n), and shared parameters, shape (shared,).
     p: Array
