@@ -153,7 +153,7 @@ class FunctionReader:
         cells = dict(zip(code.co_freevars, value.__closure__ or ()))
         is_primitive = module == "autograd.tracer"  # `primitive(f)`, where f is NumPy's or the user's
         if is_primitive or _is_in(module, self.constant_modules):  # for example a derivative of a user's function
-            self.constant(code)
+            self.constant(value if is_primitive else code)
             for cell in cells.values():
                 (self.read if is_primitive else self.read_held)(content_of(cell))
             return

@@ -73,7 +73,7 @@ def _arctan2(y: Symbol, x: Symbol, _: Symbol) -> list[Partial]:
     return [x / square, -y / square]
 
 
-# Operations missing here have derivative zero: comparisons, logical operations, sign, and rounding.
+# Operations missing here have derivative zero: comparisons, logical operations, sign, rounding, and stop_gradient.
 PARTIALS: dict[str, Rule] = {
     "add": lambda x, y, r: [1.0, 1.0],
     "subtract": lambda x, y, r: [1.0, -1.0],

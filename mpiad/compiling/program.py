@@ -110,6 +110,7 @@ OPERATIONS: dict[str, Operation] = {
     "remainder": _composed(np.remainder, 2),
     # The modulus of a complex number: hypot with another derivative at 0.
     "modulus": _composed(lambda x, y: np.hypot(x, y), 2),
+    "stop_gradient": _composed(np.copy),
     "expit": _composed(lambda x: 1.0 / (1.0 + np.exp(-x))),
     "logit": _composed(lambda x: np.log(x / (1.0 - x))),
     # Maximum and minimum of three or more arguments.

@@ -86,6 +86,7 @@ _RULES: dict[str, Callable[..., Symbol | None]] = {
     "smallest": _by_pairs("minimum"),
     "remainder": _remainder,
     "modulus": _modulus,
+    "stop_gradient": lambda x: x,
     "expit": lambda x: 1.0 / (1.0 + (-x).exp()),
     "logit": lambda x: (x / (1.0 - x)).log(),
 }
@@ -145,4 +146,5 @@ def function_source(
     if language == "c":
         given = [f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
-    return "\n".join([f"def {name}({', '.join(arguments)}):", *indented([*body, f"return ({', '.join(outputs)},)"])]) + "\n"
+    body.append(f"return ({', '.join(outputs)}{',' * bool(outputs)})")
+    return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"

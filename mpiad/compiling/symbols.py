@@ -166,6 +166,7 @@ _RULES: dict[str, Callable[..., Symbol]] = {
     "sinh": _by_parts("sinh", "cos", "cosh", "sin"),
     "cosh": _by_parts("cosh", "cos", "sinh", "sin"),
     "tanh": _tanh,
+    "stop_gradient": lambda z: z.real.call("stop_gradient").plus_i(z.imag.call("stop_gradient")),
 }
 
 _NEEDS_TRUTH = (

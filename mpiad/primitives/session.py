@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autograd.tracer import getval
+from autograd import tracer
 
 from mpiad._typing import Array, Comm, Rank
 from mpiad.pytrees import map_leaves
@@ -162,4 +162,5 @@ def stop_gradient(x: Array) -> Array:
     >>> print(mpiad.grad(lambda x: mpiad.stop_gradient(x) * x, objective="sum")(3.0))
     3.0
     """
+    getval = tracer.getval  # looked up in each call: traces of compiled ensembles replace it
     return map_leaves(getval, x) if isinstance(x, (dict, list, tuple)) else getval(x)

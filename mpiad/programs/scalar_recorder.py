@@ -59,9 +59,17 @@ class ScalarRecorder:
         """Refuse a communication."""
         self.looked_up(operation.__name__)
 
-    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of `mpiad.extend`."""
-        return operator.body(args, kwargs)
+    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
+        """Refuse an operator of `mpiad.extend`, whose rules the derivatives of the program would ignore."""
+        self.refuse(f"it calls the operator {operator.__name__}, whose derivative rules can't be compiled")
+
+    def constant(self, x: Any) -> Any:
+        """Return an array whose derivatives are zero; an argument without traced values is returned unchanged."""
+        x = self._traced(x)
+        if not isinstance(x, TracedArray) or x.dtype == bool:
+            return x
+        symbols = [symbol.call("stop_gradient") for symbol in x.number.ravel().tolist()]
+        return TracedArray(self, _as_array(symbols, x.shape), x.value)
 
     def entered_body(self) -> None:
         """Do nothing at the beginning of an operator's body."""

@@ -79,7 +79,8 @@ def one(operation):
 
 
 ABOVE_ONE = {"arccosh"}
-STEPS = {name for name, entry in OPERATIONS.items() if entry.boolean} | {"floor", "ceil", "trunc", "rint", "sign"}
+ROUNDING = {"floor", "ceil", "trunc", "rint", "sign"}
+STEPS = {name for name, entry in OPERATIONS.items() if entry.boolean} | ROUNDING | {"stop_gradient"}
 
 
 @pytest.mark.parametrize("places", [(0, 1, 2), (1, 2, 0)])

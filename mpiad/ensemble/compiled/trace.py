@@ -7,11 +7,15 @@ column. A function can't be traced if it needs values: for branches, for indices
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+import autograd.tracer
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -168,7 +172,7 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
         leaves[part.place] = recorder.input("parameter", part.scalars, own, part.complex)
     u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
     try:
-        with restoring_state():
+        with restoring_state(), _autograd_replaced():
             # A scalar recorder lacks methods that are called only after `looked_up`, which refuses.
             around, tracing.recorder = tracing.recorder, recorder  # type: ignore[assignment]
             value = f(u, p.build(leaves), recorder.input("time", range(1), column))
@@ -186,6 +190,44 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     if builder.refused:  # the function has caught the Refusal
         raise Untraceable(builder.refused, place_of(f))
     return builder.program(groups, [x.as_number().number for x in components])
+
+
+# Traces contain no boxes, by which autograd finds derivative rules. So two functions of autograd are replaced in a trace:
+# the first function that a primitive calls, and the one by which `stop_gradient` and `notrace_primitive` get plain values.
+_tracer: Any = autograd.tracer
+_find_boxes, _getval, _replacing = _tracer.find_top_boxed_args, _tracer.getval, threading.RLock()
+
+
+@contextmanager
+def _autograd_replaced() -> Iterator[None]:
+    with _replacing:
+        around = _tracer.find_top_boxed_args, _tracer.getval
+        _tracer.find_top_boxed_args, _tracer.getval = _boxes_of, _plain
+        try:
+            yield
+        finally:
+            _tracer.find_top_boxed_args, _tracer.getval = around
+
+
+def _boxes_of(args: Sequence[Any]) -> Any:
+    """Return the boxes among the arguments of a primitive; refuse a primitive of the user in a trace."""
+    primitive, recorder = sys._getframe(1).f_locals["f_wrapped"], tracing.recorder
+    if isinstance(recorder, ScalarRecorder) and not _is_of_a_package(primitive):
+        name = getattr(primitive, "__name__", "without a name")
+        recorder.refuse(f"it calls the autograd primitive {name}, whose derivative rules can't be compiled")
+    return _find_boxes(args)
+
+
+@lru_cache(1024)
+def _is_of_a_package(primitive: Any) -> bool:
+    """Return whether autograd or this library defines a primitive; its rules then are the derivatives of its body."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(("autograd.", "mpiad."))]
+    return any(value is primitive for module in modules for value in list(vars(module).values()))
+
+
+def _plain(x: Any) -> Any:
+    recorder = tracing.recorder
+    return recorder.constant(_getval(x)) if isinstance(recorder, ScalarRecorder) else _getval(x)
 
 
 def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symbol]:

@@ -10,15 +10,18 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 import scipy.special
+from autograd.extend import primitive
 from traced_right_hand_sides import MATRIX, SYSTEMS
 
 import mpiad
 from mpiad.compiling import program
+from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.program import Untraceable, evaluated
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import packing_of, trace
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.problem import ODEProblem
+from mpiad.extend import custom_operator
 from mpiad.pytrees import flatten
 
 pytestmark = pytest.mark.serial
@@ -62,6 +65,21 @@ def test_the_program_computes_what_f_does(name, own):
 def test_a_state_that_is_one_number():
     program = trace(lambda u, p, t: p * anp.sin(u) + t, (), shared(2.0), float)
     assert evaluated(program, [0.5], [2.0], [0.25]) == [2 * np.sin(0.5) + 0.25]
+
+
+def test_derivatives_of_stopped_values_are_zero():
+    def f(u, p, t):
+        z, parts = (
+            mpiad.stop_gradient(u[0] + 1j * u[1]),
+            mpiad.stop_gradient({"above": u > 0.3, "u": anp.array([u[0], u[1]])}),
+        )
+        return np.stack([u[0] * z.real * z.imag, np.where(parts["above"], parts["u"], p * u)[1]])
+
+    program, u = trace(f, (2,), shared(2.0), float), [0.5, 0.25]
+    assert evaluated(program, u, [2.0], [0.0]) == [0.5 * 0.5 * 0.25, 0.5]
+    gradient = vjp(program, {"state": None})
+    assert evaluated(gradient, u, [2.0], [0.0], [1.0, 0.0]) == [0.5 * 0.25, 0.0]
+    assert evaluated(gradient, u, [2.0], [0.0], [0.0, 1.0]) == [0.0, 2.0]
 
 
 def test_a_state_that_is_a_matrix():
@@ -191,6 +209,18 @@ def communicates(u, p, t):
     return mpiad.mpi_allreduce(u)
 
 
+doubled = custom_operator(lambda x: 2.0 * x)
+copied = primitive(np.copy)
+
+
+def calls_an_operator(u, p, t):
+    return doubled(u)
+
+
+def calls_a_primitive(u, p, t):
+    return copied(u)
+
+
 @pytest.mark.parametrize("f, offset, reason", [
     (branches, 2, "np.where"),
     (calls_scipy, 1, "jv"),
@@ -209,6 +239,8 @@ def communicates(u, p, t):
     (swallows, 0, "float"),
     (writes_at_a_mask, 2, "traced values as an index: write np.where"),
     (communicates, 1, "it calls mpi_allreduce, which communicates"),
+    (calls_an_operator, 1, "it calls the operator <lambda>, whose derivative rules can't be compiled"),
+    (calls_a_primitive, 1, "it calls the autograd primitive copy, whose derivative rules can't be compiled"),
     (lambda u, p, t: np.std(u), 0, "numpy.std, which isn't among the functions"),
     (lambda u, p, t: np.where(u > 0)[0], 0, "give np.where three arguments"),
     (lambda u, p, t: np.sum(u, axis=0, initial=True), 0, "numpy.sum, whose rule got an unexpected keyword"),
