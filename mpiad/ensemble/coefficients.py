@@ -136,14 +136,3 @@ def states_at(terms: Sequence[Array], x: Array | float) -> Array:
     for power in range(len(terms) - 2, -1, -1):
         total = total * x + terms[power]
     return total
-
-
-def stage_rates(tableau: Tableau, x: Array) -> list[Array]:
-    """Return the derivatives of the stages' weights with respect to x, each of the shape of x."""
-    rates = []
-    for row in tableau.dense.tolist():
-        rate = np.full_like(x, len(row) * row[-1])  # Horner's scheme for the sum of j w_j x^(j - 1)
-        for power in range(len(row) - 1, 0, -1):
-            rate = rate * x + power * row[power - 1]
-        rates.append(rate)
-    return rates

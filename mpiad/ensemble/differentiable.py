@@ -175,12 +175,11 @@ class _SolvedRun:
         if solver is None or run.settings.events or not _TIMES.isdisjoint(argnums):
             return None
         places = [k - LEAVES for k in argnums if k >= LEAVES]
-        found = carried_tangents(solver, run, U0 in argnums, places, seeds.saved is not None)
+        found = carried_tangents(solver, run, U0 in argnums, places)
         if found is None:
             return None
         ends, saves = found
         seeds, wanted = seeds._replace(end=run.masked(seeds.end)), sorted(argnums)
-        saves = [None] * len(ends) if saves is None else saves
         parts = [product_per_trajectory(run, seeds, saved, end.T) for saved, end in zip(saves, ends)]
         return list(zip(numbers_of(run, wanted, args), parts))
 

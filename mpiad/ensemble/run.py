@@ -266,11 +266,6 @@ class Run:
         ids, _, _, _, time, _ = self._event_columns
         return EventTimes(self.outcome.t_reached, ids[self._crossed_rows], time[self._crossed_rows])
 
-    @property
-    def crossed_ids(self) -> Array:
-        """The trajectories of the events in `EventTimes.crossed`, shape (m,)."""
-        return self.event_times.ids
-
     @cached_property
     def save_step(self) -> Array:
         """The step of each saved value, from 0, or INITIAL, FINAL or NOWHERE: array of int, shape (N, n_saved)."""

@@ -89,7 +89,7 @@ class SensitivitySolve:
     def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(traced.leaves)
-        carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places, True)
+        carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places)
         if carried is None:
             tangents = {U0: traced.u0 or [None] * m, **{LEAVES + place: gs for place, gs in traced.leaves.items()}}
             return np.stack(push_run(run, arguments_of(run), tangents)[0])

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.polynomial.polynomial import polyder, polyval
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
 from mpiad.ensemble.adjoint import Cotangents, cotangents_at_ends, pull_run, to_start
 from mpiad.ensemble.batch import two_at_least
-from mpiad.ensemble.coefficients import interpolate, stage_rates
+from mpiad.ensemble.coefficients import interpolate
 from mpiad.ensemble.compiled.kernel_solver import Solver, Tape
 from mpiad.ensemble.compiled.kernel_spec import H, T, U
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
@@ -99,7 +100,8 @@ def _pull_event(
     ids, t, h, x = rows[:, 0].astype(int), rows[:, T], rows[:, H], rows[:, 3]
     before: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
     k, _ = run.stages_of(ids, before, t, h)
-    rate: Array = sum(r * stage for r, stage in zip(stage_rates(run.tableau, x), k))
+    rates = [polyval(x, polyder([0.0, *row])) for row in run.tableau.dense.tolist()]  # of the weights of the stages
+    rate: Array = sum(r * stage for r, stage in zip(rates, k))
     leaves = p.taken(ids)
 
     def results(variables: list[Any]) -> Iterator[tuple[Array, Array]]:
@@ -295,7 +297,7 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
         run = Run(whole.batch.share(rows), whole.settings.share(rows), part.record())
         share = seeds.share(rows)
         if seeds.crossed is not None:
-            ids = whole.crossed_ids
+            ids = whole.event_times.ids
             share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
         bars = pull_compiled(part, run, share, places, timed)
         if len(bars.due) > len(found.due):
@@ -307,9 +309,7 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
     return found
 
 
-def carried_tangents(
-    solver: Solver, run: Run, by_u0: bool, places: Sequence[int], saving: bool
-) -> tuple[Array, Array | None] | None:
+def carried_tangents(solver: Solver, run: Run, by_u0: bool, places: Sequence[int]) -> tuple[Array, Array] | None:
     """Return the kernel's tangents of final, (m, d, N), and saved states, (m, N, n_saved, d); None if some are missing."""
     # The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`.
     if run.outcome.carried is None:
@@ -323,4 +323,4 @@ def carried_tangents(
     if wanted != carried:
         chosen = [carried.index(direction) for direction in wanted]
         end, saved = end[chosen], saved[chosen]
-    return end, saved if saving else None
+    return end, saved
