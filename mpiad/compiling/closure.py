@@ -376,8 +376,7 @@ def same_bits(x: Array, y: Array) -> bool:
     if x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
         return np.ndarray.tobytes(x) == np.ndarray.tobytes(y)  # compares the data of masked arrays, too
     word = np.uint8 if x.nbytes % 8 else np.int64
-    one, other = (np.asarray(array).reshape(-1).view(word) for array in (x, y))
-    return np.array_equal(one, other)
+    return np.array_equal(np.asarray(x).reshape(-1).view(word), np.asarray(y).reshape(-1).view(word))
 
 
 def is_writable(x: Any) -> bool:

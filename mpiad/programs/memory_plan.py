@@ -19,7 +19,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import aligned
-from mpiad.programs.fusion import Buffer, Run, Schedule, root_of
+from mpiad.programs.fusion import Run, Schedule, root_of
 from mpiad.programs.loops import LoopText
 
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
@@ -78,9 +78,8 @@ def overwrite(schedule: Schedule, texts: Sequence[LoopText | None]) -> None:
     buffers, spans = schedule.buffers, spans_of(schedule, texts)
     has_other_shapes = {found.data for found in buffers if found.kind == "alias"}
     own = {b for b in spans if buffers[b].kind == "temporary" and buffers[b].nbytes > SMALL} - has_other_shapes
-    for at, text in enumerate(texts):
-        if text is None:
-            continue
+    for text in filter(None, texts):
+        at = text.at
         # A later part of the program may run again, and then needs the buffers of an earlier part once more.
         here = [b for b in text.buffers if b in own and schedule.part(spans[b][0]) == schedule.part(at)]
         dead = [c for c in here if spans[c][-1] == at and c not in text.written]
@@ -93,7 +92,7 @@ def overwrite(schedule: Schedule, texts: Sequence[LoopText | None]) -> None:
             if c is not None:
                 dead.remove(c)
                 text.overwrite(c, b)
-                buffers[b] = Buffer("alias", buffers[b].shape, buffers[b].dtype, c)
+                buffers[b] = buffers[b]._replace(kind="alias", data=c)
 
 
 def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int, Allocation], int, int]:

@@ -68,8 +68,7 @@ class ScalarRecorder:
         x = self._traced(x)
         if not isinstance(x, TracedArray) or x.dtype == bool:
             return x
-        symbols = [symbol.call("stop_gradient") for symbol in x.number.ravel().tolist()]
-        return TracedArray(self, _as_array(symbols, x.shape), x.value)
+        return TracedArray(self, _as_array([symbol.call("stop_gradient") for symbol in x.number.flat], x.shape), x.value)
 
     def entered_body(self) -> None:
         """Do nothing at the beginning of an operator's body."""

@@ -558,7 +558,7 @@ class DistributedFFT:
     one all-to-all for each transform, pencils two, each among the ranks that share a plane. No message is needed if an axis
     that isn't transformed has enough entries for the ranks.
 
-    A 1-dimensional array on several ranks is transformed by the four-step algorithm (Bailey 1990). It takes three all-to-alls, each
+    A 1-dimensional array on several ranks is transformed by Bailey's four-step algorithm. It takes three all-to-alls, each
     rank stores its part only, and real arrays cost as much as complex ones. The length must have two factors, each at least
     the number of ranks (twice that for one of them if `real`). It can't be padded.
 
