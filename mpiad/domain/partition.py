@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpiad._typing import Rank, Shape
+from mpiad.transport.core.buffers import even_range
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Partition:
 
     def block(self, rank: Rank) -> tuple[slice, ...]:
         """Return the cells that a rank owns, as slices of the grid."""
-        return tuple(slice(*bounds(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
+        return tuple(slice(*even_range(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
 
     def owners(self, cells: np.ndarray) -> np.ndarray:
         """Return the ranks (...) that own cells, given by indices (..., dimensions) in the whole grid."""
@@ -60,13 +61,6 @@ class Partition:
             position = np.where(index < first_short, index // (share + 1), longer + (index - first_short) // share)
             number = number * p + position
         return number
-
-
-def bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the ends of part `index` of a range that is divided evenly; the first parts may be longer by one."""
-    share, longer = divmod(cells, parts)
-    start = index * share + min(index, longer)
-    return start, start + share + (index < longer)
 
 
 def lengths(block: tuple[slice, ...]) -> Shape:

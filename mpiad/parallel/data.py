@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
-from mpiad.domain.partition import bounds
 from mpiad.parallel.samples import Items, last_container
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
-from mpiad.primitives.checks import count_of
+from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
+from mpiad.transport.core.buffers import even_range
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
 
 
@@ -84,7 +84,7 @@ class DistributedDataContainer:
 
     def __init__(self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None):
         if batch_size is not None:
-            count_of(batch_size, "DistributedDataContainer: batch_size")
+            positive_count(batch_size, "DistributedDataContainer: batch_size")
         self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
         self._arrays, self._build = _arrays(data)
         self._count = _length(data, self._arrays)
@@ -137,7 +137,7 @@ class DistributedDataContainer:
 
     def _local_indices(self, start: int, stop: int) -> np.ndarray:
         """Return this rank's sample indices, from places start to stop of the order; the first ranks may have one more."""
-        first, end = bounds(stop - start, self._size, self._rank)
+        first, end = even_range(stop - start, self._size, self._rank)
         return self._order[start + first : start + end]
 
 

@@ -20,7 +20,7 @@ from mpiad.parallel.adam import SGD, Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.parameters import described, matching_leaves, require_state, variables_of
 from mpiad.parallel.samples import Totals, count_samples, require_equal_replicas, totals
-from mpiad.primitives.checks import count_of
+from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import fetched
@@ -206,7 +206,7 @@ class DistributedOptimizer:
             )
         if reduction not in ("mean", "sum"):
             raise ValueError(f"DistributedOptimizer: reduction must be 'mean' or 'sum', but got {reduction!r}.")
-        count_of(accumulate, "DistributedOptimizer: accumulate")
+        positive_count(accumulate, "DistributedOptimizer: accumulate")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate

@@ -25,7 +25,7 @@ def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
         raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
 
 
-def count_of(value: Any, argument: str) -> int:
+def positive_count(value: Any, argument: str) -> int:
     """Return a number of objects as an int; raise a ValueError unless it is an integer above zero."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise ValueError(f"{argument} must be an integer above zero, but got {value!r}.")

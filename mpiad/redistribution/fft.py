@@ -31,7 +31,7 @@ from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.primitives import mpi_alltoall
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all
-from mpiad.transport.core.buffers import even_lengths
+from mpiad.transport.core.buffers import even_lengths, even_range
 from mpiad.transport.core.channels import make_communicator
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 
@@ -341,12 +341,6 @@ def _integers(values: Any, argument: str) -> tuple[int, ...]:
         raise TypeError(f"DistributedFFT: {argument} must be an integer or a tuple, but got {values!r}.") from None
 
 
-def _bounds(lengths: Sequence[int], rank: Rank) -> tuple[int, int]:
-    """Return where a rank's part of an axis begins and ends."""
-    start = sum(lengths[:rank])
-    return start, start + lengths[rank]
-
-
 class _WholeLines:
     """A transform in which, at any time, at least one axis isn't divided; the same on all ranks.
 
@@ -398,7 +392,7 @@ class _WholeLines:
         shape, division = self.shapes[number], self.divisions[number]
         block = [slice(0, n) for n in shape]
         for axis, p, position in zip(division, self.dims, np.unravel_index(rank, self.dims) if self.dims else ()):
-            block[axis] = slice(*_bounds(even_lengths(shape[axis], p), int(position)))
+            block[axis] = slice(*even_range(shape[axis], p, int(position)))
         return tuple(block)
 
     def stages(self, group: Channel, comm: Comm) -> tuple[list[_Stage], list[_Stage]]:
@@ -476,9 +470,9 @@ class _FourSteps:
     def block(self, spectral: bool, rank: Rank) -> tuple[slice, ...]:
         """Return a rank's part of the points or the modes."""
         if spectral:
-            start, stop = _bounds(even_lengths(-(-self.modes // self.rows), self.size), rank)
+            start, stop = even_range(-(-self.modes // self.rows), self.size, rank)
             return (slice(start * self.rows, min(stop * self.rows, self.modes)),)
-        start, stop = _bounds(even_lengths(self.rows, self.size), rank)
+        start, stop = even_range(self.rows, self.size, rank)
         return (slice(start * self.columns, stop * self.columns),)
 
     def stages(self, group: Channel, comm: Comm) -> tuple[list[_Stage], list[_Stage]]:
@@ -486,7 +480,7 @@ class _FourSteps:
         rank, norm, n, (modes,) = group.rank, self.problem.norm, self.problem.shape[0], self.block(True, group.rank)
         needed = -(-self.modes // self.rows)
         rows, columns, spectral = (even_lengths(length, self.size) for length in (self.rows, self.columns, needed))
-        angles = np.outer(np.arange(self.rows), np.arange(*_bounds(columns, rank))) % n
+        angles = np.outer(np.arange(self.rows), np.arange(*even_range(self.columns, self.size, rank))) % n
         table = np.exp(-2j * np.pi / n * angles).astype(np.result_type(self.problem.dtype, np.complex64))
         stages = [
             _Reshape((rows[rank] * self.columns,), (rows[rank], self.columns)),

@@ -18,7 +18,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Comm, Function, Rank
 from mpiad.errors import RemoteError, WorkerError
-from mpiad.primitives.checks import count_of, root_of
+from mpiad.primitives.checks import positive_count, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten
@@ -463,7 +463,7 @@ def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tupl
     root_of(root, user_channel, "mpi_map")
     if not callable(fun):
         raise TypeError(f"mpi_map: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
-    count_of(batch, "mpi_map: batch")
+    positive_count(batch, "mpi_map: batch")
     if user_channel.rank != root:
         return iter(())
     try:

@@ -9,7 +9,7 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from mpiad.primitives.checks import count_of
+from mpiad.primitives.checks import positive_count
 
 # Binomial checkpointing: the order in which a loop's steps are run and reversed, and states are stored and restored.
 #
@@ -165,7 +165,7 @@ def schedule_of(value: Any) -> CheckpointSchedule | None:
             )
         if number < 0:
             raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
-    recorded = count_of(schedule.recorded, f"{call}: recorded")
+    recorded = positive_count(schedule.recorded, f"{call}: recorded")
     if schedule.dtype not in (None, "float32"):
         raise ValueError(
             f"{call}: states are stored in their own precision (dtype=None) or in single precision (dtype='float32'), but "

@@ -16,7 +16,7 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import select, to_host
 from mpiad.errors import WorkerError
-from mpiad.primitives.checks import count_of, root_of
+from mpiad.primitives.checks import positive_count, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import fetched, flatten, is_variable, map_leaves, refuse_objects
@@ -280,7 +280,7 @@ class VI:
         _check_arguments(loss, posterior, optimizer, gradient=gradient, divergence=divergence, schedule=schedule)
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
-        count = count_of(n_samples_per_epoch, "VI: n_samples_per_epoch")
+        count = positive_count(n_samples_per_epoch, "VI: n_samples_per_epoch")
         if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
             raise ValueError(f"VI: seed must be an integer, zero or more, but got {seed!r}.")
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
@@ -418,10 +418,10 @@ class VI:
         with raising_together(used):
             if hasattr(data, "__len__") and len(data) == 0:
                 raise ValueError(f"VI.run: data is empty ({type(data).__name__} of length 0) on rank {used.rank}.")
-            count_of(n_epochs, "VI: n_epochs")
-            count_of(n_samples, "VI: n_samples")
+            positive_count(n_epochs, "VI: n_epochs")
+            positive_count(n_samples, "VI: n_samples")
             if patience is not None:
-                count_of(patience, "VI: max_epochs_without_improvement")
+                positive_count(patience, "VI: max_epochs_without_improvement")
             if not isinstance(average, bool):
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
         # These arguments determine the collective calls and the draws.
@@ -466,7 +466,7 @@ class VI:
         used = channel(self.comm, "VI.elbo")
         root = root_of(self.root, used, "VI.elbo")
         with raising_together(used):
-            count_of(n_samples, "VI: n_samples")
+            positive_count(n_samples, "VI: n_samples")
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
         # This generator differs from the generators of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))

@@ -8,7 +8,7 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
-from mpiad.primitives.checks import count_of
+from mpiad.primitives.checks import positive_count
 
 
 class Posterior(Protocol):
@@ -43,7 +43,7 @@ def initial_moments(dim: int, mean: float | Array, sd: float | Array, name: str)
 class _Gaussian:
     def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
         name = type(self).__name__
-        self.dim = count_of(dim, f"{name}: dim")
+        self.dim = positive_count(dim, f"{name}: dim")
         self._mean, self._sd = initial_moments(dim, mean, sd, name)
 
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Rank
 from mpiad.transport.devices.device_arrays import Spec, arrays_of, contiguous
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
@@ -103,3 +103,10 @@ def even_lengths(length: int, size: int) -> list[int]:
     """Return the lengths of the ranks' parts, as in numpy.array_split: the first parts may be longer by one."""
     share, longer = divmod(length, size)
     return [share + (rank < longer) for rank in range(size)]
+
+
+def even_range(length: int, size: int, rank: Rank) -> tuple[int, int]:
+    """Return where a rank's part of the lengths `even_lengths` begins and ends."""
+    share, longer = divmod(length, size)
+    start = rank * share + min(rank, longer)
+    return start, start + share + (rank < longer)

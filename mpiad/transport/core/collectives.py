@@ -223,8 +223,9 @@ def lengths_of_all(
     # All ranks raise `wrong`, an error of one rank, or a ValueError if other dimensions or dtypes differ between ranks.
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
-    mine, every = np.empty((1 if sent is None else channel.size, 2), np.int64), np.empty((channel.size, 2), np.int64)
-    mine[:, 0] = -1 if wrong is not None else sent if sent is not None else 1 if axis is None else shape[axis]
+    lengths = [1 if axis is None else shape[axis]] if sent is None else sent
+    mine, every = np.empty((len(lengths), 2), np.int64), np.empty((channel.size, 2), np.int64)
+    mine[:, 0] = lengths if wrong is None else -1
     mine[:, 1] = fingerprint(*piece)
     (channel.data.Allgather if sent is None else channel.data.Alltoall)(mine, every)
     if (every[:, 0] < 0).any():

@@ -10,7 +10,7 @@ import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.primitives import stop_gradient
-from mpiad.primitives.checks import count_of
+from mpiad.primitives.checks import positive_count
 from mpiad.vi.posterior import LOG_2PI, initial_moments
 
 
@@ -54,7 +54,7 @@ class Flow:
     """
 
     def __init__(self, dim: int, layers: Sequence[Layer], mean: float | Array = 0.0, sd: float | Array = 1.0):
-        self.dim, self.layers = count_of(dim, "Flow: dim"), list(layers)
+        self.dim, self.layers = positive_count(dim, "Flow: dim"), list(layers)
         for layer in self.layers:
             if not all(callable(getattr(layer, name, None)) for name in ("initial", "forward", "inverse")):
                 raise TypeError(f"Flow: a layer must have initial, forward and inverse, but got {layer!r:.60}.")
