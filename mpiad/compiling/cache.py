@@ -144,7 +144,7 @@ def _array(argument: Argument, value: object, place: int) -> list[Any]:
 
 _SUFFIX, _UNFINISHED = ".kernel", "unfinished-"
 # The number of entries, and the age of unfinished files in seconds, beyond which files are removed.
-_MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
+_MAX_ENTRIES, _MAX_AGE = 1024, 86_400.0
 
 
 def find(path: Path) -> bytes | None:

@@ -117,10 +117,11 @@ def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int,
         # The memory that was used last is likely in a cache.
         piece = max(fitting, key=lambda k: (pieces[k][2] == nbytes, ends[k]), default=len(pieces))
         if piece == len(pieces):
-            pieces.append((is_scratch, sizes[is_scratch], nbytes))
             # At the same places of pages, rows of two arrays don't delay each other: a processor compares the last bits of
             # addresses to find out whether it loads what it has just stored.
-            sizes[is_scratch] += nbytes + -nbytes % (_PAGE if is_scratch else _LINE)
+            first = sizes[is_scratch] + -sizes[is_scratch] % (_PAGE if nbytes > SMALL else _LINE)
+            pieces.append((is_scratch, first, nbytes))
+            sizes[is_scratch] = first + nbytes
             ends.append(end)
         ends[piece] = end
         allocations[buffer] = Allocation(is_scratch, pieces[piece][1] + shift, pitch)
