@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import json
 import logging
+import math
 import os
 import stat
 import sys
@@ -143,7 +144,7 @@ def _array(argument: Argument, value: object, place: int) -> list[Any]:
 
 _SUFFIX, _UNFINISHED = ".kernel", "unfinished-"
 # The number of entries, and the age of unfinished files in seconds, beyond which files are removed.
-_MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
+_MAX_ENTRIES, _MAX_AGE = 1024, 86_400.0
 
 
 def find(path: Path) -> bytes | None:
@@ -175,15 +176,22 @@ def keep(path: Path, content: bytes) -> None:
 
 def _remove_old_files(folder: Path) -> None:
     """Remove the least recently used kernels, and files left by processes that were killed."""
-    used = {}
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process has just renamed or removed it
-            if path.is_file():  # other versions of mpiad may have made folders here
-                used[path] = path.stat().st_mtime
-    entries = [path for path in sorted(used, key=used.__getitem__) if path.suffix == _SUFFIX]
-    old = [path for path in used if path.name.startswith(_UNFINISHED) and time.time() - used[path] > _MAX_AGE]
-    for path in (*old, *entries[:-_MAX_ENTRIES]):
-        path.unlink(missing_ok=True)
+    with os.scandir(folder) as entries:
+        files = [entry for entry in entries if entry.is_file()]  # other versions of mpiad may have made folders here
+    kernels = [file for file in files if file.name.endswith(_SUFFIX)]
+    unfinished = [file for file in files if file.name.startswith(_UNFINISHED)]
+    # The times of all kernels are only read if there are too many, since a program may compile hundreds.
+    least = sorted(kernels, key=_last_use)[: len(kernels) - _MAX_ENTRIES] if len(kernels) > _MAX_ENTRIES else []
+    for file in (*least, *[file for file in unfinished if time.time() - _last_use(file) > _MAX_AGE]):
+        Path(file).unlink(missing_ok=True)
+
+
+def _last_use(file: os.DirEntry[str]) -> float:
+    """Return the time at which a file was used last; infinity if another process has just renamed or removed it."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _own_file(path: str, flags: int) -> int:

@@ -87,9 +87,9 @@ def overwrite(schedule: Schedule, texts: Sequence[LoopText | None]) -> None:
         for b in [b for b in here if spans[b][0] == at and b in text.written]:
             # A reduction updates its result repeatedly. Two items write two parts of an array, at different indices.
             items = [item for item in text.loop.items if item.place.buffer == b]
-            is_plain = len(items) == 1 and not items[0].reduction
-            c = next((c for c in dead if is_plain and buffers[b] == buffers[c] and maps[c] == {items[0].place.map}), None)
-            if c is not None:
+            places = {items[0].place.map}
+            c = next((c for c in dead if maps[c] == places and buffers[c][1:3] == buffers[b][1:3]), None)
+            if c is not None and len(items) == 1 and not items[0].reduction:
                 dead.remove(c)
                 text.overwrite(c, b)
                 buffers[b] = buffers[b]._replace(kind="alias", data=c)
@@ -117,8 +117,11 @@ def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int,
         # The memory that was used last is likely in a cache.
         piece = max(fitting, key=lambda k: (pieces[k][2] == nbytes, ends[k]), default=len(pieces))
         if piece == len(pieces):
-            pieces.append((is_scratch, sizes[is_scratch], nbytes))
-            sizes[is_scratch] += nbytes + -nbytes % _LINE
+            # At the same places of pages, rows of two arrays don't delay each other: a processor compares the last bits of
+            # addresses to find out whether it loads what it has just stored.
+            first = sizes[is_scratch] + -sizes[is_scratch] % (_PAGE if nbytes > SMALL else _LINE)
+            pieces.append((is_scratch, first, nbytes))
+            sizes[is_scratch] = first + nbytes
             ends.append(end)
         ends[piece] = end
         allocations[buffer] = Allocation(is_scratch, pieces[piece][1] + shift, pitch)
