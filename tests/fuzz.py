@@ -65,7 +65,8 @@ class Fuzz:
             arguments = [str(HERE / "programs" / "batch.py"), "--limit", str(patience), str(file), *self.before]
             path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
             limit = patience * (len(programs) + 1)
-            outcome = launch.run_captured(self.ranks, arguments, limit=limit, env={"PYTHONPATH": path})
+            environment = {"PYTHONPATH": path, "MPIAD_CACHE": folder}  # the user's cache keeps the user's kernels
+            outcome = launch.run_captured(self.ranks, arguments, limit=limit, env=environment)
             at = Path(f"{file}.at")
             return outcome, int(at.read_text()) if at.exists() else 0
 
