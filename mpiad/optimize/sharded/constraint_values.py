@@ -22,7 +22,7 @@ from mpiad.optimize.constraints import UserConstraint
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.host_vectors import local_dot
+from mpiad.optimize.sharded.vectors import local_dot
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import put
 from mpiad.transport import Channel

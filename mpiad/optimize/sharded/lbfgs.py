@@ -15,9 +15,8 @@ from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.sharded.constraint_values import LinearEquality
 from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, Settings, ending_at
-from mpiad.optimize.sharded.limited_memory import LimitedMemory
-from mpiad.optimize.sharded.sharded_method import ShardedMethod
-from mpiad.optimize.sharded.solver_state import Point, StateFiles
+from mpiad.optimize.sharded.limited_memory import LimitedMemory, Point
+from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
 
 # A line search for the strong Wolfe conditions, which all ranks run with the same scalars.
 #

@@ -20,19 +20,39 @@ References
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
-from mpiad.optimize.sharded.solver_state import Point
+from mpiad.optimize.sharded.vectors import HostVectors, Ring
 
 # If the gradient's norm decreases by a factor, the relative errors of its products grow by the same factor. Beyond this
 # factor the products are computed again.
 _DECREASE = 100.0
 _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the attributes that are part of the state
+
+
+@dataclass(eq=False, slots=True)
+class Point:
+    """A point: this rank's variables, and scalars that are the same on all ranks; `LimitedMemory` has the gradient."""
+
+    x: Array  # shape (n,)
+    value: float = math.nan  # the objective
+    norm: float = math.nan  # largest absolute entry of the (projected) gradient
+    slope: float = math.nan  # of the objective along the direction, without the variables that a bound stopped
+    finite: bool = False  # whether the value and all entries of the gradient are finite
+    clipped: bool = False  # whether a bound stopped any variable in the step
+    step: float = math.nan  # factor of the direction
+    length: float = 0.0  # 2-norm of the step from the previous point, over all ranks
+    range: float = math.inf  # distance to the nearest trial point of the last search at which the objective wasn't finite
+    change_before: float = math.nan  # product of the step with the gradient at the previous point
+    change_after: float = math.nan  # product of the step with the gradient at this point
+    current: bool = False  # whether this is the current point of the memory
+    stored: bool = False  # whether the memory stores a copy of the gradient
 
 
 class LimitedMemory:

@@ -37,9 +37,8 @@ from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.constraint_values import ConstraintValues
 from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings, ending_at
-from mpiad.optimize.sharded.host_vectors import local_dot
-from mpiad.optimize.sharded.sharded_method import ShardedMethod
-from mpiad.optimize.sharded.solver_state import StateFiles
+from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
+from mpiad.optimize.sharded.vectors import local_dot
 from mpiad.pytrees import put
 from mpiad.transport.devices.device_arrays import arrays_of
 

@@ -35,10 +35,9 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, ending_at
-from mpiad.optimize.sharded.host_vectors import local_dot
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
-from mpiad.optimize.sharded.sharded_method import ShardedMethod
-from mpiad.optimize.sharded.solver_state import StateFiles
+from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
+from mpiad.optimize.sharded.vectors import local_dot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
