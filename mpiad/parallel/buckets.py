@@ -53,7 +53,7 @@ class Plan:
             shapes = [None if len(specs[index].shape) == 1 else specs[index].shape for index in indices]
             self.buckets.append(Bucket(indices, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
         # All ranks must get the same digest, so it contains no device numbers, and isn't computed by Python's `hash`. It is
-        # below 2¹⁸, so that sums of its squares over 10⁵ ranks, which `samples.totals` compares, are exact in doubles.
+        # below 2¹⁸, so that sums of its squares over 10⁵ ranks, which `totals` compares, are exact in doubles.
         descriptions = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((descriptions, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
