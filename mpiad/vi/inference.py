@@ -24,8 +24,15 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
-from mpiad.vi.elbo_gradient import Objective, has_closed_form, parameter_on_device, to_device_of
-from mpiad.vi.model_evaluation import Evaluations, Model, evaluations_of
+from mpiad.vi.objective import (
+    Evaluations,
+    Model,
+    Objective,
+    evaluations_of,
+    has_closed_form,
+    parameter_on_device,
+    to_device_of,
+)
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
