@@ -10,8 +10,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.noting import note_rules
-from mpiad.primitives.operation import Recorded, apply, suspended
+from mpiad.primitives.operation import Recorded, apply, note_rules, suspended
 from mpiad.transport import Spec
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications

@@ -70,7 +70,7 @@ class Call:
         "site",
     )  # fmt: skip
 
-    # The reader of an operation's arguments; installed by primitives.noting, in a higher layer.
+    # The reader of an operation's arguments; installed by primitives.operation, in a higher layer.
     read: Callable[[Array, Any], Arguments] = staticmethod(lambda x, params: Arguments())
 
     def __init__(
