@@ -20,12 +20,13 @@ from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, live_channels
 from mpiad.transport.watch import watch_settings
-from mpiad.transport.watch.call_agreement import Agreement, lane_of
-from mpiad.transport.watch.descriptions import (
+from mpiad.transport.watch.call_agreement import (
+    Agreement,
     Description,
     caller,
     describe,
     fingerprint,
+    lane_of,
     raise_mismatch,
     shown_arguments,
     where,
