@@ -35,7 +35,7 @@ class MethodArguments(NamedTuple):
 
 def drive(method: Method, arguments: MethodArguments, program: Program, solve: RootDriven) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected if necessary."""
-    points = Points(solve.evaluation, solve.instructions, method.gradient_with_value)
+    points = Points(solve.evaluation, solve.request, method.gradient_with_value)
     if arguments.bounds is not None and not method.bounded:
         supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")

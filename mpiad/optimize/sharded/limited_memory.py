@@ -92,7 +92,13 @@ class LimitedMemory:
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
         """Make `new` the current point; return the next slope, the gradient's 2-norm, and whether any rank stops."""
         store = before is not None
-        self._make_current(new, store)
+        if store:
+            self.ring.advance()
+            self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
+        elif not new.current:
+            for _, tile in self.vectors:
+                np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
+        new.current = True
         self._largest_norm = max(self._largest_norm, new.norm)
         due = self._largest_norm > _DECREASE * new.norm
         if due:
@@ -125,15 +131,6 @@ class LimitedMemory:
         for name in _TABLES:
             setattr(self, f"_{name}", state[name])
         self._direction_computed = False
-
-    def _make_current(self, new: Point, store: bool) -> None:
-        if store:
-            self.ring.advance()
-            self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
-        elif not new.current:
-            for _, tile in self.vectors:
-                np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
-        new.current = True
 
     def _decide(self, sums: np.ndarray, new: Point, store: bool, recompute: bool) -> np.ndarray:
         """Return the root's decision: the coefficients, the slope, the gradient's 2-norm, and whether to stop."""

@@ -36,7 +36,7 @@ from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.constraint_values import ConstraintValues
-from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings, ending_at
+from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings
 from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
 from mpiad.optimize.sharded.vectors import local_dot
 from mpiad.pytrees import put
@@ -145,13 +145,14 @@ class MMA(ShardedMethod):
     """The iteration; `multipliers` are those of the constraints, shape (m,)."""
 
     _box: Box
+    _settings: MMASettings
 
     def __init__(
         self, evaluation: Evaluation, constraints: ConstraintValues, totals: Totals, iterates: ShardedIterates,
         settings: MMASettings, files: StateFiles, box: Box,
     ):  # fmt: skip
-        super().__init__(iterates, files, box)
-        self._evaluation, self._constraints, self._totals, self._settings = evaluation, constraints, totals, settings
+        super().__init__(iterates, files, box, settings)
+        self._evaluation, self._constraints, self._totals = evaluation, constraints, totals
         width = box.high - box.low
         self._width = np.where(width > 0.0, width, 1.0)  # one for fixed variables
         self.multipliers = np.zeros(0)
@@ -165,8 +166,7 @@ class MMA(ShardedMethod):
                 return OPTIMAL
             if point.change <= settings.xtol:
                 return SMALL_STEP
-        counts = self._iteration, self.count
-        return ending_at(math.inf, point.value, self._iterates.any_stopped, counts, settings)
+        return self._limit_reached(math.inf, point.value, self._iterates.any_stopped)
 
     def _evaluated(self, x: Array, before: MMAPoint | None) -> MMAPoint:
         self.count += 1
@@ -251,12 +251,10 @@ class MMA(ShardedMethod):
 
     def _arrays(self, point: MMAPoint) -> Iterator[tuple[str, Any]]:
         rows = [*(self._before or ()), *(self._asymptotes or ())]
-        yield "x", to_host(point.x)
         yield "rows", np.array([to_host(row) for row in rows]).reshape(len(rows), len(point.x))
         yield "multipliers", self.multipliers
         yield "numbers", np.array([point.norm, point.length, point.change])
         yield "count", np.array(self.count)
-        yield "history", self._iterates.record.table()
 
     def _restored(self, found: dict[str, np.ndarray], x: Array) -> MMAPoint:
         rows = put(list(found["rows"]), [arrays_of(x)] * len(found["rows"]))

@@ -34,7 +34,7 @@ from mpiad.linalg.iteration import forcing_term
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
-from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, ending_at
+from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NewtonSettings
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
 from mpiad.optimize.sharded.vectors import local_dot
@@ -179,10 +179,11 @@ class NewtonPoint:
 class NewtonCG(ShardedMethod):
     """The Newton iteration."""
 
+    _settings: NewtonSettings
+
     def __init__(self, evaluation: SecondOrderEvaluation, iterates: ShardedIterates, files: StateFiles, box: Box | None):
-        super().__init__(iterates, files, box)
+        super().__init__(iterates, files, box, settings := evaluation.settings)
         self._evaluation, self._totals = evaluation, evaluation.totals
-        self._settings = settings = evaluation.settings
         self._represent = evaluation.on_vectors(settings.inner_product, "inner_product")
         self._precondition = evaluation.on_vectors(settings.preconditioner, "preconditioner") or self._represent
         # If both are methods of one object, such as a prior, they are similar operators, and `inner_product` is expensive.
@@ -211,8 +212,7 @@ class NewtonCG(ShardedMethod):
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
         if iterate.norm <= self._tolerance:
             return GRADIENT
-        counts = self._iteration, self.count
-        return ending_at(self._value_before, iterate.value, self._iterates.any_stopped, counts, self._settings)
+        return self._limit_reached(self._value_before, iterate.value, self._iterates.any_stopped)
 
     @property
     def _tolerance(self) -> float:
@@ -269,7 +269,7 @@ class NewtonCG(ShardedMethod):
                     )
 
     def _sums(self, *local: float) -> list[float]:
-        return self._totals.decide_on_root(np.array(local), len(local), lambda sums: sums).tolist()
+        return self._totals.sums(np.array(local)).tolist()
 
     def _step(self, iterate: NewtonPoint, radius: float = math.inf) -> Step | None:
         def on_free(operator: Callable | None) -> Callable[[Array], Array]:
@@ -379,10 +379,8 @@ class NewtonCG(ShardedMethod):
 
     def _arrays(self, iterate: NewtonPoint) -> Iterator[tuple[str, Any]]:
         radius = math.nan if self._radius is None else self._radius
-        yield "x", to_host(iterate.x)
         yield "numbers", np.array([self._forcing, radius, self._norm_at_start, self._value_before, iterate.length])
         yield "counts", np.array([self.count, self._evaluation.products])
-        yield "history", self._iterates.record.table()
 
     def _restored(self, found: dict[str, np.ndarray], x: Array) -> NewtonPoint:
         iterate = self._evaluated(x, None)

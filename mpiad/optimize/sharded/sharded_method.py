@@ -10,8 +10,9 @@ all files.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ import numpy as np
 
 from mpiad._typing import Array, Comm
 from mpiad.checkpoint_files import files_of_ranks, read, read_description, require_same_problem, write
+from mpiad.device import to_host
 from mpiad.optimize.checkpoint import CheckpointFile, WriteFailures
 from mpiad.optimize.constraints import Box
-from mpiad.optimize.evaluated_points import INTERRUPTED, Ending
+from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending
 from mpiad.optimize.iterates import ShardedIterates
-from mpiad.optimize.sharded.convergence import NOT_FINITE
+from mpiad.optimize.sharded.convergence import EVALUATIONS, ITERATIONS, NOT_FINITE, REDUCTION, AnySettings
 from mpiad.optimize.sharded.vectors import untiled
 from mpiad.pytrees import put
 from mpiad.transport import Channel
@@ -43,11 +45,11 @@ class ShardedMethod:
     _evaluated: Any  # (x, before) -> the point x, with the length of the step from the point `before`
     _next_point: Any  # (point) -> the next point, or an Ending
     _ending: Any  # (point) -> the ending at a point, or None
-    _arrays: Any  # (point) -> names and arrays of the state, with "x" and "history"
+    _arrays: Any  # (point) -> names and arrays of the state, besides "x" and "history"
     _restored: Any  # (arrays, x) -> the point of such arrays; x is in the variables' memory
 
-    def __init__(self, iterates: ShardedIterates, files: StateFiles, box: Box | None):
-        self._iterates, self._files, self._box = iterates, files, box
+    def __init__(self, iterates: ShardedIterates, files: StateFiles, box: Box | None, settings: AnySettings):
+        self._iterates, self._files, self._box, self._settings = iterates, files, box, settings
         self.count, self._iteration = 0, 0
 
     def run(self, start: Array) -> tuple[Any, Ending]:
@@ -89,8 +91,25 @@ class ShardedMethod:
         self._write(point, ending is not None)
         return ending
 
+    def _limit_reached(self, before: float, value: float, stopped: Callable[[], bool]) -> Ending | None:
+        """Return the ending of all methods at an iterate, or None; `before`: the objective at the previous iterate."""
+        # Relative for large values and absolute below one, as in L-BFGS-B.
+        ftol = self._settings.ftol
+        if ftol > 0.0 and before < math.inf and before - value <= ftol * max(abs(before), abs(value), 1.0):
+            return REDUCTION
+        if stopped():
+            return STOPPED
+        if self._iteration >= self._settings.maxiter:
+            return ITERATIONS
+        return EVALUATIONS if self.count >= self._settings.maxfun else None
+
     def _write(self, point: Any, ended: bool) -> None:
-        self._files.write_if_due(self._iteration, ended, self._arrays(point))
+        def arrays() -> Iterator[tuple[str, np.ndarray]]:
+            yield "x", to_host(point.x)
+            yield "history", self._iterates.record.table()
+            yield from self._arrays(point)
+
+        self._files.write_if_due(self._iteration, ended, arrays())
 
 
 _SLOTS = "a", "b"
