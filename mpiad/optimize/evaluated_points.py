@@ -43,20 +43,6 @@ class EndMethod(Exception):  # noqa: N818 - like StopIteration, not an error
         self.ending, self.at_best = ending, at_best
 
 
-class Counts(dict):
-    """Numbers of collective evaluations: "value", "gradient" (alone), "both", "product"."""
-
-    @property
-    def of_objective(self) -> int:
-        """Number of evaluations of the objective, with or without its gradient."""
-        return self["value"] + self["both"]
-
-    @property
-    def of_gradient(self) -> int:
-        """Number of evaluations of the gradient, with or without the objective."""
-        return self["gradient"] + self["both"]
-
-
 class Point:
     """A point, with the value and the gradient if they have been evaluated."""
 
@@ -95,7 +81,7 @@ class Points:
         self._for_value = BOTH if together or evaluation.only_both else VALUE
         self._last_with_value: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_MAX_STORED)
-        self.counts = Counts(value=0, gradient=0, both=0, product=0)
+        self.counts = {"value": 0, "gradient": 0, "both": 0, "product": 0}  # of collective evaluations; "gradient": alone
         self.maxfun: float | None = None  # maximum number of evaluations of the objective; the first is always made
         self.violation: Callable[[np.ndarray], float] | None = None  # the largest violation of bounds and constraints
         self.best: Point | None = None  # the point with the lowest finite objective among those with the least violation
@@ -105,10 +91,20 @@ class Points:
         self._least_violation = math.inf
 
     @property
+    def value_count(self) -> int:
+        """Return the number of evaluations of the objective, with or without its gradient."""
+        return self.counts["value"] + self.counts["both"]
+
+    @property
+    def gradient_count(self) -> int:
+        """Return the number of evaluations of the gradient, with or without the objective."""
+        return self.counts["gradient"] + self.counts["both"]
+
+    @property
     def exhausted(self) -> bool:
         """Return whether no further evaluation of the objective is allowed."""
         # The objective at x0 is evaluated in any case.
-        return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
+        return self.maxfun is not None and self.value_count >= max(self.maxfun, 1)
 
     def limit_reached(self) -> EndMethod:
         """Return the exception that ends a method that needs more evaluations than `maxfun`."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -274,31 +274,6 @@ _STOPPED = Ending(-2, STOPPED.message)
 _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
 
 
-class RootArguments(NamedTuple):
-    """The arguments of `least_squares` from which the root runs SciPy's method."""
-
-    keywords: dict[str, Any]  # SciPy's arguments: bounds, tolerances and others
-    robust: dict[str, Any]  # the arguments `loss` and `f_scale`
-    callback: Function | None
-    checkpoint: CheckpointFile | None
-    program: Program
-    solver: str | None
-
-    def problem(self, solve: RootDriven, start: np.ndarray) -> dict[str, Any]:
-        """Return a description of the problem, which is stored in checkpoints."""
-        bounds, loss = self.keywords["bounds"], self.robust["loss"]
-        low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
-        limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
-        return {
-            "method": f"least_squares, {self.keywords['method']}",
-            **problem_of(self.program, solve.packing, start, solve.used.size),
-            "loss": loss if isinstance(loss, str) else "a function",
-            "f_scale": float(self.robust["f_scale"]),
-            "tr_solver": self.solver,
-            "bounds (checksum)": fingerprint(*limits),
-        }
-
-
 class _Problem:
     """The functions that SciPy calls on the root."""
 
@@ -391,18 +366,32 @@ class _Problem:
         return result
 
 
-def drive(arguments: RootArguments, solve: RootDriven) -> dict[str, Any]:
-    """Run SciPy's method on the root; return its result without `fun` and `jac`."""
+def drive(
+    keywords: dict[str, Any], loss: str | Function, f_scale: float, tr_solver: str | None, program: Program,
+    callback: Function | None, checkpoint: CheckpointFile | None, solve: RootDriven,
+) -> dict[str, Any]:  # fmt: skip
+    """Run SciPy's method with these `keywords` on the root; return its result without `fun` and `jac`."""
     start = solve.packing.pack(solve.start)
-    description = arguments.problem(solve, start) if arguments.checkpoint else {}
-    problem = _Problem(solve, arguments.callback, RootCheckpoint(arguments.checkpoint, description, "least_squares"))
+    description: dict[str, Any] = {}
+    if checkpoint is not None:
+        bounds = keywords["bounds"]
+        limits = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
+        description = {
+            "method": f"least_squares, {keywords['method']}",
+            **problem_of(program, solve.packing, start, solve.used.size),
+            "loss": loss if isinstance(loss, str) else "a function",
+            "f_scale": float(f_scale),
+            "tr_solver": tr_solver,
+            "bounds (checksum)": fingerprint(*(np.broadcast_to(np.asarray(each, float), start.shape) for each in limits)),
+        }
+    problem = _Problem(solve, callback, RootCheckpoint(checkpoint, description, "least_squares"))
     if solve.evaluation.gathers:
-        solver = {"tr_solver": "lsmr", **arguments.robust}
+        solver = {"tr_solver": "lsmr", "loss": loss, "f_scale": f_scale}
     else:
         solver = {"tr_solver": "exact", "loss": "linear" if solve.evaluation.loss is None else _loss_with_cost}
     start = problem.resume(start)
     try:
-        keywords = {**arguments.keywords, "max_nfev": _remaining(arguments.keywords["max_nfev"], problem, start.size)}
+        keywords = {**keywords, "max_nfev": _remaining(keywords["max_nfev"], problem, start.size)}
         result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
         result = problem.result_at_iterate(*_STOPPED)
@@ -585,7 +574,6 @@ def least_squares(
         start = shared_start(used, program, start, x0, _CALL)
         kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
         solve = RootDriven(used, program, start, kind, _CALL)
-        arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, file, program, tr_solver)
         bar = Progress(keywords) if progress else None
         with solve.ending(file, bar):
-            return solve.run(partial(drive, arguments), bar)
+            return solve.run(partial(drive, keywords, loss, f_scale, tr_solver, program, callback, file), bar)

@@ -81,7 +81,7 @@ def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> Non
             assert value_at(at, x) == 0.5 * float(x @ x)
             assert np.array_equal(at.gradient(x), x)
     assert given == expected
-    assert at.counts.of_objective == 2
+    assert at.value_count == 2
 
 
 def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
@@ -135,4 +135,4 @@ def test_products_are_not_remembered() -> None:
     at, given = points(False)
     for _ in range(2):
         assert np.array_equal(at.product(np.zeros(2), np.array([1, 2])), [1.0, 2.0])
-    assert given == [PRODUCT, PRODUCT] and at.counts["product"] == 2 and at.counts.of_objective == 0
+    assert given == [PRODUCT, PRODUCT] and at.counts["product"] == 2 and at.value_count == 0

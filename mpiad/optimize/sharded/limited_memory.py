@@ -56,11 +56,7 @@ class Point:
 
 
 class LimitedMemory:
-    """The last steps and gradient changes, and the gradients at the current point and at a trial point.
-
-    `ring` describes the roles of the rows of `vectors`. With bounds, products are sums over the free variables, and all
-    products are computed in each iteration.
-    """
+    """The last steps, gradient changes and gradients; with bounds, all products are sums over the free variables."""
 
     def __init__(self, ring: Ring, vectors: HostVectors, totals: Totals):
         self.ring, self.vectors, self.totals = ring, vectors, totals
@@ -171,12 +167,7 @@ class LimitedMemory:
         vectors.advance(ring.direction, current.x, step, out)
 
     def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:
-        """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.
-
-        These are the largest absolute entry of the (projected) gradient; this rank's terms of the slope, of the products of
-        the step with the gradients at both ends (zero without bounds), and of the square of the step; and whether a bound
-        has stopped a variable.
-        """
+        """Copy the gradient of a trial point to its row; return the numbers of `HostVectors.store_trial_within`."""
         ring = self.ring
         if self.vectors.box is not None:
             return self.vectors.store_trial_within(ring, gradient, point.x, origin.x if origin else None)

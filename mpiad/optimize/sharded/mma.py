@@ -111,15 +111,11 @@ _ROUNDING, _DUAL_TOLERANCE, _DECREASE, _MAX_DUAL = 1e-14, 1e-10, 1e-4, 200
 
 
 def dual_ascent(values: np.ndarray, start: np.ndarray) -> Generator[np.ndarray, np.ndarray, None]:
-    """Maximize the dual on the root; receive `Approximation.sums` over all ranks at the multipliers that are yielded.
-
-    An additional entry of the yielded array is 1 for the solution. `values` are the constraints at the current point, and
-    `start` the first multipliers.
-    """
+    """Maximize the dual on the root; receive the ranks' `Approximation.sums` at the multipliers that are yielded."""
     count, trial, best, damping = len(values), start, start, 1.0
     value, residual, gradient, hessian = -math.inf, math.inf, np.zeros(0), np.zeros(0)
     for _ in range(_MAX_DUAL):
-        sums = yield np.append(trial, 0.0)
+        sums = yield np.append(trial, 0.0)  # the last entry is 1 for the solution
         excess = np.maximum(trial - _PENALTY, 0.0) / _PENALTY
         new_value = sums[0] + trial @ (values + sums[1 : count + 1]) - 0.5 * _PENALTY * excess @ excess
         slope = values + sums[1 : count + 1] - excess

@@ -83,16 +83,11 @@ def truncated_cg(
     radius: float = math.inf,
     forcing_at: Callable[[Array, Array], float] | None = None,
 ) -> Step | None:
-    """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank received SIGTERM.
-
-    The norm of the residual must fall by the factor `forcing`, in at most `limit` products. If the radius is infinite,
-    negative curvature ends the iteration with the step so far, or with the steepest descent direction if there is none.
-    When the residual has fallen, ``forcing_at(step, residual)`` may return a smaller factor, and the iteration goes on.
-    Raise a ValueError on all ranks if the preconditioner isn't positive definite, or a product isn't finite.
-    """
+    """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank received SIGTERM."""
     p, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
     square = _positive(system, system.dot(residual, z))
+    # The norm of the residual must fall by the factor `forcing`, then by ``forcing_at(step, residual)`` if that is smaller.
     target = forcing**2 * system.square
     near = system.slack * (square / system.square if target else 1.0)  # close to the target in P's norm, relative to it
     # `pp`, `pd` and `dd` are pᵀ P⁻¹ p, pᵀ P⁻¹ d and dᵀ P⁻¹ d for the direction d.
@@ -284,11 +279,9 @@ class NewtonCG(ShardedMethod):
             return self._sums(local_dot(a, b))[0]
 
         def forcing_at(p: Array, residual: Array) -> float:
-            """Return the forcing term for the whole solve if the problem is linear, otherwise that of the current step.
-
-            CG predicts the gradient at the end of its step, the residual. Eisenstat and Walker's choice 1 measures its
-            error, too. For a linear problem CG needn't start again: it goes on from here to the tolerance of the solve.
-            """
+            """Return the forcing term for the whole solve if the problem is linear, otherwise that of the current step."""
+            # CG predicts the gradient at the end of its step, the residual. Eisenstat and Walker's choice 1 measures its
+            # error, too. For a linear problem CG needn't start again: it goes on to the tolerance of the solve.
             if self.count + 2 > self._settings.maxfun:
                 return self._forcing
             point = self._full_step = self._evaluated(self._shifted(iterate, p, 1.0), iterate)

@@ -36,11 +36,7 @@ from mpiad.transport.exits.user_failures import StageFailures
 
 
 class ShardedMethod:
-    """The base class of sharded methods; all ranks run the iteration with the same scalars.
-
-    `count` is the number of evaluations so far; `box` are the bounds, on the device of the variables, or None on all ranks.
-    Points have the attributes `x`, `value`, `norm` (of the gradient), `length` (of the step) and `finite`.
-    """
+    """The base class; points have `x`, `value`, `norm` (of the gradient), `length` (of the step) and `finite`."""
 
     _evaluated: Any  # (x, before) -> the point x, with the length of the step from the point `before`
     _next_point: Any  # (point) -> the next point, or an Ending
@@ -50,7 +46,7 @@ class ShardedMethod:
 
     def __init__(self, iterates: ShardedIterates, files: StateFiles, box: Box | None, settings: AnySettings):
         self._iterates, self._files, self._box, self._settings = iterates, files, box, settings
-        self.count, self._iteration = 0, 0
+        self.count, self._iteration = 0, 0  # `count`: of evaluations
 
     def run(self, start: Array) -> tuple[Any, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
@@ -160,7 +156,14 @@ class StateFiles:
             return None
         self.iteration, self._slot = common, 1 - slots[common]
         with raising_together(self._used, ValueError):
-            return self._state_of(common)
+            file = self._file(slots[common])
+            description, arrays = read(file)
+            if description["iteration"] != common:
+                raise ValueError(
+                    f"minimize: the checkpoint {file} has changed from iteration {common} to {description['iteration']} "
+                    "while it was read: another job writes it. Pass another file, or end that job."
+                )
+            return arrays
 
     def _redistributed(self, others: list[Path], layout: Layout) -> dict[str, np.ndarray]:
         """Return this rank's arrays of the newest state that another number of ranks has written."""
@@ -171,23 +174,12 @@ class StateFiles:
                 "complete. Restore the missing files, or delete all of them."
             )
             raise agreed(self._used, ValueError(missing))
-        self.iteration, self._obsolete = found.iteration, others
+        (self.iteration, entries), self._obsolete = found, others
         with raising_together(self._used, ValueError):
-            return found.arrays(layout)
+            return _redistributed_arrays(self.iteration, entries, layout)
 
     def _of_this_size(self, files: list[Path]) -> list[Path]:
         return [file for file in files if f"of{self._used.size}." in file.name]
-
-    def _state_of(self, iteration: int) -> dict[str, np.ndarray]:
-        """Read the arrays of an iteration from this rank's file."""
-        file = self._file(1 - self._slot)
-        description, arrays = read(file)
-        if description["iteration"] != iteration:
-            raise ValueError(
-                f"minimize: the checkpoint {file} has changed from iteration {iteration} to {description['iteration']} "
-                "while it was read: another job writes it. Pass another file, or end that job."
-            )
-        return arrays
 
     def _iterations_on_disk(self, others: list[Path]) -> dict[int, int]:
         """Return the slots of this rank's files, by iteration; `others` are the files of all ranks."""
@@ -248,6 +240,8 @@ class StateFiles:
 
 IndexBox = list[list[int]]
 """Start and stop along each axis of a whole array."""
+Entry = tuple[Path, list[IndexBox]]
+"""A rank's file of a state, and the boxes of its variables."""
 
 
 class Layout(NamedTuple):
@@ -255,34 +249,6 @@ class Layout(NamedTuple):
 
     boxes: list[IndexBox]
     shapes: list[list[int]]
-
-
-class OldState(NamedTuple):
-    """The files of one iteration, written by all ranks of an earlier job, and the boxes of each file."""
-
-    iteration: int
-    files: list[Path]
-    boxes: list[list[IndexBox]]
-
-    def arrays(self, layout: Layout) -> dict[str, np.ndarray]:
-        """Return this rank's arrays of the state; raise a ValueError if a file is damaged or from another iteration."""
-        size = _length(layout.boxes)
-        found: dict[str, np.ndarray] = {}
-        nonempty = [part for part in zip(self.files, self.boxes) if _length(part[1])]
-        # A rank without variables reads the data that all files contain from the first file.
-        needed = [part for part in nonempty if any(map(_intersect, part[1], layout.boxes))] or nonempty[:1]
-        for file, boxes in needed:
-            description, arrays = read(file)
-            if description["iteration"] != self.iteration:
-                raise ValueError(f"minimize: another job writes the checkpoint {file}. Pass another file, or end that job.")
-            parts = {"x": arrays.pop("x")[None]}
-            if "rows" in arrays:
-                parts["rows"] = untiled(arrays.pop("rows"), _length(boxes))
-            found = found or {**arrays, **{name: np.zeros((len(part), size)) for name, part in parts.items()}}
-            for name, part in parts.items():
-                _copy(part, boxes, found[name], layout.boxes)
-        found["x"] = found["x"][0]
-        return found
 
 
 def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
@@ -332,8 +298,8 @@ def _hashed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> OldState | None:
-    """Return the newest state of which all `files` exist, or None; raise on all ranks if one is invalid; collective."""
+def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> tuple[int, list[Entry]] | None:
+    """Return iteration and entries of the newest complete state; raise on all ranks if a file is invalid; collective."""
     own = []
     with raising_together(used, (OSError, ValueError)):
         for file in files[used.rank :: used.size]:
@@ -347,8 +313,27 @@ def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> O
     common = [key for key, found in by_ranks.items() if len(found) == key[1] and all(boxes for _, boxes in found.values())]
     if not common:
         return None
-    entries = [entry for _, entry in sorted(by_ranks[max(common)].items())]
-    return OldState(max(common)[0], [file for file, _ in entries], [boxes for _, boxes in entries])
+    return max(common)[0], [entry for _, entry in sorted(by_ranks[max(common)].items())]
+
+
+def _redistributed_arrays(iteration: int, entries: list[Entry], layout: Layout) -> dict[str, np.ndarray]:
+    """Return this rank's arrays of a state; raise a ValueError if a file is damaged or from another iteration."""
+    size = _length(layout.boxes)
+    found: dict[str, np.ndarray] = {}
+    nonempty = [entry for entry in entries if _length(entry[1])]
+    # A rank without variables reads the data that all files contain from the first file.
+    for file, boxes in [entry for entry in nonempty if any(map(_intersect, entry[1], layout.boxes))] or nonempty[:1]:
+        description, arrays = read(file)
+        if description["iteration"] != iteration:
+            raise ValueError(f"minimize: another job writes the checkpoint {file}. Pass another file, or end that job.")
+        parts = {"x": arrays.pop("x")[None]}
+        if "rows" in arrays:
+            parts["rows"] = untiled(arrays.pop("rows"), _length(boxes))
+        found = found or {**arrays, **{name: np.zeros((len(part), size)) for name, part in parts.items()}}
+        for name, part in parts.items():
+            _copy(part, boxes, found[name], layout.boxes)
+    found["x"] = found["x"][0]
+    return found
 
 
 def _length(boxes: list[IndexBox]) -> int:

@@ -139,19 +139,24 @@ class HostVectors:
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
         """Return products of the ring's rows with y, which `change` first computes in place, and with g; and g·g."""
-        of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
-        parts, square = ring.parts(), 0.0
+        wanted, found, square = np.flatnonzero([change, gradient]).tolist(), np.zeros((2, 2 * ring.count + 1)), 0.0
         for _, tile in self:
             current, newest = tile[ring.gradient], tile[ring.newest]
             if change:
                 np.subtract(current, newest, out=newest)
-            square += float(vdot(current, current))
-            for rows, positions in parts:
-                if change:
-                    of_change[positions] += vdots(tile[rows], newest, self.size)
-                if gradient:
-                    of_gradient[positions] += vdots(tile[rows], current, self.size)
-        return of_change, of_gradient, square
+            vectors = [(newest, current)[k] for k in wanted]
+            numbers = self.joined(self.row_products(ring, tile, vectors), vdot(current, current))
+            found[wanted] += numbers[:-1].reshape(len(vectors), -1)
+            square += numbers[-1]
+        return found[0], found[1], square
+
+    def row_products(self, ring: Ring, tile: Array, vectors: list[Array]) -> Array:
+        """Return a tile's products of the ring's rows with vectors, shape (number of vectors, 2m + 1)."""
+        return np.array([np.concatenate([vdots(tile[rows], x, self.size) for rows, _ in ring.parts()]) for x in vectors])
+
+    def joined(self, array: Array, number: Scalar) -> np.ndarray:
+        """Return the entries of an array and a number on the host, by one copy from a device."""
+        return self.to_host(np.concatenate([array.reshape(-1), number.reshape(1)]))
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row."""
@@ -185,21 +190,22 @@ class HostVectors:
         """Return scalars on the host, by one copy from a device."""
         return list(map(float, found))
 
-    def products_of_free(
-        self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
-    ) -> tuple[np.ndarray, float]:
+    def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
         """Return the rows' products over free variables, and the slope over others, at x; store the step from `before`."""
-        rows, box = ring.rows(), self.box
-        products, other_slope = np.zeros((len(rows), len(rows))), 0.0
+        count, box = 2 * ring.count + 1, cast(Box, self.box)
+        found = np.zeros(count**2 + 1)
         for part, tile in self:
             gradient = tile[ring.gradient]
             if before is not None:
                 np.subtract(gradient, tile[ring.newest], out=tile[ring.newest])
                 np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step after projection
-            free, projected = box.free_and_step(x[part], gradient, norm, part)  # type: ignore[union-attr]
-            other_slope += vdot(gradient, np.where(free, 0.0, projected))
-            products += gram(tile[rows] * free)
-        return products, other_slope
+            free, projected = box.free_and_step(x[part], gradient, norm, part)
+            found += self.joined(self.gram(ring, tile, free), vdot(gradient, np.where(free, 0.0, projected)))
+        return found[:-1].reshape(count, count), found[-1]
+
+    def gram(self, ring: Ring, tile: Array, free: Array) -> Array:
+        """Return a tile's products of the ring's rows over the free variables."""
+        return gram(tile[ring.rows()] * free)
 
     def set_direction_at_bounds(self, ring: Ring, x: Array, norm: float) -> None:
         """Set the direction of the variables that aren't free to their projected gradient step."""
@@ -282,24 +288,10 @@ class DeviceVectors(HostVectors):
         """Return a copy of a host array on the device."""
         return self._xp.to_device(x)
 
-    def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the inner products of the ring's rows with y and with g, and g·g; see `HostVectors.products`."""
-        current, vectors = self.memory[ring.gradient], []
-        square = np.sum(current * current)
-        if change:
-            newest = self.memory[ring.newest]
-            np.subtract(current, newest, out=newest)
-            vectors.append(newest)
-        if gradient:
-            vectors.append(current)
-        of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
-        if not self.size:
-            return of_change, of_gradient, 0.0
+    def row_products(self, ring: Ring, tile: Array, vectors: list[Array]) -> Array:
+        """Return the products; see `HostVectors.row_products`."""
         # One product with all rows, including unused ones, costs less than two products with the used rows.
-        products = self.memory @ np.stack(vectors, axis=1)
-        found = self.to_host(np.concatenate([products.reshape(-1), square.reshape(1)]))
-        products = found[:-1].reshape(self.height, len(vectors))[ring.rows()]
-        return products[:, 0] if change else of_change, products[:, -1] if gradient else of_gradient, found[-1]
+        return _of_ring(ring, tile @ np.stack(vectors, axis=1)).T
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row; the coefficients are copied to the device."""
@@ -311,19 +303,14 @@ class DeviceVectors(HostVectors):
         """Return scalars on the host, by one copy."""
         return self.to_host(np.stack(found)).tolist()
 
-    def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
-        """Return the numbers of `HostVectors.products_of_free`, by one copy to the host."""
-        count = 2 * ring.count + 1
-        if not self.size:
-            return np.zeros((count, count)), 0.0
-        rows, gradient = self.memory, self.memory[ring.gradient]
-        if before is not None:
-            np.subtract(gradient, rows[ring.newest], out=rows[ring.newest])
-            np.subtract(x, before, out=rows[ring.newest + 1])  # the step after projection
-        free, projected = self.box.free_and_step(x, gradient, norm, slice(None))  # type: ignore[union-attr]
-        other_slope = np.sum(gradient * np.where(free, 0.0, projected))
+    def gram(self, ring: Ring, tile: Array, free: Array) -> Array:
+        """Return the products; see `HostVectors.gram`."""
         # All rows are multiplied, since an array of only the used rows would be a copy.
         ranges = [slice(start, start + _MAX_COLUMNS) for start in range(0, self.size, _MAX_COLUMNS)]
-        products = functools.reduce(operator.add, ((rows[:, part] * free[part]) @ rows[:, part].T for part in ranges))
-        found = self.to_host(np.concatenate([products.reshape(-1), other_slope.reshape(1)]))
-        return found[:-1].reshape(self.height, self.height)[np.ix_(ring.rows(), ring.rows())], found[-1]
+        products = functools.reduce(operator.add, ((tile[:, part] * free[part]) @ tile[:, part].T for part in ranges))
+        return _of_ring(ring, _of_ring(ring, products).T).T
+
+
+def _of_ring(ring: Ring, array: Array) -> Array:
+    """Return the ring's rows of a device array."""
+    return np.concatenate([array[rows] for rows, _ in ring.parts()])
