@@ -14,7 +14,7 @@ from typing import NamedTuple
 import autograd.numpy as np
 import numpy
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.device.numpy import concatenate
 from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
@@ -45,24 +45,30 @@ class AffineCoupling:
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
         """Return the initial parameters of the network."""
-        kept, changed = halves(dim, self.swap)
-        return initial_network(length_of(kept), self.hidden, 2 * length_of(changed), rng)
+        return initial_coupling(dim, self.swap, self.hidden, 2, rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
-        kept, changed = halves(z.shape[1], self.swap)
-        scale, move = self._scale_and_shift(params, z[:, kept], length_of(changed))
-        return joined(z[:, kept], z[:, changed] * np.exp(scale) + move, self.swap), np.sum(scale, axis=1)
+        return coupled(_affine, params, z, self.swap)
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
         """Return the preimages of points, and log |det ∂z/∂x| at each."""
-        kept, changed = halves(x.shape[1], self.swap)
-        scale, move = self._scale_and_shift(params, x[:, kept], length_of(changed))
-        return joined(x[:, kept], (x[:, changed] - move) * np.exp(-scale), self.swap), -np.sum(scale, axis=1)
+        return coupled(_affine_inverse, params, x, self.swap)
 
-    def _scale_and_shift(self, params: Tree, kept: Array, count: int) -> tuple[Array, Array]:
-        found = evaluated(params, kept)
-        return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # limiting scales to e² keeps the fit stable
+
+def _affine(z: Array, outputs: Array) -> tuple[Array, Array]:
+    scale, move = _scale_and_shift(outputs)
+    return z * np.exp(scale) + move, scale
+
+
+def _affine_inverse(x: Array, outputs: Array) -> tuple[Array, Array]:
+    scale, move = _scale_and_shift(outputs)
+    return (x - move) * np.exp(-scale), -scale
+
+
+def _scale_and_shift(outputs: Array) -> tuple[Array, Array]:
+    count = outputs.shape[1] // 2
+    return 2 * np.tanh(outputs[:, :count] / 2), outputs[:, count:]  # limiting scales to e² keeps the fit stable
 
 
 def halves(dim: int, swap: bool) -> tuple[slice, slice]:
@@ -71,15 +77,20 @@ def halves(dim: int, swap: bool) -> tuple[slice, slice]:
     return (second, first) if swap and dim > 1 else (first, second)
 
 
-def length_of(part: slice) -> int:
-    """Return the number of coordinates in a slice."""
-    return part.stop - part.start
+def coupled(transform: Function, params: Tree, x: Array, swap: bool) -> tuple[Array, Array]:
+    """Return x, of which half is changed by ``transform(half, outputs of the network)``, and log |det| at each point."""
+    kept, changed = halves(x.shape[1], swap)
+    y, log_slopes = transform(x[:, changed], evaluated(params, x[:, kept]))
+    parts = (y, x[:, kept]) if kept.start else (x[:, kept], y)
+    return concatenate(parts, axis=1), np.sum(log_slopes, axis=1)
 
 
-def joined(kept: Array, changed: Array, swap: bool) -> Array:
-    """Concatenate the kept and the changed coordinates in their original order."""
-    parts = (changed, kept) if swap and kept.shape[1] else (kept, changed)
-    return concatenate(parts, axis=1)
+def initial_coupling(
+    dim: int, swap: bool, hidden: int, per_coordinate: int, rng: numpy.random.Generator
+) -> list[tuple[Array, Array]]:
+    """Return the initial network of a coupling layer, with a number of outputs for each changed coordinate."""
+    kept, changed = halves(dim, swap)
+    return initial_network(kept.stop - kept.start, hidden, per_coordinate * (changed.stop - changed.start), rng)
 
 
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
@@ -146,8 +157,7 @@ class SplineCoupling:
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
         """Return the initial parameters of the network."""
-        kept, changed = halves(dim, self.swap)
-        return initial_network(length_of(kept), self.hidden, length_of(changed) * parameters_per_spline(self.bins), rng)
+        return initial_coupling(dim, self.swap, self.hidden, parameters_per_spline(self.bins), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
@@ -157,11 +167,11 @@ class SplineCoupling:
         """Return the preimages of points, and log |det ∂z/∂x| at each."""
         return self._through(spline_inverse, params, x)
 
-    def _through(self, fun: object, params: Tree, x: Array) -> tuple[Array, Array]:
-        kept, changed = halves(x.shape[1], self.swap)
-        numbers = np.reshape(evaluated(params, x[:, kept]), (len(x), length_of(changed), -1))
-        y, log_slopes = fun(x[:, changed], numbers, self.bins, self.bound)  # type: ignore[operator]
-        return joined(x[:, kept], y, self.swap), np.sum(log_slopes, axis=1)
+    def _through(self, fun: Function, params: Tree, x: Array) -> tuple[Array, Array]:
+        def transform(x: Array, outputs: Array) -> tuple[Array, Array]:
+            return fun(x, np.reshape(outputs, (*x.shape, -1)), self.bins, self.bound)
+
+        return coupled(transform, params, x, self.swap)
 
 
 class SplineAutoregressive:

@@ -26,7 +26,6 @@ from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten, is_variable, leaf_on_device
-from mpiad.tasks import mpi_map
 from mpiad.transport import channel
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
@@ -96,11 +95,6 @@ class Model:
         rows = numpy.array(found).reshape(len(local_draws), 2 + dim)
         gathered = mpi_gather(rows, root, axis=0, comm=comm)
         return gathered if mpi_rank(comm) == root else None
-
-    def dynamically(self, theta: Array | None, root: Rank, comm: Comm) -> Array | None:
-        """Evaluate the draws on free ranks other than the root; return all rows on the root."""
-        rows = mpi_map(self.row, None if theta is None else list(theta), root=root, comm=comm)
-        return None if rows is None else numpy.array(rows)
 
 
 def _number(value: object) -> float:
