@@ -21,6 +21,19 @@ from mpiad.transport.devices.device_arrays import arrays_of, is_array
 from mpiad.transport.watch import watch_settings
 
 
+class Items(list):
+    """A batch in the form of a list of objects, one per sample."""
+
+
+class _LastContainer(threading.local):
+    size = 0
+    order: Tree = None
+
+
+last_container = _LastContainer()
+"""The last data container that this thread used: its number of ranks, and the values that determine its order."""
+
+
 def local_rank() -> Rank:
     """Return this rank's index among the ranks of its node, without communication; see `mpiad.mpi_local_rank`.
 
@@ -184,10 +197,6 @@ def _length(data: Tree, arrays: Sequence[Any] | None) -> int:
     return lengths[0]
 
 
-class Items(list):
-    """A batch in the form of a list of objects, one per sample."""
-
-
 def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
     """Return the number of this rank's samples."""
     if samples is not None:
@@ -199,15 +208,6 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
         if np.ndim(leaf):
             return np.shape(leaf)[0]
     return 1
-
-
-class _LastContainer(threading.local):
-    size = 0
-    order: Tree = None
-
-
-last_container = _LastContainer()
-"""The last data container that this thread used: its number of ranks, and the values that determine its order."""
 
 
 def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) -> None:

@@ -104,8 +104,7 @@ def value_and_grad(
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
         sum_up = partial(totals, used, plan, params, "parallel.value_and_grad", count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
-            begin = sums.begin if plan.several else None
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, begin)
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
@@ -114,16 +113,9 @@ def value_and_grad(
 
 
 def gradient_of_sum(
-    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, begin: Function | None
+    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, sums: Sums | None
 ) -> Totals:
-    """Compute the gradient of the sum of this rank's losses, and return the totals of all ranks.
-
-    - ``loss(params)``: the mean over this rank's samples.
-    - ``sum_up(loss=, problem=)``: calls the collective `totals` with these arguments.
-    - ``ready(k, gradient)``: called with the gradient with respect to the k-th variable, after the reverse pass, or during
-      it if `begin` is given.
-    - ``begin()``: called before the reverse pass.
-    """
+    """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses."""
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
@@ -149,8 +141,7 @@ def gradient_of_sum(
     found = sum_up(problem=problem) if problem else sum_up(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
-    if begin is not None:
-        begin()
+    if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
         run_backward(traced.recording, seeds, len(places), ready=deliver)
     else:
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
@@ -364,8 +355,7 @@ class DistributedOptimizer:
                 if last:
                     sums.add(k, g)
 
-            begin = sums.begin if last and self._plan.several else None
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, begin)
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, sums if last else None)
             mean = total.loss / total.batch
             if not last:
                 return self._accumulate(state, parts, count), params, mean
