@@ -188,24 +188,15 @@ class Recorded:
     """
 
     batched_adjoint = point_to_point = False
+    run: Callable[..., Any]  # (args, params) -> the result for plain arrays; records the call in a compiled program
+    vjp: Callable[..., Any]  # (ans, args, params, argnums, level) -> (cotangent) -> cotangents of the arguments
+    jvp: Callable[..., Any]  # (tangents, ans, args, params, level) -> the tangent of the result
 
     def __init__(self, name: str):
         self.__name__ = name
         # Plain autograd looks up derivatives in these tables.
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
-
-    def run(self, args: tuple, params: Any) -> Any:
-        """Return the result for plain arrays, or record the call in a compiled program."""
-        raise NotImplementedError
-
-    def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
-        """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
-        raise NotImplementedError
-
-    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
-        """Return the tangent of the result."""
-        raise NotImplementedError
 
     def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
