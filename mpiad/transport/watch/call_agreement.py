@@ -30,6 +30,7 @@ from mpiad.transport.core.agreement import fingerprint as hash_of
 from mpiad.transport.core.calls import Call, Site
 from mpiad.transport.core.channels import ABANDONED, make_communicator
 from mpiad.transport.core.collectives import name_of
+from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.timed_waits import Awaited, GuardedRequest, cancel_receives, poll_for
 
 _SHOWN = 8
@@ -123,15 +124,13 @@ def name_and_place() -> tuple[str, str]:
     return name, where(call, site)
 
 
-def describe(
-    label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool
-) -> Description:
+def describe(label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None) -> Description:
     """Return the description of the current call; `step`: the name of MPI's function."""
     name, site, call = caller()
     rooted = (call.forward_name or call.name if call is not None else name) in _ROOTED
     reduction = None if op is None else name_of(op) or "user-defined"
     shape, dtype = (None, None) if array is None else (array.shape, str(array.dtype))
-    line = None if rooted or not call_sites or site.line == 0 else site.text
+    line = None if rooted or not watch_settings.present().compares_lines or site.line == 0 else site.text
     return Description(
         name, label, root, reduction, shape, dtype, line, step, shown_arguments(call, label), where(call, site),
     )  # fmt: skip
@@ -159,18 +158,18 @@ _known: dict[tuple, int] = {}
 _MOST = 20000
 
 
-def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool) -> int:
+def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None) -> int:
     """Return a hash of the compared properties of a call."""
     name, site, _ = caller()
     handle = None if op is None else op.handle
     form = None if array is None else (array.shape, array.dtype.num)
-    key = (label, step, form, handle, root, call_sites, name, site)
+    key = (label, step, form, handle, root, watch_settings.present().compares_lines, name, site)
     found = _known.get(key)
     if found is None:
         # Cleared completely, since a record of the order of use would slow down each call.
         if len(_known) > _MOST:
             _known.clear()
-        compared = describe(label, step, array, op, root, call_sites).compared
+        compared = describe(label, step, array, op, root).compared
         found = _known[key] = hash_of(compared) >> 2  # `Agreement.agree` adds a number of calls, without overflow
     return found
 
