@@ -112,10 +112,10 @@ class ResidualEvaluation:
         self.gathers = packing.size > _MAX_DENSE if solver is None else solver == "lsmr"
         self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
         self.counts: list[int] = []
-        self._key = b""  # of the point whose residuals, linearization and rows of the Jacobian are stored
+        self._key = b""  # of the point whose residuals and linearization are stored
         self._f = np.zeros(0)
         self._linearized: Any = None
-        self._rows: np.ndarray | None = None
+        self._rows: tuple[bytes, np.ndarray] | None = None  # of the last iterate, for further trials from there
         self._at_start = StartValues()
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
@@ -182,9 +182,9 @@ class ResidualEvaluation:
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's rows of the Jacobian, shape (m_r, n)."""
+        if self._rows is not None and self._rows[0] == vector.tobytes():
+            return self._rows[1]
         size = self._residuals(vector).size
-        if self._rows is not None:
-            return self._rows
         x, jac, args = self._packing.unpack(vector), self._program.jac, self._program.args
         if callable(jac):
 
@@ -195,15 +195,16 @@ class ResidualEvaluation:
                     raise WrongValueError(f"least_squares: jac must return shape {expected}, but got {rows.shape}.")
                 return rows
 
-            self._rows = self.agreement.run(given)
+            found = self.agreement.run(given)
         else:
 
             def column(unit: np.ndarray) -> np.ndarray:
                 jvp = make_jvp(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x)
                 return self.agreement.run(lambda: self._as_vector(jvp(self._packing.unpack(unit))[1], size))
 
-            self._rows = np.stack([column(unit) for unit in np.eye(self._packing.size)], axis=1)
-        return self._rows
+            found = np.stack([column(unit) for unit in np.eye(self._packing.size)], axis=1)
+        self._rows = vector.tobytes(), found
+        return found
 
     def tangent(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
         """Return, on the root, the product of the Jacobian with a direction."""
@@ -230,7 +231,7 @@ class ResidualEvaluation:
         """Return this rank's residuals, shape (m_r,); store them, since SciPy may request the Jacobian at this point."""
         key = vector.tobytes()
         if self._key != key:
-            self._key, self._linearized, self._rows = b"", None, None  # frees the memory before the next linearization
+            self._key, self._linearized = b"", None  # frees the memory before the next linearization
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
                 run = self.agreement.run

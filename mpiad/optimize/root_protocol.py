@@ -62,7 +62,7 @@ class Instructions:
 
 
 def root_failure(error: BaseException, call: str, root: Rank) -> TypeError | ValueError | WorkerError:
-    """Return the exception for all ranks after one on the root outside of evaluations, which perhaps can't be pickled."""
+    """Return an exception for all ranks that can be pickled, given one that the root raised outside of evaluations."""
     for kind in (TypeError, ValueError):
         if isinstance(error, kind):
             return kind(f"{error} (raised on the root, rank {root})")
