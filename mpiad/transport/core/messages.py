@@ -277,7 +277,15 @@ def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> No
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
     """Send to one rank and receive from another, and wait for both."""
     receipt = Receipt(spec, back, "blocking receive")
-    return _completed([receipt], [post_send(array, there, "blocking send")], there.channel, call)[0]
+    sending = post_send(array, there, "blocking send")
+    try:
+        value = finish_receive(receipt, call)
+    except BaseException:
+        there.channel.leave(sending)  # it may still be in flight
+        raise
+    sending[0].Wait()
+    there.channel.release(sending)
+    return value
 
 
 def exchange(
@@ -289,15 +297,11 @@ def exchange(
         transfer = HostTransfer(x) if type(x) is np.ndarray else None
         receipts.append(Receipt(Spec.of(x), Envelope(channel, rank, tag, False), "blocking receive", transfer))
     sending = [post_send(x, Envelope(channel, rank, tag, True), "blocking send") for rank, x in sent]
-    for (_, x), made in zip(received, _completed(receipts, sending, channel, call)):
-        if made is not x:  # received by the device, or in pieces
-            x[...] = made
-
-
-def _completed(receipts: list[Receipt], sending: list[list[Request]], channel: Channel, call: str) -> list[Array]:
-    """Wait for receives and sends; return the received arrays."""
     try:
-        values = [finish_receive(receipt, call) for receipt in receipts]
+        for (_, x), receipt in zip(received, receipts):
+            made = finish_receive(receipt, call)
+            if made is not x:  # received by the device, or in pieces
+                x[...] = made
     except BaseException:
         for requests in sending:
             channel.leave(requests)  # it may still be in flight
@@ -305,7 +309,6 @@ def _completed(receipts: list[Receipt], sending: list[list[Request]], channel: C
     for requests in sending:
         requests[0].Wait()
         channel.release(requests)
-    return values
 
 
 def receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
