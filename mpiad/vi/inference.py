@@ -25,7 +25,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
-from mpiad.vi.objective import (
+from mpiad.vi.elbo import (
     Evaluations,
     Model,
     Objective,
