@@ -14,12 +14,7 @@ _log = logging.getLogger("mpiad")
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, which is created if necessary; None if nothing can be cached.
-
-    ``MPIAD_CACHE`` is the path of the folder; 0 disables caching. The default is ``mpiad`` in the user's cache directory,
-    or ``mpiad-UID`` in the system's temporary directory for a user without a home directory. Since the folder contains
-    code, it isn't used if other users can write into it or replace it.
-    """
+    """Return the cache folder, created if necessary; None if there can be none, or other users could replace its code."""
     setting = path("MPIAD_CACHE")
     if setting is None:
         return None

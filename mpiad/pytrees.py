@@ -184,14 +184,12 @@ def in_blocks(
 ) -> list[list[Array]]:
     """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list of leaves for each result.
 
-    ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. Small arrays are concatenated,
-    because the overhead of a NumPy call equals the time for a few thousand entries. Long arrays are processed in blocks
-    whose temporaries fit into the cache.
-
-    `columns`: the list of leaves of each pytree. `results`: for each result, the index of the column with the same shapes
-    and dtypes. The formula is applied if the leaf of the first column is a variable (see `is_variable`); otherwise the
-    leaf is taken from the column of the result.
+    ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. `columns`: the leaves of each
+    pytree. `results`: for each result, the column with the same shapes and dtypes, from which leaves that aren't variables
+    are taken.
     """
+    # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries. Long
+    # arrays are processed in blocks whose temporaries fit into the cache.
     out, short = [list(columns[k]) for k in results], list[int]()
     for index, leaf in enumerate(columns[0]):
         plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"

@@ -35,7 +35,7 @@ from mpiad.transport.devices import staging
 from mpiad.transport.devices.device_settings import Library, device_of, gpus_of_node, library, visible
 from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_of_library
 from mpiad.transport.resources import cores, huge_pages
-from mpiad.transport.watch.descriptions import rank_ranges
+from mpiad.transport.watch.call_agreement import rank_ranges
 
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
 _OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py")

@@ -116,41 +116,38 @@ _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
 _SMALL_MESSAGE = 10_000  # bytes; smaller messages take about as long as empty messages
 
 
-class Totals(NamedTuple):
-    """The sums over the rows of a report, and its largest rows, for `advice` and for the table of ranks."""
-
-    elapsed: np.ndarray  # `elapsed`, `communicating` and `waiting`: seconds of each rank, shape (P,)
-    communicating: np.ndarray
-    waiting: np.ndarray
-    busiest: str  # the row with the longest transfer, as "operation at line"
-    waited_in: str  # the row with the longest wait, as "operation at line"
-    calls: int  # the number of calls of `busiest`, on all ranks
-    nbytes: int  # the size of the arguments of these calls
-    dropped: int  # the number of communications and phases beyond the maximum, which weren't recorded
-
-
-def advice(totals: Totals, computations: Sequence[Computation]) -> list[str]:
+def advice(result: Report) -> list[str]:
     """Return advice on the largest costs, or one line if no cost is large."""
-    lines = [*_waits(totals, computations), *_transfer(totals), *_computing(totals, computations)]
-    if totals.dropped:
-        lines.append(f"{totals.dropped} calls or phases weren't recorded: the recording was full. Record fewer iterations.")
+    communicating, waiting = _spent(result)
+    computing = result.elapsed - communicating
+    lines = [
+        *_waits(result, waiting, computing),
+        *_transfer(result, communicating - waiting),
+        *_computing(result, computing),
+    ]
+    if result.dropped:
+        lines.append(f"{result.dropped} calls or phases weren't recorded: the recording was full. Record fewer iterations.")
     return lines or ["nothing stands out: the ranks compute for equal times, and neither wait nor communicate for long."]
 
 
-def _waits(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]:
-    share = _share(totals.waiting, totals)
+def _spent(result: Report) -> np.ndarray:
+    """Return the seconds of each rank in communications, and the part in which it waited, shape (2, P)."""
+    return np.sum([(row.seconds, row.waited) for row in result.rows], axis=0)
+
+
+def _waits(result: Report, waiting: np.ndarray, computing: np.ndarray) -> Iterator[str]:
+    share = _share(waiting, result)
     if share < _WAITING:
         return
-    computing = totals.elapsed - totals.communicating
     slow, ratio = int(computing.argmax()), over_mean(computing)
     if ratio < _UNEVEN:
         yield (
-            f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for "
+            f"the ranks wait {share:.0%} of the time, most of it in {_line(result.rows[0])}, though all compute for "
             "about equal times: the late rank varies. Bind each rank to a separate core (check with "
             "`python -m mpiad`)."
         )
         return
-    worst = max(computations, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
+    worst = max(result.computing, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
     part = "" if worst is None else f", above all {_site(worst)}"
     yield (
         f"load imbalance: rank {slow} computes {ratio:.1f} times as long as the mean{part}, and the ranks wait "
@@ -158,38 +155,42 @@ def _waits(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]
     )
 
 
-def _transfer(totals: Totals) -> Iterator[str]:
-    share = _share(totals.communicating - totals.waiting, totals)
-    if share < _TRANSFER or not totals.calls:
+def _transfer(result: Report, transferring: np.ndarray) -> Iterator[str]:
+    share, busiest = _share(transferring, result), max(result.rows, key=lambda row: (row.seconds - row.waited).sum())
+    calls = int(busiest.calls.sum())
+    if share < _TRANSFER or not calls:
         return
-    size = totals.nbytes / totals.calls
+    size = busiest.nbytes.sum() / calls
     remedy = (
         "Latency: send several arrays in one message, and less often (wider halos, a vector instead of numbers)"
         if size < _SMALL_MESSAGE
         else "Bandwidth: send less, or let it overlap with computing (`begin_exchange`, `mpi_isend`, `mpi_iallreduce`)"
     )
     yield (
-        f"communication without waits takes {share:.0%} of the time, most of it in {totals.busiest}: {totals.calls} "
+        f"communication without waits takes {share:.0%} of the time, most of it in {_line(busiest)}: {calls} "
         f"calls of {size:.0f} bytes. {remedy}."
     )
 
 
-def _computing(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]:
-    seconds = {phase: sum(each.seconds.mean() for each in computations if each.place.phase == phase) for phase in _PHASES}
-    share = _share(totals.elapsed - totals.communicating, totals)
+def _computing(result: Report, computing: np.ndarray) -> Iterator[str]:
+    computations, whole = result.computing, result.elapsed.mean()
+    forward, backward = (
+        sum(each.seconds.mean() for each in computations if each.place.phase == phase) for phase in ("forward", "backward")
+    )
+    share = _share(computing, result)
     if share >= _COMPUTING and computations:
         longest = max(computations, key=lambda each: each.seconds.mean())
-        part = longest.seconds.mean() / totals.elapsed.mean()
+        part = longest.seconds.mean() / whole
         yield f"computing takes {share:.0%} of the time, {part:.0%} {_site(longest)}. If it isn't compiled: `mpiad.jit`."
-    forward, backward = (seconds[phase] for phase in _PHASES)
-    if backward > _BACKWARD * forward and backward > 0.1 * totals.elapsed.mean():
+    if backward > _BACKWARD * forward and backward > 0.1 * whole:
         yield (
             f"the backward pass computes {backward / forward if forward else np.inf:.0f} times as long as the forward one: "
             "use more checkpoints in `scan`, use `scan(jit(step))`, or replace iterations by one of the library's solvers."
         )
 
 
-_PHASES = ("forward", "backward")
+def _line(row: Row) -> str:
+    return f"{row.operation} at {row.site}"
 
 
 def _site(computation: Computation) -> str:
@@ -198,8 +199,8 @@ def _site(computation: Computation) -> str:
     return f"{place or f'from {after} to {until}'} ({phase})"
 
 
-def _share(seconds: np.ndarray, totals: Totals) -> float:
-    whole = totals.elapsed.mean()
+def _share(seconds: np.ndarray, result: Report) -> float:
+    whole = result.elapsed.mean()
     return float(seconds.mean() / whole) if whole > 0 else 0.0
 
 
@@ -293,7 +294,7 @@ class Report(NamedTuple):
     @property
     def advice(self) -> list[str]:
         """Advice on the largest costs, one or two sentences each."""
-        return advice(_totals(self), self.computing) if self.rows else []
+        return advice(self) if self.rows else []
 
     def __str__(self) -> str:
         return _text(self) if self.rows else f"mpiad: {_NO_RECORDING}"
@@ -359,7 +360,8 @@ def _gathered(recording: Recording) -> Report:
                 row[column] += value
         # Each rank first sums over its events, so that it sends a few hundred rows instead of all events.
         from_all = comm.allgather((dict(local_rows), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
-    rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in from_all], [0.0] * _COLUMNS)]
+    by_rank = _by_rank([part[0] for part in from_all], [0.0] * _COLUMNS)
+    rows = [Row(*key, *columns.T[:3].astype(np.int64), *columns.T[3:]) for key, columns in by_rank]
     # Sorted by the wait, since waits can be avoided, but transfers may be necessary.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
     computing = [Computation(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in from_all], 0.0)]
@@ -379,26 +381,12 @@ def _by_rank(parts: list[dict], default: object) -> list[tuple[Any, np.ndarray]]
     return [(key, np.array([part.get(key, default) for part in parts])) for key in keys]
 
 
-def _row(key: tuple[str, str], columns: np.ndarray) -> Row:
-    calls, messages, nbytes = columns[:, :3].astype(np.int64).T
-    return Row(*key, calls, messages, nbytes, columns[:, 3], columns[:, 4])
-
-
-def _totals(result: Report) -> Totals:
-    communicating, waiting = (sum(columns) for columns in zip(*[(row.seconds, row.waited) for row in result.rows]))
-    busiest = max(result.rows, key=lambda row: (row.seconds - row.waited).sum())
-    times = result.elapsed, np.asarray(communicating), np.asarray(waiting)
-    busiest_line, waited_in = (f"{row.operation} at {row.site}" for row in (busiest, result.rows[0]))
-    return Totals(*times, busiest_line, waited_in, int(busiest.calls.sum()), int(busiest.nbytes.sum()), result.dropped)
-
-
 def _text(result: Report) -> str:
-    totals, ranks = _totals(result), len(result.elapsed)
+    (communicating, waiting), ranks = _spent(result), len(result.elapsed)
     head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {result.elapsed.max():.3g} s"
-    computing = totals.elapsed - totals.communicating
-    ratio = f"max/mean: computing {over_mean(computing):.2f}, waiting {over_mean(totals.waiting):.2f}"
+    ratio = f"max/mean: computing {over_mean(result.elapsed - communicating):.2f}, waiting {over_mean(waiting):.2f}"
     advice_lines = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in result.advice]
-    parts = [_table(_communication(result.rows), 2), [*_table(_ranks(result, totals), 0), ratio]]
+    parts = [_table(_communication(result.rows), 2), [*_table(_ranks(result), 0), ratio]]
     parts += [_table(_computation(result), 3), advice_lines]
     return "\n\n".join([head, *map("\n".join, parts)])
 
@@ -412,10 +400,10 @@ def _communication(rows: list[Row]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _ranks(result: Report, totals: Totals) -> list[tuple[str, ...]]:
+def _ranks(result: Report) -> list[tuple[str, ...]]:
     counts = np.sum([(row.calls, row.messages, row.nbytes) for row in result.rows], axis=0)
     lines = [("rank", "calls", "messages", "bytes", "communicating", "incl. waiting", "computing")]
-    for rank, (elapsed, seconds, waited) in enumerate(zip(result.elapsed, totals.communicating, totals.waiting)):
+    for rank, (elapsed, seconds, waited) in enumerate(zip(result.elapsed, *_spent(result))):
         calls, messages, nbytes = counts[:, rank]
         times = _time(seconds), _time(waited), _time(elapsed - seconds)
         lines.append((str(rank), str(calls), _or_dash(messages), _bytes(nbytes), *times))

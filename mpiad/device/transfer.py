@@ -161,7 +161,6 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     The cotangent is copied to the host; `to_host` is the transpose.
     """
     arrays = arrays_of(getval(like)) if like is not None else None
-    target: list[ArrayModule] = [] if arrays is None else [arrays]
 
     def move(leaf: Array) -> Array:
         plain = getval(leaf)
@@ -169,13 +168,14 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
             tracing.recorder.refuse("it copies arrays to a device, and only functions of NumPy arrays can be compiled")
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
-        if not target:
+        nonlocal arrays
+        if arrays is None:
             # CuPy is imported only if it is needed, since the user's device arrays may come from another library.
             cupy = _import_cupy("to_device")
             from mpiad.transport.devices.cupy_arrays import on_device
 
-            target.append(on_device(cupy.cuda.runtime.getDevice() if device is None else device))
-        return array_to_device(leaf, target[0])
+            arrays = on_device(cupy.cuda.runtime.getDevice() if device is None else device)
+        return array_to_device(leaf, arrays)
 
     return map_leaves(move, x)
 

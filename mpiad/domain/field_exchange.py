@@ -17,7 +17,7 @@ from mpiad.domain.halo import Halo, fill_halo, fill_local, fold_local
 from mpiad.domain.halo_messages import PendingReceive, complete, post
 from mpiad.domain.routes import AT_ONCE, BY_AXIS, FACES_ONLY
 from mpiad.errors import RequestError
-from mpiad.primitives.addresses import point_to_point
+from mpiad.primitives.checks import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Cell, Request, claim, started
 from mpiad.transport import Channel, Spec

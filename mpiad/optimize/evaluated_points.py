@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad.optimize.objective_evaluation import Evaluation
-from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
+from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE
 
 _MAX_STORED = 4  # number of stored points, since a line search may accept an earlier point than the last one
 # In all methods, if the objective isn't finite at a trial point, the next trial step has this fraction of its length. For
@@ -43,20 +43,6 @@ class EndMethod(Exception):  # noqa: N818 - like StopIteration, not an error
         self.ending, self.at_best = ending, at_best
 
 
-class Counts(dict):
-    """Numbers of collective evaluations: "value", "gradient" (alone), "both", "product"."""
-
-    @property
-    def of_objective(self) -> int:
-        """Number of evaluations of the objective, with or without its gradient."""
-        return self["value"] + self["both"]
-
-    @property
-    def of_gradient(self) -> int:
-        """Number of evaluations of the gradient, with or without the objective."""
-        return self["gradient"] + self["both"]
-
-
 class Point:
     """A point, with the value and the gradient if they have been evaluated."""
 
@@ -75,6 +61,11 @@ class Point:
             return math.nan
         return float(max(self.gradient.max(initial=0.0), -self.gradient.min(initial=0.0)))
 
+    @property
+    def finite(self) -> bool:
+        """Return whether value and gradient are finite, as far as they have been evaluated."""
+        return all(np.all(np.isfinite(each)) for each in (self.value, self.gradient) if each is not None)
+
     def is_at(self, x: np.ndarray) -> bool:
         """Return whether this is the point x."""
         bits = x.view(np.int64)
@@ -83,14 +74,14 @@ class Point:
 
 
 class Points:
-    """Values and gradients, stored or evaluated on all ranks; `together`: the method needs both at each point."""
+    """Values and gradients, stored or evaluated on all ranks by `request`; `together`: the method needs both at a point."""
 
-    def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
-        self._evaluation, self._instructions = evaluation, instructions
+    def __init__(self, evaluation: Evaluation, request: Callable[..., Any], together: bool):
+        self._evaluation, self._request = evaluation, request
         self._for_value = BOTH if together or evaluation.only_both else VALUE
         self._last_with_value: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_MAX_STORED)
-        self.counts = Counts(value=0, gradient=0, both=0, product=0)
+        self.counts = {"value": 0, "gradient": 0, "both": 0, "product": 0}  # of collective evaluations; "gradient": alone
         self.maxfun: float | None = None  # maximum number of evaluations of the objective; the first is always made
         self.violation: Callable[[np.ndarray], float] | None = None  # the largest violation of bounds and constraints
         self.best: Point | None = None  # the point with the lowest finite objective among those with the least violation
@@ -100,10 +91,20 @@ class Points:
         self._least_violation = math.inf
 
     @property
+    def value_count(self) -> int:
+        """Return the number of evaluations of the objective, with or without its gradient."""
+        return self.counts["value"] + self.counts["both"]
+
+    @property
+    def gradient_count(self) -> int:
+        """Return the number of evaluations of the gradient, with or without the objective."""
+        return self.counts["gradient"] + self.counts["both"]
+
+    @property
     def exhausted(self) -> bool:
         """Return whether no further evaluation of the objective is allowed."""
         # The objective at x0 is evaluated in any case.
-        return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
+        return self.maxfun is not None and self.value_count >= max(self.maxfun, 1)
 
     def limit_reached(self) -> EndMethod:
         """Return the exception that ends a method that needs more evaluations than `maxfun`."""
@@ -113,8 +114,7 @@ class Points:
     @property
     def any_not_finite(self) -> bool:
         """Return whether a value or gradient isn't finite at one of the last points."""
-        numbers = [each for point in self._recent for each in (point.value, point.gradient) if each is not None]
-        return not all(np.all(np.isfinite(each)) for each in numbers)
+        return not all(point.finite for point in self._recent)
 
     def with_value(self, x: np.ndarray) -> Point:
         """Return the point x with its objective."""
@@ -137,8 +137,7 @@ class Points:
     def for_method(self, point: Point) -> tuple[Any, Any]:
         """Return value and gradient, or finite ones of a parabola from the iterate: SciPy's line searches fail at NaN."""
         iterate, pair = self.iterate, (point.value, point.gradient)
-        finite = all(each is None or np.all(np.isfinite(each)) for each in pair)
-        if finite or iterate is None or iterate.gradient is None or iterate.value is None:
+        if point.finite or iterate is None or iterate.gradient is None or iterate.value is None:
             return pair
         with np.errstate(over="ignore", invalid="ignore"):
             step = point.x - iterate.x
@@ -187,10 +186,7 @@ class Points:
     def not_finite_at_start(self) -> str:
         """Return a sentence that names the ranks with values that aren't finite at x0; "" if all are finite."""
         first = self._first_point
-        if first is None or all(np.all(np.isfinite(each)) for each in (first.value, first.gradient) if each is not None):
-            return ""
-        self._instructions.send(NOT_FINITE, first.x)
-        return self._evaluation.carry_out(NOT_FINITE, first.x, None)
+        return "" if first is None or first.finite else self._request(NOT_FINITE, first.x)
 
     @property
     def last_or_best(self) -> Point | None:
@@ -201,7 +197,6 @@ class Points:
         return self.best if not finite or self.best_improves_on(self.iterate.x, self.iterate.value) else self.iterate
 
     def _carry_out(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        self._evaluation.agreement.raise_if_failed()  # after a failure the other ranks no longer wait for instructions
+        found = self._request(kind, x, direction)
         self.counts[_COUNT_NAMES[kind]] += 1
-        self._instructions.send(kind, x, direction)
-        return self._evaluation.carry_out(kind, x, direction)
+        return found

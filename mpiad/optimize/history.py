@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad.progress import progress_bar
-
-
-class Iterate(Protocol):
-    """The attributes of a point that a record needs."""
-
-    @property
-    def x(self) -> np.ndarray:
-        """Return the variables, shape (n,)."""
-        ...
-
-    @property
-    def value(self) -> float | None:
-        """Return the objective; None if it hasn't been evaluated."""
-        ...
-
-    @property
-    def norm(self) -> float:
-        """Return the gradient's largest absolute entry; NaN if the gradient hasn't been evaluated."""
-        ...
 
 
 class Row(NamedTuple):
@@ -91,10 +72,10 @@ class Record:
         self.rows: list[Row] = []
         self._progress = progress
         self._start = time.perf_counter()
-        self._last: Iterate | None = None
+        self._last: Any = None
 
-    def add(self, point: Iterate, evaluations: int, step: float) -> Row:
-        """Append and show an iterate, with the length of the step from the previous one; return its row."""
+    def add(self, point: Any, evaluations: int, step: float) -> Row:
+        """Append a row for a point with `value` and `norm`, the gradient's largest entry or NaN, and show it."""
         self._complete_last()
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)

@@ -12,7 +12,7 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
-from mpiad.optimize.history import Iterate, Record, Row
+from mpiad.optimize.history import Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_protocol import Totals
@@ -27,7 +27,6 @@ class Iterates:
         self._callback, self._checkpoint = _with_row(callback), checkpoint
         self._packing, self._used = solve.packing, solve.used
         self._last: np.ndarray | None = None
-        self._step_vector = np.zeros(0)
         self.record, self.in_callback = Record(solve.progress), False
 
     @property
@@ -35,7 +34,7 @@ class Iterates:
         """Return the number of iterations."""
         return max(len(self.record.rows) - 1, 0)
 
-    def add_row(self, point: Iterate, evaluations: int) -> Row:
+    def add_row(self, point: Point, evaluations: int) -> Row:
         """Add a row to the history."""
         return self.record.add(point, evaluations, self._step_to(point.x))
 
@@ -43,11 +42,10 @@ class Iterates:
         """Return the length of the step from the last iterate."""
         last, self._last = self._last, x
         if last is None:
-            self._step_vector = np.empty_like(x)
             return 0.0
         with np.errstate(over="ignore", invalid="ignore"):  # an iterate of a diverging method may be infinite
-            np.subtract(x, last, out=self._step_vector)
-            return float(np.sqrt(vdot(self._step_vector, self._step_vector)))
+            step = x - last
+            return float(np.sqrt(vdot(step, step)))
 
     def restore(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
         """Return the state of an earlier run, and continue its history and `counts`; None if there is no such run."""
@@ -82,7 +80,7 @@ class IteratesOfPoints(Iterates):
         super().__init__(callback, solve, checkpoint)
         # The number of iterations of earlier runs, and whether these runs have used all evaluations.
         self._points, self.earlier_iterations, self.exhausted = points, 0, False
-        self._resumed = False
+        self.resumed = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
@@ -90,20 +88,13 @@ class IteratesOfPoints(Iterates):
         points.interruptible = self._checkpoint.given is not None
         if found is None:
             return start
-        points.iterate, self.earlier_iterations, self._resumed = points.at(found["x"]), self.count, True
+        points.iterate, self.earlier_iterations, self.resumed = points.at(found["x"]), self.count, True
         self.exhausted = points.exhausted
         if self.exhausted:
             # SciPy won't be called, so value and gradient are those of the checkpoint.
             points.iterate.value, gradient = float(found["value"]), found["gradient"]
             points.iterate.gradient = gradient if gradient.size else None
         return found["x"]
-
-    def with_total_counts(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
-        """Replace the counts in a result by those of all runs, if the solve was resumed."""
-        if self._resumed:
-            result.nit = self.count
-            result.nfev, result.njev = self._points.counts.of_objective, self._points.counts.of_gradient
-        return result
 
     def write_last(self, ended: bool = False) -> None:
         """Write the last iterate, or the best point, to the checkpoint if it is due."""
@@ -118,7 +109,7 @@ class IteratesOfPoints(Iterates):
 
     def _add_row(self, point: Point) -> Row:
         self._points.iterate = point
-        return self.add_row(self._points.iterate, self._points.counts.of_objective)
+        return self.add_row(self._points.iterate, self._points.value_count)
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Record an iterate and call the user's callback."""
@@ -137,7 +128,7 @@ class ShardedIterates:
         self._packing, self._agreement, self._called, self._totals = packing, agreement, called, totals
         self._callback, self.record, self.stopped = _with_row(callback), record, False
 
-    def report(self, point: Iterate, evaluations: int, step: float) -> None:
+    def report(self, point: Any, evaluations: int, step: float) -> None:
         """Add a row and call the callback; all ranks call this."""
         row = self.record.add(point, evaluations, step)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -112,8 +112,10 @@ class ResidualEvaluation:
         self.gathers = packing.size > _MAX_DENSE if solver is None else solver == "lsmr"
         self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
         self.counts: list[int] = []
-        self._stored: tuple[bytes, Any, np.ndarray] | None = None
-        self._rows: tuple[bytes, np.ndarray] | None = None
+        self._key = b""  # of the point whose residuals and linearization are stored
+        self._f = np.zeros(0)
+        self._linearized: Any = None
+        self._rows: tuple[bytes, np.ndarray] | None = None  # of the last iterate, for further trials from there
         self._at_start = StartValues()
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
@@ -182,26 +184,27 @@ class ResidualEvaluation:
         """Return this rank's rows of the Jacobian, shape (m_r, n)."""
         if self._rows is not None and self._rows[0] == vector.tobytes():
             return self._rows[1]
-        x, jac, args = self._packing.unpack(vector), self._program.jac, self._program.args
         size = self._residuals(vector).size
+        x, jac, args = self._packing.unpack(vector), self._program.jac, self._program.args
         if callable(jac):
-            # A copy, because the user's function may write its next result into the same array.
-            rows = self.agreement.run(lambda: self._checked_jacobian(np.array(to_host(jac(x, *args)), dtype=float), size))
+
+            def given() -> np.ndarray:
+                # A copy, because the user's function may write its next result into the same array.
+                rows, expected = np.array(to_host(jac(x, *args)), dtype=float), (size, self._packing.size)
+                if rows.shape != expected:
+                    raise WrongValueError(f"least_squares: jac must return shape {expected}, but got {rows.shape}.")
+                return rows
+
+            found = self.agreement.run(given)
         else:
 
             def column(unit: np.ndarray) -> np.ndarray:
                 jvp = make_jvp(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x)
                 return self.agreement.run(lambda: self._as_vector(jvp(self._packing.unpack(unit))[1], size))
 
-            rows = np.stack([column(unit) for unit in np.eye(self._packing.size)], axis=1)
-        self._rows = vector.tobytes(), rows
-        return rows
-
-    def _checked_jacobian(self, rows: np.ndarray, size: int) -> np.ndarray:
-        if rows.shape != (size, self._packing.size):
-            expected = size, self._packing.size
-            raise WrongValueError(f"least_squares: jac must return shape {expected}, but got {rows.shape}.")
-        return rows
+            found = np.stack([column(unit) for unit in np.eye(self._packing.size)], axis=1)
+        self._rows = vector.tobytes(), found
+        return found
 
     def tangent(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
         """Return, on the root, the product of the Jacobian with a direction."""
@@ -209,8 +212,8 @@ class ResidualEvaluation:
             rows = self._jacobian(vector)
             return self._gathered(self.agreement.run(lambda: rows @ direction))
         self._residuals(vector)
-        linearized, v = self._stored[1], self._packing.unpack(direction)  # type: ignore[index]
-        return self._gathered(self.agreement.run(lambda: self._as_vector(linearized.jvp(v))))
+        v = self._packing.unpack(direction)
+        return self._gathered(self.agreement.run(lambda: self._as_vector(self._linearized.jvp(v))))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
@@ -218,26 +221,27 @@ class ResidualEvaluation:
         self._comm.Scatterv((weights, self.counts) if self._is_root else None, own, self._program.root)
         if callable(self._program.jac):
             rows = self._jacobian(vector)
-            return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: rows.T @ own))
-        self._residuals(vector)
-        linearized = self._stored[1]  # type: ignore[index]
-        part = self.agreement.run(lambda: self._packing.pack_gradient(linearized.vjp(own)))
+            part = self.agreement.run(lambda: rows.T @ own)
+        else:
+            self._residuals(vector)
+            part = self.agreement.run(lambda: self._packing.pack_gradient(self._linearized.vjp(own)))
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's residuals, shape (m_r,); store them, since SciPy may request the Jacobian at this point."""
         key = vector.tobytes()
-        if self._stored is None or self._stored[0] != key:
-            self._stored = None  # frees the memory before the next linearization
+        if self._key != key:
+            self._key, self._linearized = b"", None  # frees the memory before the next linearization
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
-                found = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x))
-                f = found.value
+                run = self.agreement.run
+                self._linearized = run(lambda: linearize(lambda x: run(lambda: self._call_fun(x)))(x))
+                f = self._linearized.value
             else:
-                found, f = None, self.agreement.run(lambda: self._call_fun(x))
-            self._stored = key, found, np.ascontiguousarray(f, dtype=float)
+                f = self.agreement.run(lambda: self._call_fun(x))
+            self._key, self._f = key, np.ascontiguousarray(f, dtype=float)
             self._at_start.note("residuals", f)
-        return self._stored[2]
+        return self._f
 
     def _call_fun(self, x: Tree) -> Array:
         out = self._program.fun(x, *self._program.args)
@@ -271,36 +275,11 @@ _STOPPED = Ending(-2, STOPPED.message)
 _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
 
 
-class RootArguments(NamedTuple):
-    """The arguments of `least_squares` from which the root runs SciPy's method."""
-
-    keywords: dict[str, Any]  # SciPy's arguments: bounds, tolerances and others
-    robust: dict[str, Any]  # the arguments `loss` and `f_scale`
-    callback: Function | None
-    checkpoint: CheckpointFile | None
-    program: Program
-    solver: str | None
-
-    def problem(self, solve: RootDriven, start: np.ndarray) -> dict[str, Any]:
-        """Return a description of the problem, which is stored in checkpoints."""
-        bounds, loss = self.keywords["bounds"], self.robust["loss"]
-        low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
-        limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
-        return {
-            "method": f"least_squares, {self.keywords['method']}",
-            **problem_of(self.program, solve.packing, start, solve.used.size),
-            "loss": loss if isinstance(loss, str) else "a function",
-            "f_scale": float(self.robust["f_scale"]),
-            "tr_solver": self.solver,
-            "bounds (checksum)": fingerprint(*limits),
-        }
-
-
 class _Problem:
     """The functions that SciPy calls on the root."""
 
     def __init__(self, solve: RootDriven, callback: Function | None, file: RootCheckpoint):
-        self._instructions, self._size = solve.instructions, solve.packing.size
+        self._request, self._size = solve.request, solve.packing.size
         self._evaluation: ResidualEvaluation = solve.evaluation
         self.iterates = Iterates(callback, solve, file)
         self._robust = self._evaluation.loss is not None
@@ -321,10 +300,9 @@ class _Problem:
         return self.iterate.x
 
     def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        self._evaluation.agreement.raise_if_failed()
+        found = self._request(kind, x, direction)
         self.counts[name] += 1
-        self._instructions.send(kind, x, direction)
-        return self._evaluation.carry_out(kind, x, direction)
+        return found
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
@@ -344,11 +322,8 @@ class _Problem:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
         first, self._restarted = self._restarted, False  # the first point of a resumed run is already recorded
         if (self.iterate is None or first) and not np.all(np.isfinite(self.last_residuals)):
-            self._instructions.send(NOT_FINITE, x)
-            found = self._evaluation.carry_out(NOT_FINITE, x, None)
-            raise ValueError(
-                f"least_squares: the residuals aren't finite at x0. Choose an x0 at which they are finite.{found}"
-            )
+            advice = f"Choose an x0 at which they are finite.{self._request(NOT_FINITE, x)}"
+            raise ValueError(f"least_squares: the residuals aren't finite at x0. {advice}")
         self.iterate = Point(x, self._cost)
         found = self._operator(self.iterate) if self._evaluation.gathers else self._matrix(self.iterate)
         if not first:
@@ -392,18 +367,32 @@ class _Problem:
         return result
 
 
-def drive(arguments: RootArguments, solve: RootDriven) -> dict[str, Any]:
-    """Run SciPy's method on the root; return its result without `fun` and `jac`."""
+def drive(
+    keywords: dict[str, Any], loss: str | Function, f_scale: float, tr_solver: str | None, program: Program,
+    callback: Function | None, checkpoint: CheckpointFile | None, solve: RootDriven,
+) -> dict[str, Any]:  # fmt: skip
+    """Run SciPy's method with these `keywords` on the root; return its result without `fun` and `jac`."""
     start = solve.packing.pack(solve.start)
-    description = arguments.problem(solve, start) if arguments.checkpoint else {}
-    problem = _Problem(solve, arguments.callback, RootCheckpoint(arguments.checkpoint, description, "least_squares"))
+    description: dict[str, Any] = {}
+    if checkpoint is not None:
+        bounds = keywords["bounds"]
+        limits = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
+        description = {
+            "method": f"least_squares, {keywords['method']}",
+            **problem_of(program, solve.packing, start, solve.used.size),
+            "loss": loss if isinstance(loss, str) else "a function",
+            "f_scale": float(f_scale),
+            "tr_solver": tr_solver,
+            "bounds (checksum)": fingerprint(*(np.broadcast_to(np.asarray(each, float), start.shape) for each in limits)),
+        }
+    problem = _Problem(solve, callback, RootCheckpoint(checkpoint, description, "least_squares"))
     if solve.evaluation.gathers:
-        solver = {"tr_solver": "lsmr", **arguments.robust}
+        solver = {"tr_solver": "lsmr", "loss": loss, "f_scale": f_scale}
     else:
         solver = {"tr_solver": "exact", "loss": "linear" if solve.evaluation.loss is None else _loss_with_cost}
     start = problem.resume(start)
     try:
-        keywords = {**arguments.keywords, "max_nfev": _remaining(arguments.keywords["max_nfev"], problem, start.size)}
+        keywords = {**keywords, "max_nfev": _remaining(keywords["max_nfev"], problem, start.size)}
         result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
         result = problem.result_at_iterate(*_STOPPED)
@@ -586,7 +575,6 @@ def least_squares(
         start = shared_start(used, program, start, x0, _CALL)
         kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
         solve = RootDriven(used, program, start, kind, _CALL)
-        arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, file, program, tr_solver)
         bar = Progress(keywords) if progress else None
         with solve.ending(file, bar):
-            return solve.run(partial(drive, arguments), bar)
+            return solve.run(partial(drive, keywords, loss, f_scale, tr_solver, program, callback, file), bar)

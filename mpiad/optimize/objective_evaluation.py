@@ -28,13 +28,7 @@ T = TypeVar("T")
 
 
 class Evaluation:
-    """Evaluation of the objective and its derivatives; every rank calls the same method with the root's variables.
-
-    - `used`: the user's communicator.
-    - `comm`: the solve's communicator, over which gradients are summed; None if each rank has its own variables. In that
-      case the gradients that the user's functions return are those of the whole objective, and get no weights.
-    - `agreement`: raises an exception of one rank on all ranks.
-    """
+    """Values and derivatives of the objective; `comm` sums gradients over the ranks, None if each has its own variables."""
 
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm | None = None
@@ -42,7 +36,8 @@ class Evaluation:
         self._program, self._packing, self.agreement = program, packing, agreement
         self._used, self._comm = used, comm
         self._weight = weight_of(program.objective, used, program.root)
-        self._gradient_weight = 1.0 if comm is None else self._weight  # weight of the result of `jac`
+        # The weight of the result of `jac`. Without `comm`, this is the gradient of the whole objective.
+        self._gradient_weight = 1.0 if comm is None else self._weight
         self._zeros = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: tuple[Traced, Variables] | None = None  # the last forward pass, until its reverse pass
         self._hessian: tuple[bytes, Callable] | None = None

@@ -22,7 +22,7 @@ from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing, RemoteArray, as_variables
-from mpiad.optimize.root_protocol import FINISH, Instructions, RootFailure, serve
+from mpiad.optimize.root_protocol import FINISH, Instructions, root_failure
 from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_leaves
 from mpiad.transport import Channel, renew
 from mpiad.transport.core.agreement import agreed, raising_together
@@ -193,12 +193,18 @@ class RootDriven(Solve):
         self.evaluation: Any = factory(program, self.packing, self.agreement, used, self._comm)
         self.instructions = Instructions(self._comm, program.root, self.packing.size)
 
+    def request(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
+        """Execute an instruction on all ranks, and return its result; the root calls this."""
+        self.agreement.raise_if_failed()  # after a failure the other ranks no longer wait for instructions
+        self.instructions.send(kind, x, direction)
+        return self.evaluation.carry_out(kind, x, direction)
+
     def run(
         self, drive: Callable[[RootDriven], dict[str, Any]], progress: Progress | None
     ) -> scipy.optimize.OptimizeResult:
         """Run the method on the root and execute its instructions on other ranks; return the result on all ranks."""
         self.progress = progress
-        outcome = self._drive(drive) if self._is_root else serve(self.instructions, self.evaluation.carry_out)
+        outcome = self._drive(drive) if self._is_root else self.instructions.serve(self.evaluation.carry_out)
         # Variables and gradient get the structure of x0.
         result = scipy.optimize.OptimizeResult(outcome, x=self.packing.unpack(outcome["x"]))
         for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac
@@ -217,7 +223,7 @@ class RootDriven(Solve):
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
-            cause, outcome = error, RootFailure(error, self._call)
+            cause, outcome = error, root_failure(error, self._call, self.instructions.root)
         # The other ranks wait for this instruction even if the root has failed; they then raise the root's exception, too.
         self.instructions.send(FINISH)
         return self.instructions.share_outcome(outcome, cause)

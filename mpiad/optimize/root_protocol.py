@@ -34,56 +34,41 @@ class Instructions:
         if self.comm.size == 1:
             return
         self._kind[0] = kind
-        self.comm.Ibcast(self._kind, self.root).Wait()  # nonblocking, to match the call in `await_next`
+        self.comm.Ibcast(self._kind, self.root).Wait()  # nonblocking, to match the call in `serve`
         for array in (vector, direction if kind in _WITH_DIRECTION else None):
             if array is not None:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
-    def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return kind, variables and direction of the root's next instruction; the next call overwrites the arrays."""
-        wait_gently(self.comm.Ibcast(self._kind, self.root))
-        kind, vector = int(self._kind[0]), self._vector
-        direction = self._direction if kind in _WITH_DIRECTION else None
-        if kind != FINISH:
+    def serve(self, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> Any:
+        """Execute the root's instructions, ``carry_out(kind, variables, direction)``, until the end; return the outcome."""
+        while True:
+            wait_gently(self.comm.Ibcast(self._kind, self.root))
+            kind = int(self._kind[0])
+            if kind == FINISH:
+                return self.share_outcome()
+            direction = self._direction if kind in _WITH_DIRECTION else None
             # The root sends these messages immediately, so the calls may block.
-            for array in (vector, direction):
+            for array in (self._vector, direction):
                 if array is not None:
                     self.comm.Bcast(array, self.root)
-        return kind, vector, direction
+            carry_out(kind, self._vector, direction)
 
     def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
-        """Return the root's outcome on all ranks; for a `RootFailure` raise its exception, on the root from `cause`."""
+        """Return the root's outcome on all ranks; raise it if it is an exception, on the root from `cause`."""
         outcome = self.comm.bcast(outcome, self.root)
-        if isinstance(outcome, RootFailure):
-            raise outcome.error(self.root) from cause
+        if isinstance(outcome, Exception):
+            raise outcome from cause
         return outcome
 
 
-class RootFailure:
-    """An exception on the root outside of evaluations: in the method, its options, or the callback."""
-
-    def __init__(self, error: BaseException, call: str = "minimize"):
-        self._call = call
-        # Described by text, since not every exception can be pickled.
-        self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
-        self._failure = Failure.of(error)
-
-    def error(self, root: Rank) -> TypeError | ValueError | WorkerError:
-        """Return the exception for all ranks: a TypeError or ValueError if the root raised one, else a WorkerError."""
-        failure = self._failure
-        if self._kind is not None:
-            return self._kind(f"{failure.text} (raised on the root, rank {root})")
-        text = f"{self._call}: the root, rank {root}, raised {failure.summary}"
-        return WorkerError(text, root, failure.trace, exit_code=failure.exit_code)
-
-
-def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> Any:
-    """Execute the root's instructions with ``carry_out(kind, variables, direction)`` until the end; return the outcome."""
-    while True:
-        kind, vector, direction = instructions.await_next()
-        if kind == FINISH:
-            return instructions.share_outcome()
-        carry_out(kind, vector, direction)
+def root_failure(error: BaseException, call: str, root: Rank) -> TypeError | ValueError | WorkerError:
+    """Return an exception for all ranks that can be pickled, given one that the root raised outside of evaluations."""
+    for kind in (TypeError, ValueError):
+        if isinstance(error, kind):
+            return kind(f"{error} (raised on the root, rank {root})")
+    failure = Failure.of(error)
+    text = f"{call}: the root, rank {root}, raised {failure.summary}"
+    return WorkerError(text, root, failure.trace, exit_code=failure.exit_code)
 
 
 def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None:
@@ -101,6 +86,10 @@ class Totals:
     def __init__(self, comm: Comm, root: Rank):
         self._comm, self._root = comm, root
         self.is_root = comm.rank == root
+
+    def sums(self, parts: np.ndarray) -> np.ndarray:
+        """Return the sums of `parts` over all ranks, shape (n,)."""
+        return self.decide_on_root(parts, len(parts), lambda sums: sums)
 
     def decide_on_root(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return, on all ranks, the root's ``decide(sums)``, shape (size,), for the sums of `parts` over all ranks."""

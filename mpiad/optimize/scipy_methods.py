@@ -35,7 +35,7 @@ class MethodArguments(NamedTuple):
 
 def drive(method: Method, arguments: MethodArguments, program: Program, solve: RootDriven) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected if necessary."""
-    points = Points(solve.evaluation, solve.instructions, method.gradient_with_value)
+    points = Points(solve.evaluation, solve.request, method.gradient_with_value)
     if arguments.bounds is not None and not method.bounded:
         supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
@@ -84,7 +84,9 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
         )
         value = points.at(np.ascontiguousarray(result.x, dtype=float)).value
         result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
-        result = iterates.with_total_counts(corrected(result, points, constrained=bool(constraints)))
+        result = corrected(result, points, constrained=bool(constraints))
+        if iterates.resumed:  # SciPy counts from the restart
+            result.update(nit=iterates.count, nfev=points.value_count, njev=points.gradient_count)
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
         result = partial_result(STOPPED, points, iterates.count)
     except EndMethod as end:
@@ -166,7 +168,7 @@ def partial_result(ending: Ending, points: Points, iterations: int, at_best: boo
     """Return the result of a method that ended early."""
     point: Point = (points.best or points.iterate) if at_best else points.last_or_best  # type: ignore[assignment]
     result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_copy_or_nan(point.gradient, point.x))
-    result.update(nit=iterations, nfev=points.counts.of_objective, njev=points.counts.of_gradient)
+    result.update(nit=iterations, nfev=points.value_count, njev=points.gradient_count)
     result.update(success=False, status=ending.status, message=ending.message)
     if points.counts["product"]:
         result.nhev = points.counts["product"]
@@ -180,7 +182,7 @@ def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
     """Correct a result in place if values aren't finite or an earlier point is better, which may violate constraints."""
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
-        result.nfev = min(result.nfev, points.counts.of_objective)
+        result.nfev = min(result.nfev, points.value_count)
     best, value = points.best, float(result.fun)
     # In results of "trust-constr", `grad` is the gradient, and `jac` contains the Jacobians of the constraints.
     gradient = np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))

@@ -3,8 +3,7 @@
 from mpiad.parallel.adam import SGD, Adam, AdamW
 from mpiad.parallel.data import DistributedDataContainer, local_rank, total_workers
 from mpiad.parallel.distributed_optimizer import DistributedOptimizer, value_and_grad
-from mpiad.parallel.in_place import allreduce_, bcast_, iallreduce_, reduce_
-from mpiad.parallel.synchronize import synchronize
+from mpiad.parallel.synchronize import allreduce_, bcast_, iallreduce_, reduce_, synchronize
 from mpiad.parallel.training_checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = ["SGD", "Adam", "AdamW", "DistributedDataContainer", "DistributedOptimizer", "value_and_grad"]

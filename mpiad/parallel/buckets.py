@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from types import TracebackType
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace, TracebackType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,10 +53,9 @@ class Plan:
             shapes = [None if len(specs[index].shape) == 1 else specs[index].shape for index in indices]
             self.buckets.append(Bucket(indices, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
         # All ranks must get the same digest, so it contains no device numbers, and isn't computed by Python's `hash`. It is
-        # below 2¹⁸, so that sums of its squares over 10⁵ ranks, which `samples.totals` compares, are exact in doubles.
+        # below 2¹⁸, so that sums of its squares over 10⁵ ranks, which `totals` compares, are exact in doubles.
         descriptions = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((descriptions, limit)).encode()) % 2**18
-        self.several = len(self.buckets) > 1
         self.bucket_of = {index: k for k, bucket in enumerate(self.buckets) for index in bucket.indices}
 
 
@@ -69,16 +68,21 @@ class Sums:
     """Sums over the ranks of arrays as they become ready; an exception inside the context makes the channel unusable."""
 
     def __init__(self, channel: Channel, plan: Plan):
-        self._channel, self._sum_channel, self._plan = channel, cast(Channel, _SumChannel(channel)), plan
+        self._channel, self._plan = channel, plan
+        # Sums use the separate communicator, but their requests are registered with `channel`, which completes them when it
+        # ends.
+        separate: Any = SimpleNamespace(data=channel.separate(), begin=channel.begin, release=channel.release)
+        self._sum_channel: Channel = separate
         self._arrays: list[Any] = [None] * len(plan.specs)
         self._missing = [len(bucket.indices) for bucket in plan.buckets]
         self._messages: list[Any] = []
         self._started: list[Summation] = []
         self._begun = False
 
-    def begin(self) -> None:
-        """Record that, after this call, any rank may start a sum."""
-        self._begun = self._plan.several
+    def begin(self) -> bool:
+        """Return whether there are several buckets; if so, any rank may start a sum after this call."""
+        self._begun = len(self._plan.buckets) > 1
+        return self._begun
 
     def add(self, index: int, array: Array) -> None:
         """Add one array, and start the sums of the next buckets whose arrays are all ready; `wait` starts the last sum."""
@@ -133,10 +137,3 @@ class Sums:
         # After `begin` another rank may have started a sum, even if this rank hasn't.
         if kind is not None and (self._started or self._begun):
             self._channel.mark(f"{kind.__name__} ended a gradient whose sums over the ranks were active.")
-
-
-class _SumChannel:
-    def __init__(self, channel: Channel):
-        # Operations use the separate communicator, but their requests are registered with `channel`, which completes them
-        # when it ends.
-        self.data, self.begin, self.release = channel.separate(), channel.begin, channel.release

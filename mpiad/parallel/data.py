@@ -1,20 +1,37 @@
-"""`DistributedDataContainer`: samples divided among the ranks, so that each sample is used once per epoch."""
+"""`DistributedDataContainer`: samples divided among the ranks, so that each sample is used once per epoch; their number."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
-from mpiad.parallel.samples import Items, last_container
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.primitives.checks import positive_count
-from mpiad.pytrees import flatten
+from mpiad.pytrees import flatten, is_variable, named_leaves
+from mpiad.transport import Channel
 from mpiad.transport.core.buffers import even_range
+from mpiad.transport.core.channels import on_any_rank
+from mpiad.transport.core.replication import require_replicated
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
+from mpiad.transport.watch import watch_settings
+
+
+class Items(list):
+    """A batch in the form of a list of objects, one per sample."""
+
+
+class _LastContainer(threading.local):
+    size = 0
+    order: Tree = None
+
+
+last_container = _LastContainer()
+"""The last data container that this thread used: its number of ranks, and the values that determine its order."""
 
 
 def local_rank() -> Rank:
@@ -178,3 +195,29 @@ def _length(data: Tree, arrays: Sequence[Any] | None) -> int:
     if len(set(lengths)) > 1:
         raise ValueError(f"DistributedDataContainer: the arrays must have equal lengths, but have {lengths}.")
     return lengths[0]
+
+
+def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
+    """Return the number of this rank's samples."""
+    if samples is not None:
+        return int(samples(params, *batch))
+    for part in batch:
+        if isinstance(part, Items):
+            return len(part)
+    for leaf in flatten(list(batch))[0]:
+        if np.ndim(leaf):
+            return np.shape(leaf)[0]
+    return 1
+
+
+def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) -> None:
+    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between ranks, except in untrained leaves."""
+    if not watch_settings.debug():
+        return
+    # The orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
+    if not on_any_rank(used.data, last_container.size != used.size):
+        compared = {**compared, "data": last_container.order}
+    named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
+    leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
+    advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
+    require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
@@ -14,17 +14,19 @@ from mpiad._typing import Array, Comm, Function, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.gradient import seeds_of_term
-from mpiad.differentiation.objective import PendingError, problem_with
+from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.parallel.adam import SGD, Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
+from mpiad.parallel.data import count_samples, require_equal_replicas
 from mpiad.parallel.parameters import described, matching_leaves, require_state, variables_of
-from mpiad.parallel.samples import Totals, count_samples, require_equal_replicas, totals
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.pytrees import fetched
-from mpiad.transport import Channel, Spec, channel
+from mpiad.pytrees import fetched, is_variable, named_leaves
+from mpiad.transport import SUM, Channel, Spec, channel
+from mpiad.transport.core.agreement import agreed
+from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.resources import vdot
@@ -102,8 +104,7 @@ def value_and_grad(
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
         sum_up = partial(totals, used, plan, params, "parallel.value_and_grad", count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
-            begin = sums.begin if plan.several else None
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, begin)
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
@@ -112,16 +113,9 @@ def value_and_grad(
 
 
 def gradient_of_sum(
-    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, begin: Function | None
+    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, sums: Sums | None
 ) -> Totals:
-    """Compute the gradient of the sum of this rank's losses, and return the totals of all ranks.
-
-    - ``loss(params)``: the mean over this rank's samples.
-    - ``sum_up(loss=, problem=)``: calls the collective `totals` with these arguments.
-    - ``ready(k, gradient)``: called with the gradient with respect to the k-th variable, after the reverse pass, or during
-      it if `begin` is given.
-    - ``begin()``: called before the reverse pass.
-    """
+    """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses."""
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
@@ -147,8 +141,7 @@ def gradient_of_sum(
     found = sum_up(problem=problem) if problem else sum_up(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
-    if begin is not None:
-        begin()
+    if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
         run_backward(traced.recording, seeds, len(places), ready=deliver)
     else:
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
@@ -362,8 +355,7 @@ class DistributedOptimizer:
                 if last:
                     sums.add(k, g)
 
-            begin = sums.begin if last and self._plan.several else None
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, begin)
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, sums if last else None)
             mean = total.loss / total.batch
             if not last:
                 return self._accumulate(state, parts, count), params, mean
@@ -435,3 +427,51 @@ def _norms(arrays: list[Array]) -> list[float]:
         # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
         return (largest * np.sqrt(on_host([np.sum(array * array) for array in scaled]))).tolist()
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks: samples in this batch, samples in all accumulated batches, and losses."""
+
+    batch: int
+    all: int
+    loss: float
+
+
+def totals(
+    used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: float = 0.0,
+    problem: PendingError | None = None,
+) -> Totals:  # fmt: skip
+    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match."""
+    # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
+    local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, loss]
+    found = allreduce(used, np.array(local, float), SUM, call)
+    total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
+    # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
+    # for exact floats.
+    if used.size * int(squares) != int(digests) ** 2:
+        raise agreed(used, _difference(used, plan, params, call))
+    if total < 1:
+        raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
+    if problems:
+        raise_everywhere(used, problem)
+    return Totals(int(total), int(accumulated), sum_of_losses)
+
+
+def _difference(used: Channel, plan: Plan, params: Tree, call: str) -> ValueError:
+    paths = (path for path, leaf in named_leaves(params, "params") if is_variable(leaf))
+    local = [f"{path} has {described(spec)}" for path, spec in zip(paths, plan.specs)]
+    every = used.data.allgather((local, plan.limit))
+    for rank, (others, limit) in enumerate(every):
+        first, first_limit = every[0]
+        for one, other in zip(first, others):
+            if one != other:
+                return ValueError(
+                    f"{call}: the parameters must have the same form, shapes and dtypes on all ranks, but {one} on rank 0, "
+                    f"and {other} on rank {rank}."
+                )
+        if (len(others), limit) != (len(first), first_limit):
+            return ValueError(
+                f"{call}: all ranks must train the same number of arrays with the same bucket_bytes, but rank 0 has "
+                f"{len(first)} and {first_limit}, and rank {rank} has {len(others)} and {limit}."
+            )
+    return ValueError(f"{call}: the parameters differ between ranks.")

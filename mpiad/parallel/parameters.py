@@ -48,11 +48,7 @@ def described(spec: Spec) -> str:
 def matching_leaves(
     tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
 ) -> list[Any]:
-    """Return the leaves of a tree; raise if its structure, shapes or dtypes differ from those of the parameters.
-
-    `expected`: the leaves of the parameters. `real`: whether the tree must match the real parts of the parameters. `name`,
-    `of`: the names of the tree and of the parameters in messages.
-    """
+    """Return the leaves of a tree; raise unless they match the parameters (leaves: `expected`), or their real parts."""
     found = flatten(tree)[0]
     if same_form(tree, params) and all(map(_matches, found, map(_real, expected) if real else expected)):
         return found

@@ -1,17 +1,19 @@
-"""`synchronize`: broadcast the root's parameters to all ranks."""
+"""`synchronize`, and collectives that overwrite their arguments, without an adjoint, for state such as running means."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from mpiad._typing import Comm, Rank, Tree
+from mpiad._typing import Comm, Op, Rank, Tree
 from mpiad.parallel.parameters import described, variables_of
-from mpiad.primitives import mpi_bcast
+from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import join, named_leaves, places_by_kind, split
-from mpiad.transport import channel
+from mpiad.transport import SUM, channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -92,3 +94,131 @@ def _require_equal(own: list[tuple[str, str]], root_leaves: list[tuple[str, str]
             f"parallel.synchronize: the pytree has {len(own)} leaves on rank {rank}, but {len(root_leaves)} on the root, "
             f"rank {root}."
         )
+
+
+def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
+    """Reduce the arrays of all ranks, and write the result into them on every rank.
+
+    Parameters
+    ----------
+    x : array, or pytree of arrays
+        Untraced arrays, with the same shapes and dtypes on all ranks; on the host or on devices.
+    op : mpi4py operation
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    `x` itself
+
+    Raises
+    ------
+    TypeError
+        On all ranks, if a leaf isn't a writable array, or the operation isn't supported for its dtype.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Examples
+    --------
+    >>> x = np.ones(2)
+    >>> print(mpiad.parallel.allreduce_(x) is x, x / size)
+    True [1. 1.]
+    """
+    arrays = _writable(x, "parallel.allreduce_", comm)
+    with restoring_state(), suspended():
+        # All results are computed before any of them is written, since an array may occur twice in the pytree.
+        for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
+            array[...] = total
+    return x
+
+
+def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
+    """Reduce the arrays of all ranks, and write the result into the root's arrays; otherwise as `allreduce_`.
+
+    Examples
+    --------
+    >>> x = np.ones(2)
+    >>> _ = mpiad.parallel.reduce_(x)
+    >>> print(x[0] == (size if rank == 0 else 1))
+    True
+    """
+    arrays = _writable(x, "parallel.reduce_", comm)
+    with restoring_state(), suspended():
+        totals = [mpi_reduce(array, op, root, comm=comm) for array in arrays]
+    if channel(comm, "parallel.reduce_").rank == root:
+        for array, total in zip(arrays, totals):
+            array[...] = total
+    return x
+
+
+def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
+    """Write the values of the root's arrays into the arrays of every rank; otherwise as `allreduce_`.
+
+    Examples
+    --------
+    >>> x = np.arange(3.0) + rank
+    >>> print(mpiad.parallel.bcast_(x))
+    [0. 1. 2.]
+    """
+    for array in _writable(x, "parallel.bcast_", comm):
+        with restoring_state(), suspended():
+            array[...] = mpi_bcast(array, root, comm=comm)
+    return x
+
+
+class Pending:
+    """Sums in progress, started by `iallreduce_`."""
+
+    def __init__(self, x: Tree, arrays: list[np.ndarray], requests: list[Any]):
+        self._x, self._arrays, self._requests = x, arrays, requests
+
+    def wait(self) -> Tree:
+        """Wait for the sums, write them into the arrays, and return the pytree; a second call only returns the pytree."""
+        for array, request in zip(self._arrays, self._requests):
+            with restoring_state(), suspended():
+                array[...] = mpi_wait(request)
+        # A second call must not overwrite later values.
+        self._arrays, self._requests = [], []
+        return self._x
+
+
+def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
+    """Start a sum of the arrays of all ranks; the method `wait` of the result writes the sums into the arrays.
+
+    Parameters
+    ----------
+    x : array, or pytree of arrays
+        As for `allreduce_`. The values at the time of this call are summed; the arrays are overwritten by `wait`.
+    comm : mpi4py intracommunicator, optional
+
+    Raises
+    ------
+    TypeError
+        As `allreduce_`.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, and each rank may call `wait` at any time; other communication is allowed in between.
+
+    Examples
+    --------
+    >>> x = np.ones(2)
+    >>> pending = mpiad.parallel.iallreduce_(x)
+    >>> _ = pending.wait()
+    >>> print(x / size)
+    [1. 1.]
+    """
+    arrays = _writable(x, "parallel.iallreduce_", comm)
+    with restoring_state(), suspended():
+        return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
+
+
+def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
+    leaves = named_leaves(x, "x")
+    with raising_together(channel(comm, call)):
+        for name, leaf in leaves:
+            if not is_device_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
+                kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
+                raise TypeError(f"{call}: {name} must be a writable array, but got {kind}.")
+    return [leaf for _, leaf in leaves]

@@ -10,7 +10,6 @@ from mpiad.primitives.gather import mpi_gather
 from mpiad.primitives.iallreduce import mpi_iallreduce
 from mpiad.primitives.irecv import mpi_irecv
 from mpiad.primitives.isend import mpi_isend
-from mpiad.primitives.print import mpi_print
 from mpiad.primitives.recv import mpi_recv
 from mpiad.primitives.reduce import mpi_reduce
 from mpiad.primitives.reduce_scatter import mpi_reduce_scatter
@@ -24,6 +23,7 @@ from mpiad.primitives.session import (
     mpi_init,
     mpi_initialized,
     mpi_local_rank,
+    mpi_print,
     mpi_rank,
     mpi_size,
     reset,

@@ -10,8 +10,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.noting import note_rules
-from mpiad.primitives.operation import Recorded, apply, suspended
+from mpiad.primitives.operation import Recorded, apply, note_rules, recorded_call, suspended
 from mpiad.transport import Spec
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications
@@ -104,14 +103,14 @@ class Communicating(Recorded):
         self._as_one_node(buffer, self.in_place.run, buffer, *rest)  # type: ignore[union-attr]
 
     def _as_one_node(self, x: Array, fun: Function, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            with suspended(operator=True):
+                return fun(*args, **kwargs)
+
+        if calls.is_noting():
+            return recorded_call(calls.begin, (self.__name__, x, None), run)
         with restoring_state():
-            call = calls.begin(self.__name__, x, None) if calls.is_noting() else None
-            try:
-                with suspended(operator=True):
-                    return fun(*args, **kwargs)
-            finally:
-                if call is not None:
-                    calls.end(call)
+            return run()
 
     def vjp(self, ans: Array, args: tuple, params: dict[str, Any], argnums: Sequence[int], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""

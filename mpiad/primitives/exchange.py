@@ -5,8 +5,8 @@ from __future__ import annotations
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank
-from mpiad.primitives.addresses import addresses
 from mpiad.primitives.catalogue import EXCHANGE, Exchange
+from mpiad.primitives.checks import addresses
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport.core.buffers import outgoing, private_copy, spec_of

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mpiad._typing import Array, Comm, Function, LocalArray
-from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.catalogue import ALLREDUCE, IALLREDUCE, Reduction
-from mpiad.primitives.checks import reduction_of
+from mpiad.primitives.checks import point_to_point, reduction_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started

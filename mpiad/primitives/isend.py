@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank
-from mpiad.primitives.addresses import address_to
 from mpiad.primitives.catalogue import ISEND, WAIT
+from mpiad.primitives.checks import address_to
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started

@@ -9,21 +9,27 @@ are plain. Adjoints and tangents consist of the same operations, so derivatives 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
-from autograd.tracer import Box, new_box
+from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
-from mpiad.primitives.noting import note_forward, note_rules
+from mpiad.transport import Channel, Envelope
+from mpiad.transport.core import calls
 from mpiad.transport.core.agreement import mark_left
+from mpiad.transport.core.calls import Arguments, Call, Site
 from mpiad.transport.core.channels import Used, communications
-from mpiad.transport.core.tracing import tracing
+from mpiad.transport.core.collectives import name_of
+from mpiad.transport.core.tracing import restoring_state, tracing
+from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import interruptible
 
 _box_types = Box.types
@@ -95,6 +101,84 @@ class suspended:
             outer.update([(channel, False) for channel, _ in used])  # the body has completed its messages
 
 
+# Recording of calls, with the user's lines, for debugging tools (see `transport.core.calls`). Functions are replaced while
+# recording is on, so there is no overhead while it is off.
+
+
+def recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: Any) -> Any:
+    """Return ``fun(*args)``, and record the call, which ``begin(*arguments)`` describes."""
+    with restoring_state():
+        call = begin(*arguments)
+        try:
+            return fun(*args)
+        finally:
+            calls.end(call)
+
+
+def note_rules(kind: Any) -> None:
+    """Make adjoints and tangents of a class of operations record their calls, with the forward call's line, on request."""
+    vjp, jvp = bare = kind.vjp, kind.jvp
+
+    def noted_vjp(self: Any, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
+        rule = vjp(self, ans, args, params, argnums, level)
+        # The forward call is on the stack now, but not when the adjoint runs.
+        called, site = _forward_call(self.__name__)
+        return lambda g: recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
+
+    def noted_jvp(self: Any, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Array:
+        called, site = _forward_call(self.__name__)
+        arguments = "tangent", called, site, args[0] if args else None, params
+        return recorded_call(calls.begin_rule, arguments, jvp, self, tangents, ans, args, params, level)
+
+    def switch(on: bool) -> None:
+        kind.vjp, kind.jvp = (noted_vjp, noted_jvp) if on else bare
+
+    calls.register(switch)
+
+
+def _forward_call(name: str) -> tuple[str, Site]:
+    """Return name and line of the forward call that is in progress."""
+    outer = calls.current()
+    if outer is not None and outer.forward_site is not None:
+        return outer.forward_name or name, outer.forward_site  # an adjoint of an adjoint has the line of the forward call
+    # `site_of` skips the library's own frames.
+    site = calls.site_of(sys._getframe(2))
+    return site.named(name), site
+
+
+def _arguments_of(x: Array, params: object) -> Arguments:
+    candidates = [params, *[getattr(params, name, None) for name in _ADDRESSES]]
+    envelopes = tuple([each for each in candidates if isinstance(each, Envelope)])
+    address = envelopes[0] if envelopes else None
+    channel = getattr(params, "channel", None) or getattr(address, "channel", None)
+    if channel is None and isinstance(params, Channel):
+        channel = params  # the parameters of a barrier
+    label, members = getattr(channel, "label", None), getattr(channel, "members", ())
+    peer, tag = getattr(address, "peer", None), getattr(address, "tag", None)
+    root, op = getattr(params, "root", None), getattr(params, "op", None)
+    reduction = None if op is None else name_of(op) or "user-defined"
+    return Arguments(label, root, peer, tag, *_extent(x, params), reduction, members, envelopes)
+
+
+_ADDRESSES = ("dest", "source", "envelope")
+
+
+def _extent(x: Array, params: object) -> tuple[Any, Any, int]:
+    value = getval(x)
+    if isinstance(value, (np.ndarray, np.generic)) or is_device_array(value):
+        return value.shape, value.dtype, value.nbytes
+    if isinstance(value, (bool, int, float, complex)):
+        dtype = np.result_type(value)
+        return (), dtype, dtype.itemsize
+    spec = getattr(params, "spec", None)
+    if spec is None or spec.dtype is None:
+        return None, None, 0
+    return spec.shape, spec.dtype, spec.dtype.itemsize * int(np.prod(spec.shape))
+
+
+Call.read = staticmethod(_arguments_of)
+
+
 class Recorded:
     """A communication that is one node of a trace: an operation of the catalogue, or a user's operator.
 
@@ -104,24 +188,15 @@ class Recorded:
     """
 
     batched_adjoint = point_to_point = False
+    run: Callable[..., Any]  # (args, params) -> the result for plain arrays; records the call in a compiled program
+    vjp: Callable[..., Any]  # (ans, args, params, argnums, level) -> (cotangent) -> cotangents of the arguments
+    jvp: Callable[..., Any]  # (tangents, ans, args, params, level) -> the tangent of the result
 
     def __init__(self, name: str):
         self.__name__ = name
         # Plain autograd looks up derivatives in these tables.
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
-
-    def run(self, args: tuple, params: Any) -> Any:
-        """Return the result for plain arrays, or record the call in a compiled program."""
-        raise NotImplementedError
-
-    def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
-        """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
-        raise NotImplementedError
-
-    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
-        """Return the tangent of the result."""
-        raise NotImplementedError
 
     def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
@@ -161,7 +236,16 @@ class Operation(Recorded):
         """
         self.adjoint = adjoint
         self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
-        note_forward(self, interruptible(self.__name__, forward))
+        forward = interruptible(self.__name__, forward)
+
+        def noted(x: Array, params: object) -> Array:
+            return recorded_call(calls.begin, (self.__name__, x, params), forward, x, params)
+
+        def switch(on: bool) -> None:
+            self.forward = noted if on else forward
+
+        switch(False)
+        calls.register(switch)
 
     def run(self, args: tuple, params: Any) -> Any:
         """Return the result for a plain array, or record the call in a compiled program."""
@@ -191,7 +275,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     """Apply an operation, and record it on the current tape and the enclosing tapes."""
     next(communications)
     tape = tracing.tape
-    # The channels of point-to-point calls are recorded in `addresses`.
+    # The channels of point-to-point calls are recorded in `point_to_point`.
     used = tracing.channels if tape is None else tape.channels
     if used is not None and not operation.point_to_point:
         used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]

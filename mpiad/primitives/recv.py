@@ -5,8 +5,8 @@ from __future__ import annotations
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, Rank
-from mpiad.primitives.addresses import address_from
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
+from mpiad.primitives.checks import address_from
 from mpiad.primitives.operation import communicate
 from mpiad.transport import spec_of
 from mpiad.transport.core.messages import receive

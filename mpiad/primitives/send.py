@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpiad._typing import Array, Comm, Function, Rank
-from mpiad.primitives.addresses import address_to
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
+from mpiad.primitives.checks import address_to
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Envelope

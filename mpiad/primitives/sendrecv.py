@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.primitives.addresses import point_to_point
-from mpiad.primitives.checks import partner_of
+from mpiad.primitives.checks import partner_of, point_to_point
 from mpiad.primitives.recv import mpi_recv
 from mpiad.primitives.send import mpi_send
 from mpiad.transport import Channel, channel

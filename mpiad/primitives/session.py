@@ -1,12 +1,16 @@
-"""Initialization and end of MPI, `reset` of communicators, rank and size; `stop_gradient`."""
+"""Initialization and end of MPI, `reset` of communicators, rank and size; `mpi_print`, `stop_gradient`."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any, TextIO
+
 from autograd import tracer
+from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Rank
 from mpiad.pytrees import map_leaves
-from mpiad.transport import member, prepare, renew, world
+from mpiad.transport import channel, member, prepare, renew, world
 
 
 def mpi_init(comm: Comm = None) -> None:
@@ -164,3 +168,29 @@ def stop_gradient(x: Array) -> Array:
     """
     getval = tracer.getval  # looked up in each call: traces of compiled ensembles replace it
     return map_leaves(getval, x) if isinstance(x, (dict, list, tuple)) else getval(x)
+
+
+def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, comm: Comm = None) -> None:
+    """Print one line for each rank, in the order of ranks.
+
+    Parameters
+    ----------
+    *values : object
+        Arguments of `print`; traced values are printed as plain values.
+    sep, end : str
+    file : file, optional
+        Stream of rank 0, which writes all lines; standard output by default.
+    comm : mpi4py intracommunicator, optional
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+    """
+    used = channel(comm, "mpi_print")
+    # One rank prints all lines, because MPI may mix the outputs of several ranks.
+    line = sep.join([str(getval(value)) for value in values]) + end
+    lines = used.data.gather(line, 0)
+    if lines is not None:
+        out = sys.stdout if file is None else file
+        out.write("".join(lines))
+        out.flush()

@@ -20,8 +20,7 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
-from mpiad.primitives.noting import recorded_call
-from mpiad.primitives.operation import Operation
+from mpiad.primitives.operation import Operation, recorded_call
 from mpiad.programs.array_program import Node, Slot, described, operation_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText

@@ -29,8 +29,7 @@ from mpiad.differentiation.backward import Lane, sweep
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.primitives.cotangents import conformed, spec_like
-from mpiad.primitives.noting import recorded_call
-from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, suspended
+from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_call, suspended
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, ShapeRecorder, like
 from mpiad.programs.signature import Arguments

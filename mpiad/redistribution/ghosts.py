@@ -23,7 +23,7 @@ from mpiad.differentiation.concatenation import concatenate
 from mpiad.differentiation.segment_sum import Segments, take_segments
 from mpiad.extend import custom_operator, defadjoint
 from mpiad.primitives import mpi_allreduce, mpi_alltoall, mpi_irecv, mpi_isend
-from mpiad.primitives.addresses import point_to_point
+from mpiad.primitives.checks import point_to_point
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.primitives.request import CombinedRequest

@@ -159,12 +159,6 @@ class WorkerGroup:
                     raise
         return user_channel.derive(survivors=bool(user_channel.lost))
 
-    def rank_of_root(self, root: Rank) -> Rank:
-        """Return the root's rank in `comm`; raise a RemoteError if the root's process has died."""
-        if root not in self.user_ranks:
-            raise RemoteError(f"mpi_map: the process of the root, rank {root}, has died.", root)
-        return self.user_ranks.index(root)
-
     def newly_lost(self) -> list[Rank]:
         """Return the ranks in `comm` that have died since the last call, and log them."""
         if not self._survives:
@@ -486,9 +480,10 @@ def _run(
 ) -> Outcome:
     # Exceptions of `fun` and of `items` are part of the outcome: all ranks must call `close` before they raise.
     root, everywhere, keep_failures, batch = settings
-    root_in_group = group.rank_of_root(root)
+    if root not in group.user_ranks:
+        raise RemoteError(f"mpi_map: the process of the root, rank {root}, has died.", root)
     if user_channel.rank != root:
-        return work(group.mailbox, root_in_group, fun, keep_failures, user_channel.rank)
+        return work(group.mailbox, group.user_ranks.index(root), fun, keep_failures, user_channel.rank)
     bar = progress_bar("items", _count(items)) if progress else None
     scheduler = Scheduler(group, items, fun, batch, keep_failures, bar)
     scheduler.run()

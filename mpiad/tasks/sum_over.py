@@ -91,10 +91,8 @@ class RankGroups:
         return f"RankGroups({self.count}): rank {self.comm.rank} of {self.comm.size} in group {self.index}"
 
 
-def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
-    """Return the given groups; groups for a number are constructed at the first call and cached."""
-    if isinstance(given, RankGroups):
-        return given
+def _cached(given: int, comm: Comm) -> RankGroups:
+    """Return groups of this number, constructed at the first call."""
     cached = _cached_groups.setdefault(channel(comm, _GROUPS_CALL), {})
     if not isinstance(given, int) or given not in cached:
         cached[given] = RankGroups(given, comm)
@@ -192,7 +190,7 @@ def sum_over(
     >>> print(mpiad.value_and_grad(loss, shared=True)(1.0))
     (np.float64(5.0), np.float64(-6.0))
     """
-    division = groups_of(groups, comm)
+    division = groups if isinstance(groups, RankGroups) else _cached(groups, comm)
     whole, group = channel(division.whole, _CALL), channel(division.comm, _CALL)
     given = _agreed_items(whole, items, fun, division, (schedule, objective))
     weight = weight_of(objective, group, 0)

@@ -45,7 +45,7 @@ from mpiad.transport.exits.signals import install_signal_handlers
 from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
 from mpiad.transport.resources import limit_threads, prepare_memory
 from mpiad.transport.watch import switch, watch_settings
-from mpiad.transport.watch.descriptions import rank_ranges
+from mpiad.transport.watch.call_agreement import rank_ranges
 from mpiad.transport.watch.message_headers import left_over
 from mpiad.transport.watch.timed_waits import set_reporter
 

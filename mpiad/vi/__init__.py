@@ -1,8 +1,7 @@
 """Variational inference: the root draws parameters and updates the posterior; all ranks evaluate the model."""
 
-from mpiad.vi.flows.coupling import AffineCoupling
-from mpiad.vi.flows.flow import Flow, LULinear, Planar
-from mpiad.vi.flows.spline import SplineAutoregressive, SplineCoupling
+from mpiad.vi.coupling import AffineCoupling, SplineAutoregressive, SplineCoupling
+from mpiad.vi.flow import Flow, LULinear, Planar
 from mpiad.vi.inference import VI
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian
 from mpiad.vi.prior import Prior

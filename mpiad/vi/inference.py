@@ -20,12 +20,20 @@ from mpiad.primitives.checks import positive_count, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import fetched, flatten, is_variable, map_leaves, refuse_objects
+from mpiad.tasks import mpi_map
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
-from mpiad.vi.elbo_gradient import Objective, has_closed_form, parameter_on_device, to_device_of
-from mpiad.vi.model_evaluation import Evaluations, Model, evaluations_of
+from mpiad.vi.elbo import (
+    Evaluations,
+    Model,
+    Objective,
+    evaluations_of,
+    has_closed_form,
+    parameter_on_device,
+    to_device_of,
+)
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
@@ -43,13 +51,7 @@ class Optimizer(Protocol):
 
 
 class Training:
-    """The state of a fit, on the root: variational parameters and their history.
-
-    `patience`: the number of epochs without improvement after which the run ends. `average`: whether the reported
-    parameters are the average over the last epochs. `failure`: the exception that ended the run, or None. `end_reason`: the
-    root's message to all ranks after an epoch: None to continue, the reason for the end, or an exception that supports
-    pickling.
-    """
+    """The state of a fit, on the root: variational parameters and their history."""
 
     def __init__(
         self, objective: Objective, optimizer: Optimizer, params: Tree, patience: int | None, callback: Function | None,
@@ -63,8 +65,9 @@ class Training:
         self._lowest, self._best_epoch = math.inf, 0
         self._start = time.perf_counter()
         self.history: dict[str, list] = {name: [] for name in ("objective", "loss", "divergence", "dropped", "seconds")}
-        self.end_reason: str | Exception | None = None
         self.failure: Exception | None = None
+        # Sent to all ranks after each epoch: None to continue, or the reason for the end, possibly a picklable exception.
+        self.end_reason: str | Exception | None = None
 
     @property
     def reported_and_best(self) -> tuple[Tree, Tree]:
@@ -387,12 +390,12 @@ class VI:
                 with used.evaluating("an update of VI"):
                     noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
             if self.schedule == "dynamic":
-                rows = model.dynamically(theta, root, self.comm)
+                rows = mpi_map(model.row, None if theta is None else list(theta), root=root, comm=self.comm)
             else:
                 rows = model.evenly(theta, self.posterior.dim, root, self.comm)
             if training is not None:
                 with used.evaluating("an update of VI"):
-                    training.learn(noise, theta, evaluations_of(rows))
+                    training.learn(noise, theta, evaluations_of(np.asarray(rows)))
                 if bar is not None:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
                     bar.update()

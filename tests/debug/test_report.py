@@ -11,7 +11,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.debug import recorded, recording, report
 from mpiad.debug.recording import Computation, Place
-from mpiad.debug.report import Row, Totals, advice
+from mpiad.debug.report import Report, Row, advice
 from mpiad.extend import custom_operator
 
 WORLD = MPI.COMM_WORLD
@@ -125,11 +125,15 @@ ADVICE = {
 @pytest.mark.serial
 @pytest.mark.parametrize("name", ADVICE)
 def test_advice(name):
-    *spent, nbytes, forward, backward, said = ADVICE[name]
-    calls = 10 if nbytes else 0
-    totals = Totals(ONES, *map(np.array, spent), "exchange at a.py:1", "sum at b.py:2", calls, nbytes, 0)
+    communicating, waiting, nbytes, forward, backward, said = ADVICE[name]
+    calls = np.array([10 if nbytes else 0, *np.zeros(len(ONES) - 1)])
+    rows = [
+        Row("sum", "b.py:2", 0 * calls, 0 * calls, 0 * calls, np.array(waiting), np.array(waiting)),
+        Row("exchange", "a.py:1", calls, 0 * calls, calls * nbytes / 10, np.array(communicating) - waiting, 0 * ONES),
+    ]
     places = (Place(phase, "a.py:1", "a.py:1") for phase in ("forward", "backward"))
-    given = advice(totals, [Computation(*each) for each in zip(places, np.array([forward, backward]))])
+    computations = [Computation(*each) for each in zip(places, np.array([forward, backward]))]
+    given = advice(Report(rows, ONES, 0, computations))
     assert any(said in line for line in given), given
 
 

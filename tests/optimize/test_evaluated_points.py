@@ -9,6 +9,7 @@ import pytest
 
 from mpiad.optimize.evaluated_points import Points
 from mpiad.optimize.objective_evaluation import Evaluation as Real
+from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_protocol import BOTH, GRADIENT, PRODUCT, VALUE
 
 
@@ -39,17 +40,24 @@ class Evaluation:
     carry_out = Real.carry_out
 
 
-class Instructions:
-    def __init__(self):
+class Solve:
+    def __init__(self, evaluation: Evaluation):
         self.sent = []
+        self.evaluation, self.instructions = (
+            evaluation,
+            SimpleNamespace(send=lambda kind, x, direction: self.sent.append(kind)),
+        )
 
-    def send(self, kind, vector=None, direction=None):
-        self.sent.append(kind)
+    @property
+    def agreement(self):
+        return self.evaluation.agreement
+
+    request = RootDriven.request
 
 
 def points(together: bool, **kind: bool) -> tuple[Points, list[int]]:
-    instructions = Instructions()
-    return Points(Evaluation(**kind), instructions, together), instructions.sent
+    solve = Solve(Evaluation(**kind))
+    return Points(solve.evaluation, solve.request, together), solve.sent
 
 
 def value_at(at: Points, x: np.ndarray) -> float:
@@ -73,7 +81,7 @@ def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> Non
             assert value_at(at, x) == 0.5 * float(x @ x)
             assert np.array_equal(at.gradient(x), x)
     assert given == expected
-    assert at.counts.of_objective == 2
+    assert at.value_count == 2
 
 
 def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
@@ -82,14 +90,14 @@ def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
     def fails():
         raise ValueError("rank 1 raised it")
 
-    instructions, evaluation = Instructions(), Evaluation()
-    at = Points(evaluation, instructions, False)
+    solve = Solve(Evaluation())
+    at = Points(solve.evaluation, solve.request, False)
     value_at(at, np.ones(1))
-    evaluation.agreement = SimpleNamespace(raise_if_failed=fails, end_requested=False)
+    solve.evaluation.agreement = SimpleNamespace(raise_if_failed=fails, end_requested=False)
     for ask in (lambda x: value_at(at, x), at.gradient, lambda x: at.product(x, x)):
         with pytest.raises(ValueError, match="rank 1 raised it"):
             ask(np.zeros(1))
-    assert instructions.sent == [VALUE] and sum(at.counts.values()) == 1
+    assert solve.sent == [VALUE] and sum(at.counts.values()) == 1
 
 
 def test_gradient_of_an_earlier_point_takes_a_new_pass() -> None:
@@ -127,4 +135,4 @@ def test_products_are_not_remembered() -> None:
     at, given = points(False)
     for _ in range(2):
         assert np.array_equal(at.product(np.zeros(2), np.array([1, 2])), [1.0, 2.0])
-    assert given == [PRODUCT, PRODUCT] and at.counts["product"] == 2 and at.counts.of_objective == 0
+    assert given == [PRODUCT, PRODUCT] and at.counts["product"] == 2 and at.value_count == 0

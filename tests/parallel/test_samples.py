@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpiad.parallel import samples
+from mpiad.parallel import distributed_optimizer
 from mpiad.parallel.buckets import Plan
 from mpiad.transport import Spec
 
@@ -17,19 +17,21 @@ def plans(count):
 @pytest.mark.serial
 @pytest.mark.parametrize("size", [3, 91, 1000, 8191, 100_000])
 def test_equal_plans_are_found_equal_on_many_ranks(size, monkeypatch):
-    monkeypatch.setattr(samples, "allreduce", lambda used, mine, op, call: mine * used.size)
+    monkeypatch.setattr(distributed_optimizer, "allreduce", lambda used, mine, op, call: mine * used.size)
     for plan in plans(200):
-        found = samples.totals(SimpleNamespace(size=size), plan, [], "step", 2)  # type: ignore[arg-type]
+        found = distributed_optimizer.totals(SimpleNamespace(size=size), plan, [], "step", 2)  # type: ignore[arg-type]
         assert found.batch == 2 * size
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize("size", [3, 1000, 100_000])
 def test_one_other_plan_among_many_is_found(size, monkeypatch):
-    monkeypatch.setattr(samples, "_difference", lambda *_: ValueError("differ"))
+    monkeypatch.setattr(distributed_optimizer, "_difference", lambda *_: ValueError("differ"))
     known = plans(40)
     for plan, other in zip(known, known[1:]):
         theirs = np.array([2, 2, other.digest, other.digest**2, 0, 0], float)
-        monkeypatch.setattr(samples, "allreduce", lambda used, mine, op, call, sent=theirs: mine * (used.size - 1) + sent)
+        monkeypatch.setattr(
+            distributed_optimizer, "allreduce", lambda used, mine, op, call, sent=theirs: mine * (used.size - 1) + sent
+        )
         with pytest.raises(ValueError, match="differ"):
-            samples.totals(SimpleNamespace(size=size, members=(0,)), plan, [], "step", 2)  # type: ignore[arg-type]
+            distributed_optimizer.totals(SimpleNamespace(size=size, members=(0,)), plan, [], "step", 2)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.parallel import Adam
-from mpiad.vi import VI, FullRankGaussian, MeanFieldGaussian, inference, model_evaluation
+from mpiad.vi import VI, FullRankGaussian, MeanFieldGaussian, elbo, inference
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -25,7 +25,7 @@ def two_gpus(monkeypatch):
         return number
 
     monkeypatch.setattr(inference, "select", select)
-    monkeypatch.setattr(model_evaluation, "to_device", lambda x, device, like: on_device(x))
+    monkeypatch.setattr(elbo, "to_device", lambda x, device, like: on_device(x))
 
 
 def bowl(theta, data):

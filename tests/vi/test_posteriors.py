@@ -16,8 +16,7 @@ from mpiad.vi import (
     SplineAutoregressive,
     SplineCoupling,
 )
-from mpiad.vi.flows.coupling import evaluated
-from mpiad.vi.flows.spline import parameters_per_spline, spline, spline_inverse
+from mpiad.vi.coupling import evaluated, parameters_per_spline, spline, spline_inverse
 
 pytestmark = pytest.mark.serial
 

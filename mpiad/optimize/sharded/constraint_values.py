@@ -22,7 +22,7 @@ from mpiad.optimize.constraints import UserConstraint
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.host_vectors import local_dot
+from mpiad.optimize.sharded.vectors import local_dot
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import put
 from mpiad.transport import Channel
@@ -81,7 +81,7 @@ class ConstraintValues:
         if not self._counts:
             self._agree_on_counts([len(values) for values, _ in parts])
         local = np.concatenate([values for values, _ in parts])
-        self._values = self._totals.decide_on_root(local, len(local), lambda sums: sums)
+        self._values = self._totals.sums(local)
         rows = [row for _, rows_of in parts for row in rows_of()]
         signed = [(sign * (self._values[k] - limit), sign * rows[k]) for k, sign, limit in self._limits]
         return np.array([value for value, _ in signed]), [row for _, row in signed]
@@ -148,8 +148,8 @@ class LinearEquality:
         matrix = np.vstack(matrices)
         self._target = np.concatenate([np.broadcast_to(c.low, len(rows)) for c, rows in zip(constraints, matrices)])
         self._rows, self._evaluation, self._totals = put(list(matrix), [arrays_of(like)] * len(matrix)), evaluation, totals
-        gram = totals.decide_on_root((matrix @ matrix.T).ravel(), len(matrix) ** 2, lambda sums: sums)
-        self._inverse = scipy.linalg.pinvh(gram.reshape(len(matrix), len(matrix)), rtol=1e-12)
+        gram = totals.sums((matrix @ matrix.T).ravel()).reshape(len(matrix), len(matrix))
+        self._inverse = scipy.linalg.pinvh(gram, rtol=1e-12)
 
     def both(self, x: Array) -> tuple[float, Array]:
         """Return the objective, and its projected gradient."""
@@ -169,7 +169,7 @@ class LinearEquality:
 
     def _residual(self, x: Array, target: Array | float) -> np.ndarray:
         local = np.array([local_dot(row, x) for row in self._rows])
-        return self._totals.decide_on_root(local, len(local), lambda sums: sums - target)
+        return self._totals.sums(local) - target
 
     def _projected(self, x: Array, target: Array | float) -> Array:
         multipliers = self._inverse @ self._residual(x, target)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Function
-from mpiad.optimize.evaluated_points import STOPPED, Ending
+from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.least_squares import LOSSES
 
 _REAL = "gtol", "grtol", "ftol", "xtol", "catol", "radius"  # at least zero
@@ -60,21 +60,6 @@ def checked(name: str, value: Any) -> float:
         kind = "a number" if real else "an integer"
         raise ValueError(f"minimize: option {name} must be {kind} of at least {lowest}, but got {value!r}.")
     return number if real else int(number)
-
-
-def ending_at(
-    before: float, value: float, stopped: Callable[[], bool], counts: tuple[int, int], settings: AnySettings
-) -> Ending | None:
-    """Return the ending at an iterate, or None; `before`: the last objective; `counts`: of iterations and evaluations."""
-    # Relative for large values and absolute below one, as in L-BFGS-B.
-    tolerance = settings.ftol * max(abs(before), abs(value), 1.0)
-    if settings.ftol > 0.0 and before < math.inf and before - value <= tolerance:
-        return REDUCTION
-    if stopped():
-        return STOPPED
-    if counts[0] >= settings.maxiter:
-        return ITERATIONS
-    return EVALUATIONS if counts[1] >= settings.maxfun else None
 
 
 _CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region"), "loss": tuple(LOSSES)}

@@ -14,10 +14,9 @@ from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.sharded.constraint_values import LinearEquality
-from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, Settings, ending_at
-from mpiad.optimize.sharded.limited_memory import LimitedMemory
-from mpiad.optimize.sharded.sharded_method import ShardedMethod
-from mpiad.optimize.sharded.solver_state import Point, StateFiles
+from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, Settings
+from mpiad.optimize.sharded.limited_memory import LimitedMemory, Point
+from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
 
 # A line search for the strong Wolfe conditions, which all ranks run with the same scalars.
 #
@@ -78,10 +77,6 @@ class LineSearch:
             self._first_stage = False
         self._advance(trial, modified=self._first_stage and value <= self._best.value and value > required)
         return False
-
-    def decreases(self, value: float, change_before: float) -> bool:
-        """Return whether a value is low enough, given the change that the first-order model predicts."""
-        return value <= self._start.value + _DECREASE * change_before
 
     def back_away(self) -> None:
         """Choose a shorter step if the value at `step` isn't finite."""
@@ -187,6 +182,8 @@ def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
 class LBFGS(ShardedMethod):
     """The L-BFGS iteration."""
 
+    _settings: Settings
+
     def __init__(
         self,
         evaluation: Evaluation | LinearEquality,
@@ -195,8 +192,8 @@ class LBFGS(ShardedMethod):
         settings: Settings,
         files: StateFiles,
     ):
-        super().__init__(iterates, files, memory.vectors.box)
-        self._evaluation, self._memory, self._settings = evaluation, memory, settings
+        super().__init__(iterates, files, memory.vectors.box, settings)
+        self._evaluation, self._memory = evaluation, memory
         self._barrier = math.inf  # length of the shortest step of the last search without a finite value
         # At the current iterate: the number of evaluations (without those of a search that SIGTERM interrupts and that is
         # repeated); the previous objective, infinite if no better point was found; slope along the direction; norm.
@@ -236,8 +233,7 @@ class LBFGS(ShardedMethod):
     def _ending(self, iterate: Point) -> Ending | None:
         if iterate.norm <= self._settings.gtol:
             return GRADIENT
-        counts = self._iteration, self.count
-        return ending_at(self._value_before, iterate.value, lambda: self._stopped, counts, self._settings)
+        return self._limit_reached(self._value_before, iterate.value, lambda: self._stopped)
 
     def _arrive(self, new: Point, before: Point | None) -> None:
         # The memory stores a step only if the curvature along it is positive.
@@ -264,7 +260,7 @@ class LBFGS(ShardedMethod):
                 line.back_away()
                 continue
             # If a variable has reached a bound, the slope along the path is discontinuous, and only a decrease is required.
-            lower = trial.clipped and line.decreases(trial.value, trial.change_before)
+            lower = trial.clipped and trial.value <= iterate.value + _DECREASE * trial.change_before
             if lower or line.accepts(trial.value, trial.slope):
                 return trial
             if trial.value < best.value:
@@ -284,11 +280,9 @@ class LBFGS(ShardedMethod):
         return min(1.0, iterate.range * grad_norm / -self._slope)
 
     def _arrays(self, point: Point) -> Iterator[tuple[str, np.ndarray]]:
-        yield "x", self._memory.vectors.to_host(point.x)
         numbers = [point.value, point.norm, self._value_before, self._slope, self._grad_norm, point.range]
         yield "numbers", np.array(numbers)
         yield "count", np.array(self._count_here)
-        yield "history", self._iterates.record.table()
         yield from self._memory.state().items()
 
     def _restored(self, found: dict[str, np.ndarray], x: Array) -> Point:

@@ -20,14 +20,15 @@ References
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
-from mpiad.optimize.sharded.solver_state import Point
+from mpiad.optimize.sharded.vectors import HostVectors, Ring
 
 # If the gradient's norm decreases by a factor, the relative errors of its products grow by the same factor. Beyond this
 # factor the products are computed again.
@@ -35,12 +36,27 @@ _DECREASE = 100.0
 _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the attributes that are part of the state
 
 
-class LimitedMemory:
-    """The last steps and gradient changes, and the gradients at the current point and at a trial point.
+@dataclass(eq=False, slots=True)
+class Point:
+    """A point: this rank's variables, and scalars that are the same on all ranks; `LimitedMemory` has the gradient."""
 
-    `ring` describes the roles of the rows of `vectors`. With bounds, products are sums over the free variables, and all
-    products are computed in each iteration.
-    """
+    x: Array  # shape (n,)
+    value: float = math.nan  # the objective
+    norm: float = math.nan  # largest absolute entry of the (projected) gradient
+    slope: float = math.nan  # of the objective along the direction, without the variables that a bound stopped
+    finite: bool = False  # whether the value and all entries of the gradient are finite
+    clipped: bool = False  # whether a bound stopped any variable in the step
+    step: float = math.nan  # factor of the direction
+    length: float = 0.0  # 2-norm of the step from the previous point, over all ranks
+    range: float = math.inf  # distance to the nearest trial point of the last search at which the objective wasn't finite
+    change_before: float = math.nan  # product of the step with the gradient at the previous point
+    change_after: float = math.nan  # product of the step with the gradient at this point
+    current: bool = False  # whether this is the current point of the memory
+    stored: bool = False  # whether the memory stores a copy of the gradient
+
+
+class LimitedMemory:
+    """The last steps, gradient changes and gradients; with bounds, all products are sums over the free variables."""
 
     def __init__(self, ring: Ring, vectors: HostVectors, totals: Totals):
         self.ring, self.vectors, self.totals = ring, vectors, totals
@@ -72,7 +88,13 @@ class LimitedMemory:
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
         """Make `new` the current point; return the next slope, the gradient's 2-norm, and whether any rank stops."""
         store = before is not None
-        self._make_current(new, store)
+        if store:
+            self.ring.advance()
+            self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
+        elif not new.current:
+            for _, tile in self.vectors:
+                np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
+        new.current = True
         self._largest_norm = max(self._largest_norm, new.norm)
         due = self._largest_norm > _DECREASE * new.norm
         if due:
@@ -105,15 +127,6 @@ class LimitedMemory:
         for name in _TABLES:
             setattr(self, f"_{name}", state[name])
         self._direction_computed = False
-
-    def _make_current(self, new: Point, store: bool) -> None:
-        if store:
-            self.ring.advance()
-            self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
-        elif not new.current:
-            for _, tile in self.vectors:
-                np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
-        new.current = True
 
     def _decide(self, sums: np.ndarray, new: Point, store: bool, recompute: bool) -> np.ndarray:
         """Return the root's decision: the coefficients, the slope, the gradient's 2-norm, and whether to stop."""
@@ -154,12 +167,7 @@ class LimitedMemory:
         vectors.advance(ring.direction, current.x, step, out)
 
     def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:
-        """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.
-
-        These are the largest absolute entry of the (projected) gradient; this rank's terms of the slope, of the products of
-        the step with the gradients at both ends (zero without bounds), and of the square of the step; and whether a bound
-        has stopped a variable.
-        """
+        """Copy the gradient of a trial point to its row; return the numbers of `HostVectors.store_trial_within`."""
         ring = self.ring
         if self.vectors.box is not None:
             return self.vectors.store_trial_within(ring, gradient, point.x, origin.x if origin else None)

@@ -36,10 +36,9 @@ from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.constraint_values import ConstraintValues
-from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings, ending_at
-from mpiad.optimize.sharded.host_vectors import local_dot
-from mpiad.optimize.sharded.sharded_method import ShardedMethod
-from mpiad.optimize.sharded.solver_state import StateFiles
+from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings
+from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
+from mpiad.optimize.sharded.vectors import local_dot
 from mpiad.pytrees import put
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -112,15 +111,11 @@ _ROUNDING, _DUAL_TOLERANCE, _DECREASE, _MAX_DUAL = 1e-14, 1e-10, 1e-4, 200
 
 
 def dual_ascent(values: np.ndarray, start: np.ndarray) -> Generator[np.ndarray, np.ndarray, None]:
-    """Maximize the dual on the root; receive `Approximation.sums` over all ranks at the multipliers that are yielded.
-
-    An additional entry of the yielded array is 1 for the solution. `values` are the constraints at the current point, and
-    `start` the first multipliers.
-    """
+    """Maximize the dual on the root; receive the ranks' `Approximation.sums` at the multipliers that are yielded."""
     count, trial, best, damping = len(values), start, start, 1.0
     value, residual, gradient, hessian = -math.inf, math.inf, np.zeros(0), np.zeros(0)
     for _ in range(_MAX_DUAL):
-        sums = yield np.append(trial, 0.0)
+        sums = yield np.append(trial, 0.0)  # the last entry is 1 for the solution
         excess = np.maximum(trial - _PENALTY, 0.0) / _PENALTY
         new_value = sums[0] + trial @ (values + sums[1 : count + 1]) - 0.5 * _PENALTY * excess @ excess
         slope = values + sums[1 : count + 1] - excess
@@ -146,13 +141,14 @@ class MMA(ShardedMethod):
     """The iteration; `multipliers` are those of the constraints, shape (m,)."""
 
     _box: Box
+    _settings: MMASettings
 
     def __init__(
         self, evaluation: Evaluation, constraints: ConstraintValues, totals: Totals, iterates: ShardedIterates,
         settings: MMASettings, files: StateFiles, box: Box,
     ):  # fmt: skip
-        super().__init__(iterates, files, box)
-        self._evaluation, self._constraints, self._totals, self._settings = evaluation, constraints, totals, settings
+        super().__init__(iterates, files, box, settings)
+        self._evaluation, self._constraints, self._totals = evaluation, constraints, totals
         width = box.high - box.low
         self._width = np.where(width > 0.0, width, 1.0)  # one for fixed variables
         self.multipliers = np.zeros(0)
@@ -166,8 +162,7 @@ class MMA(ShardedMethod):
                 return OPTIMAL
             if point.change <= settings.xtol:
                 return SMALL_STEP
-        counts = self._iteration, self.count
-        return ending_at(math.inf, point.value, self._iterates.any_stopped, counts, settings)
+        return self._limit_reached(math.inf, point.value, self._iterates.any_stopped)
 
     def _evaluated(self, x: Array, before: MMAPoint | None) -> MMAPoint:
         self.count += 1
@@ -252,12 +247,10 @@ class MMA(ShardedMethod):
 
     def _arrays(self, point: MMAPoint) -> Iterator[tuple[str, Any]]:
         rows = [*(self._before or ()), *(self._asymptotes or ())]
-        yield "x", to_host(point.x)
         yield "rows", np.array([to_host(row) for row in rows]).reshape(len(rows), len(point.x))
         yield "multipliers", self.multipliers
         yield "numbers", np.array([point.norm, point.length, point.change])
         yield "count", np.array(self.count)
-        yield "history", self._iterates.record.table()
 
     def _restored(self, found: dict[str, np.ndarray], x: Array) -> MMAPoint:
         rows = put(list(found["rows"]), [arrays_of(x)] * len(found["rows"]))

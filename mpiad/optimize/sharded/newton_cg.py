@@ -34,11 +34,10 @@ from mpiad.linalg.iteration import forcing_term
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
-from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, ending_at
-from mpiad.optimize.sharded.host_vectors import local_dot
+from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NewtonSettings
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
-from mpiad.optimize.sharded.sharded_method import ShardedMethod
-from mpiad.optimize.sharded.solver_state import StateFiles
+from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
+from mpiad.optimize.sharded.vectors import local_dot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
@@ -84,16 +83,11 @@ def truncated_cg(
     radius: float = math.inf,
     forcing_at: Callable[[Array, Array], float] | None = None,
 ) -> Step | None:
-    """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank received SIGTERM.
-
-    The norm of the residual must fall by the factor `forcing`, in at most `limit` products. If the radius is infinite,
-    negative curvature ends the iteration with the step so far, or with the steepest descent direction if there is none.
-    When the residual has fallen, ``forcing_at(step, residual)`` may return a smaller factor, and the iteration goes on.
-    Raise a ValueError on all ranks if the preconditioner isn't positive definite, or a product isn't finite.
-    """
+    """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank received SIGTERM."""
     p, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
     square = _positive(system, system.dot(residual, z))
+    # The norm of the residual must fall by the factor `forcing`, then by ``forcing_at(step, residual)`` if that is smaller.
     target = forcing**2 * system.square
     near = system.slack * (square / system.square if target else 1.0)  # close to the target in P's norm, relative to it
     # `pp`, `pd` and `dd` are pᵀ P⁻¹ p, pᵀ P⁻¹ d and dᵀ P⁻¹ d for the direction d.
@@ -180,10 +174,11 @@ class NewtonPoint:
 class NewtonCG(ShardedMethod):
     """The Newton iteration."""
 
+    _settings: NewtonSettings
+
     def __init__(self, evaluation: SecondOrderEvaluation, iterates: ShardedIterates, files: StateFiles, box: Box | None):
-        super().__init__(iterates, files, box)
+        super().__init__(iterates, files, box, settings := evaluation.settings)
         self._evaluation, self._totals = evaluation, evaluation.totals
-        self._settings = settings = evaluation.settings
         self._represent = evaluation.on_vectors(settings.inner_product, "inner_product")
         self._precondition = evaluation.on_vectors(settings.preconditioner, "preconditioner") or self._represent
         # If both are methods of one object, such as a prior, they are similar operators, and `inner_product` is expensive.
@@ -212,8 +207,7 @@ class NewtonCG(ShardedMethod):
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
         if iterate.norm <= self._tolerance:
             return GRADIENT
-        counts = self._iteration, self.count
-        return ending_at(self._value_before, iterate.value, self._iterates.any_stopped, counts, self._settings)
+        return self._limit_reached(self._value_before, iterate.value, self._iterates.any_stopped)
 
     @property
     def _tolerance(self) -> float:
@@ -270,7 +264,7 @@ class NewtonCG(ShardedMethod):
                     )
 
     def _sums(self, *local: float) -> list[float]:
-        return self._totals.decide_on_root(np.array(local), len(local), lambda sums: sums).tolist()
+        return self._totals.sums(np.array(local)).tolist()
 
     def _step(self, iterate: NewtonPoint, radius: float = math.inf) -> Step | None:
         def on_free(operator: Callable | None) -> Callable[[Array], Array]:
@@ -285,11 +279,9 @@ class NewtonCG(ShardedMethod):
             return self._sums(local_dot(a, b))[0]
 
         def forcing_at(p: Array, residual: Array) -> float:
-            """Return the forcing term for the whole solve if the problem is linear, otherwise that of the current step.
-
-            CG predicts the gradient at the end of its step, the residual. Eisenstat and Walker's choice 1 measures its
-            error, too. For a linear problem CG needn't start again: it goes on from here to the tolerance of the solve.
-            """
+            """Return the forcing term for the whole solve if the problem is linear, otherwise that of the current step."""
+            # CG predicts the gradient at the end of its step, the residual. Eisenstat and Walker's choice 1 measures its
+            # error, too. For a linear problem CG needn't start again: it goes on to the tolerance of the solve.
             if self.count + 2 > self._settings.maxfun:
                 return self._forcing
             point = self._full_step = self._evaluated(self._shifted(iterate, p, 1.0), iterate)
@@ -380,10 +372,8 @@ class NewtonCG(ShardedMethod):
 
     def _arrays(self, iterate: NewtonPoint) -> Iterator[tuple[str, Any]]:
         radius = math.nan if self._radius is None else self._radius
-        yield "x", to_host(iterate.x)
         yield "numbers", np.array([self._forcing, radius, self._norm_at_start, self._value_before, iterate.length])
         yield "counts", np.array([self.count, self._evaluation.products])
-        yield "history", self._iterates.record.table()
 
     def _restored(self, found: dict[str, np.ndarray], x: Array) -> NewtonPoint:
         iterate = self._evaluated(x, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -75,15 +76,9 @@ class SecondOrderEvaluation:
     def _from_user(self, x: Array) -> Derivatives:
         """Return the results of the user's functions; without `hessp`, products are computed by differentiation."""
         value, gradient = self._evaluation.both(x)
-        stored: list[Callable] = []
-
-        def multiply(v: Array) -> Array:
-            if not stored:
-                # The Hessian is built at the first product, since it isn't needed at points that the line search rejects.
-                stored.append(self._evaluation.hessian(x))
-            return stored[0](v)
-
-        return Derivatives(value, gradient, multiply)  # type: ignore[union-attr]
+        # The Hessian is built at the first product, since it isn't needed at points that the line search rejects.
+        hessian = functools.cache(lambda: self._evaluation.hessian(x))
+        return Derivatives(value, gradient, lambda v: hessian()(v))  # type: ignore[arg-type]
 
     def _gauss_newton(self, x: Array) -> Derivatives:
         """Return the derivatives of misfit plus regularizer, with the products of the Gauss-Newton approximation."""
@@ -121,15 +116,11 @@ class SecondOrderEvaluation:
         return Derivatives(value + other.value, gradient + other.gradient, lambda v: multiply(v) + other.multiply(v))
 
     def _misfit(self, residuals: Array) -> tuple[float, Array, Callable[[Array], Array]]:
-        """Return this rank's part of the misfit, its gradient, and the product with its Hessian or an approximation.
-
-        These are derivatives with respect to the residuals r. The misfit is ½ r · Γ⁻¹ r, or half the sum of a loss ρ(r²).
-        For ρ, the Hessian is approximated by the weights ρ' of iteratively reweighted least squares. They are positive,
-        whereas the exact weights ρ' + 2 ρ'' z vanish or are negative for outliers, and the matrix would be singular if most
-        residuals are outliers at x0.
-        """
+        """Return this rank's part of the misfit, ½ r · Γ⁻¹ r or a robust loss, its gradient, and Hessian products."""
         loss, scale = self.settings.loss, self.settings.f_scale
         if loss != "linear":
+            # The weights ρ' of iteratively reweighted least squares are positive. The exact ones, ρ' + 2 ρ'' z, vanish or
+            # are negative for outliers, and the matrix would be singular if most residuals are outliers at x0.
             flat, arrays = to_host(residuals).reshape(-1), arrays_of(residuals)
             with np.errstate(all="ignore"):  # residuals at a trial point may not be finite
                 rho, weights, _ = LOSSES[loss]((flat / scale) ** 2)

@@ -1,35 +1,52 @@
-"""The iteration that all sharded methods share: the start, endings, history and checkpoints."""
+"""The iteration that all sharded methods share, and the files of its state, from which a solve resumes.
+
+Each rank writes two files alternately, and starts to write only when all ranks have completed the previous state. If a job
+is killed at any time, all ranks therefore have a file of the last state, or all ranks have a file of the previous state.
+
+A solve may resume on another number of ranks. Each file contains the boxes (index ranges in the whole arrays) of its
+variables. A rank reads the files whose boxes intersect its own boxes. Data that don't belong to variables are the same in
+all files.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mpiad._typing import Array
+import numpy as np
+
+from mpiad._typing import Array, Comm
+from mpiad.checkpoint_files import files_of_ranks, read, read_description, require_same_problem, write
+from mpiad.device import to_host
+from mpiad.optimize.checkpoint import CheckpointFile, WriteFailures
 from mpiad.optimize.constraints import Box
-from mpiad.optimize.evaluated_points import INTERRUPTED, Ending
+from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending
 from mpiad.optimize.iterates import ShardedIterates
-from mpiad.optimize.sharded.convergence import NOT_FINITE
-from mpiad.optimize.sharded.solver_state import StateFiles
+from mpiad.optimize.sharded.convergence import EVALUATIONS, ITERATIONS, NOT_FINITE, REDUCTION, AnySettings
+from mpiad.optimize.sharded.vectors import untiled
 from mpiad.pytrees import put
+from mpiad.transport import Channel
+from mpiad.transport.core.agreement import agreed, raising_together
 from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.exits.user_failures import StageFailures
 
 
 class ShardedMethod:
-    """The base class of sharded methods; all ranks run the iteration with the same scalars.
-
-    `count` is the number of evaluations so far; `box` are the bounds, on the device of the variables, or None on all ranks.
-    Points have the attributes `x`, `value`, `norm` (of the gradient), `length` (of the step) and `finite`.
-    """
+    """The base class; points have `x`, `value`, `norm` (of the gradient), `length` (of the step) and `finite`."""
 
     _evaluated: Any  # (x, before) -> the point x, with the length of the step from the point `before`
     _next_point: Any  # (point) -> the next point, or an Ending
     _ending: Any  # (point) -> the ending at a point, or None
-    _arrays: Any  # (point) -> names and arrays of the state, with "x" and "history"
+    _arrays: Any  # (point) -> names and arrays of the state, besides "x" and "history"
     _restored: Any  # (arrays, x) -> the point of such arrays; x is in the variables' memory
 
-    def __init__(self, iterates: ShardedIterates, files: StateFiles, box: Box | None):
-        self._iterates, self._files, self._box = iterates, files, box
-        self.count, self._iteration = 0, 0
+    def __init__(self, iterates: ShardedIterates, files: StateFiles, box: Box | None, settings: AnySettings):
+        self._iterates, self._files, self._box, self._settings = iterates, files, box, settings
+        self.count, self._iteration = 0, 0  # `count`: of evaluations
 
     def run(self, start: Array) -> tuple[Any, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
@@ -70,5 +87,274 @@ class ShardedMethod:
         self._write(point, ending is not None)
         return ending
 
+    def _limit_reached(self, before: float, value: float, stopped: Callable[[], bool]) -> Ending | None:
+        """Return the ending of all methods at an iterate, or None; `before`: the objective at the previous iterate."""
+        # Relative for large values and absolute below one, as in L-BFGS-B.
+        ftol = self._settings.ftol
+        if ftol > 0.0 and before < math.inf and before - value <= ftol * max(abs(before), abs(value), 1.0):
+            return REDUCTION
+        if stopped():
+            return STOPPED
+        if self._iteration >= self._settings.maxiter:
+            return ITERATIONS
+        return EVALUATIONS if self.count >= self._settings.maxfun else None
+
     def _write(self, point: Any, ended: bool) -> None:
-        self._files.write_if_due(self._iteration, ended, self._arrays(point))
+        def arrays() -> Iterator[tuple[str, np.ndarray]]:
+            yield "x", to_host(point.x)
+            yield "history", self._iterates.record.table()
+            yield from self._arrays(point)
+
+        self._files.write_if_due(self._iteration, ended, arrays())
+
+
+_SLOTS = "a", "b"
+OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
+"""The entries of a problem's description that depend on the number of ranks."""
+
+
+class Identity(NamedTuple):
+    """A description of the problem to which a state belongs."""
+
+    problem: dict[str, Any]  # description for this number of ranks
+    any_ranks: dict[str, Any] = {}  # description for any number of ranks
+    layout: Layout | None = None  # positions of this rank's variables; needed to resume on another number of ranks
+
+
+class StateFiles:
+    """The files of states, without effect if there is no checkpoint; `iteration`: of the last state, or -1."""
+
+    def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
+        self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement
+        self._obsolete = list[Path]()
+        self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether the solve must end because a rank received SIGTERM."""
+        return self._checkpoint is not None and self._agreement.end_requested
+
+    def _file(self, slot: int) -> Path:
+        file = self._checkpoint.file  # type: ignore[union-attr]
+        return file.with_name(f"{file.stem}.rank{self._used.rank}of{self._used.size}.{_SLOTS[slot]}{file.suffix}")
+
+    def load(self) -> dict[str, np.ndarray] | None:
+        """Return the arrays of the newest state that all ranks have, or None; raise on all ranks if a file is invalid."""
+        if self._checkpoint is None:
+            return None
+        others = files_of_ranks(self._checkpoint.file)
+        if self._identity.layout is not None:
+            # Redistribute if all ranks find the same files of another number of ranks, and no files of this number.
+            names_here = [] if self._of_this_size(others) else [file.name for file in others]
+            every = self._used.data.allgather(names_here)
+            if every[0] and all(names == every[0] for names in every):
+                return self._redistributed(others, self._identity.layout)
+        with raising_together(self._used, (OSError, ValueError)):
+            slots = self._iterations_on_disk(others)
+        common = self._newest_common(slots)
+        if common is None:
+            return None
+        self.iteration, self._slot = common, 1 - slots[common]
+        with raising_together(self._used, ValueError):
+            file = self._file(slots[common])
+            description, arrays = read(file)
+            if description["iteration"] != common:
+                raise ValueError(
+                    f"minimize: the checkpoint {file} has changed from iteration {common} to {description['iteration']} "
+                    "while it was read: another job writes it. Pass another file, or end that job."
+                )
+            return arrays
+
+    def _redistributed(self, others: list[Path], layout: Layout) -> dict[str, np.ndarray]:
+        """Return this rank's arrays of the newest state that another number of ranks has written."""
+        found = newest_state(others, self._identity.any_ranks, self._used)
+        if found is None:
+            missing = (
+                f"minimize: the files of another number of ranks, such as {others[0]}, don't have an iteration that is "
+                "complete. Restore the missing files, or delete all of them."
+            )
+            raise agreed(self._used, ValueError(missing))
+        (self.iteration, entries), self._obsolete = found, others
+        with raising_together(self._used, ValueError):
+            return _redistributed_arrays(self.iteration, entries, layout)
+
+    def _of_this_size(self, files: list[Path]) -> list[Path]:
+        return [file for file in files if f"of{self._used.size}." in file.name]
+
+    def _iterations_on_disk(self, others: list[Path]) -> dict[int, int]:
+        """Return the slots of this rank's files, by iteration; `others` are the files of all ranks."""
+        file, found = self._checkpoint.file, {}  # type: ignore[union-attr]
+        if others and not self._of_this_size(others):
+            raise ValueError(
+                f"minimize: the checkpoint {others[0]} was written by another number of ranks than the "
+                f"{self._used.size} of this call, and the positions of their variables aren't known. Start the same number "
+                "of ranks, pass another file, or delete it; for later checkpoints pass CheckpointFile(blocks=...)."
+            )
+        if file.exists():
+            raise ValueError(
+                f"minimize: the checkpoint must have been written by a sharded method, but {file} was written by a method "
+                "that runs on the root. Pass another file, or delete it."
+            )
+        for slot in range(len(_SLOTS)):
+            if self._file(slot).exists():
+                description = read_description(self._file(slot))
+                require_same_problem(self._file(slot), description, self._identity.problem, "minimize")
+                found[description["iteration"]] = slot
+        return found
+
+    def _newest_common(self, slots: dict[int, int]) -> int | None:
+        """Return the newest iteration that all ranks have; raise on all ranks if only some ranks have two iterations."""
+        every = self._used.data.allgather(set(slots))
+        common = set.intersection(*every)
+        if not common and any(len(iterations) > 1 for iterations in every):
+            without = next(rank for rank, iterations in enumerate(every) if len(iterations) < 2)
+            path = self._checkpoint.path  # type: ignore[union-attr]
+            text = f"rank {without} has no file of the iterations that other ranks have written to the checkpoint {path}"
+            raise agreed(self._used, ValueError(f"minimize: {text}. Restore its files, or delete those of all ranks."))
+        return max(common, default=None)
+
+    def write_if_due(self, iteration: int, ended: bool, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Write the state of an iteration if it is due; all ranks call this. Otherwise `arrays` isn't iterated over."""
+        if self._checkpoint is None or iteration <= self.iteration:
+            return
+        if not ended and (iteration == 0 or iteration % self._checkpoint.every):
+            return
+        (problem, any_ranks, layout), error_here = self._identity, None
+        description = {**problem, **any_ranks, "iteration": iteration}
+        if layout is not None:
+            description["boxes"] = layout.boxes
+        try:
+            write(self._file(self._slot), description, arrays)
+        except OSError as error:
+            error_here = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
+        failures = [text for text in self._used.data.allgather(error_here) if text is not None]
+        self._failures.report(iteration, failures[0] if failures else None)
+        # After a failure the next state is written to the same slot, since the other slot has the last complete state.
+        if not failures:
+            self.iteration, self._slot = iteration, 1 - self._slot
+            # The files of another number of ranks are now obsolete.
+            for file in self._obsolete[self._used.rank :: self._used.size]:
+                file.unlink(missing_ok=True)
+            self._obsolete = []
+
+
+IndexBox = list[list[int]]
+"""Start and stop along each axis of a whole array."""
+Entry = tuple[Path, list[IndexBox]]
+"""A rank's file of a state, and the boxes of its variables."""
+
+
+class Layout(NamedTuple):
+    """The box of each of this rank's variables in its whole array, in the order of the vector, and the arrays' shapes."""
+
+    boxes: list[IndexBox]
+    shapes: list[list[int]]
+
+
+def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
+    """Return the positions of this rank's variables, by the checkpoint's `blocks` or in the order of ranks, or None."""
+    blocks = None if checkpoint.blocks is None else [[part.start, part.stop] for part in checkpoint.blocks]
+    shapes = [tuple(shape) for shape, _ in specs]
+    every = comm.allgather((shapes, blocks))
+    before, boxes = every[: comm.rank], []
+    for k, (shape, dtype) in enumerate(specs):
+        if blocks is not None and list(shape[len(shape) - len(blocks) :]) == [stop - start for start, stop in blocks]:
+            box = [*[[0, n] for n in shape[: len(shape) - len(blocks)]], *blocks]
+        elif blocks is None and len(shape) == 1 and all(len(others) == len(shapes) for others, _ in every):
+            start = sum(others[k][0] for others, _ in before if others[k])
+            box = [[start, start + shape[0]]]
+        else:
+            box = []
+        # A complex array has an additional last axis for real and imaginary parts.
+        boxes.append([*box, *[[0, 2]] * (dtype.kind == "c")] if box else None)
+    all_boxes = comm.allgather(boxes)
+    if any(box is None for others in all_boxes for box in others) or len({len(others) for others in all_boxes}) > 1:
+        return None
+    ends = [[max(stops) for stops in zip(*[[stop for _, stop in box] for box in leaf])] for leaf in zip(*all_boxes)]
+    return Layout(boxes, ends)
+
+
+def global_checksum(vector: np.ndarray, layout: Layout, comm: Comm) -> str:
+    """Return a checksum of a distributed vector that doesn't depend on the distribution; collective."""
+    total, start = 0, 0
+    for k, (box, shape) in enumerate(zip(layout.boxes, layout.shapes)):
+        part = np.ascontiguousarray(vector[start : start + _length([box])], np.float64).view(np.uint64)
+        axes = np.ix_(*[np.arange(*ends, dtype=np.uint64) for ends in box])
+        indices = np.zeros(tuple(stop - first for first, stop in box), np.uint64)
+        for axis_indices, n in zip(axes, shape):
+            indices = indices * np.uint64(n) + axis_indices
+        # Each number is hashed together with its position. The sum of the hashes doesn't depend on the order.
+        total += int(np.sum(_hashed(part ^ _hashed(indices.ravel() + np.uint64(k << 56))), dtype=np.uint64))
+        start += len(part)
+    return f"{sum(comm.allgather(total)) % 2**64:016x}"
+
+
+def _hashed(x: np.ndarray) -> np.ndarray:
+    """Return the hashes of numbers by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> tuple[int, list[Entry]] | None:
+    """Return iteration and entries of the newest complete state; raise on all ranks if a file is invalid; collective."""
+    own = []
+    with raising_together(used, (OSError, ValueError)):
+        for file in files[used.rank :: used.size]:
+            description = read_description(file)
+            require_same_problem(file, description, problem, "minimize")
+            own.append((file, description["iteration"], description.get("boxes")))
+    by_ranks: dict[tuple[int, int], dict[int, tuple[Path, Any]]] = {}
+    for file, iteration, boxes in [entry for entries in used.data.allgather(own) for entry in entries]:
+        rank, size = map(int, re.findall(r"\.rank(\d+)of(\d+)\.", file.name)[-1])
+        by_ranks.setdefault((iteration, size), {})[rank] = file, boxes
+    common = [key for key, found in by_ranks.items() if len(found) == key[1] and all(boxes for _, boxes in found.values())]
+    if not common:
+        return None
+    return max(common)[0], [entry for _, entry in sorted(by_ranks[max(common)].items())]
+
+
+def _redistributed_arrays(iteration: int, entries: list[Entry], layout: Layout) -> dict[str, np.ndarray]:
+    """Return this rank's arrays of a state; raise a ValueError if a file is damaged or from another iteration."""
+    size = _length(layout.boxes)
+    found: dict[str, np.ndarray] = {}
+    nonempty = [entry for entry in entries if _length(entry[1])]
+    # A rank without variables reads the data that all files contain from the first file.
+    for file, boxes in [entry for entry in nonempty if any(map(_intersect, entry[1], layout.boxes))] or nonempty[:1]:
+        description, arrays = read(file)
+        if description["iteration"] != iteration:
+            raise ValueError(f"minimize: another job writes the checkpoint {file}. Pass another file, or end that job.")
+        parts = {"x": arrays.pop("x")[None]}
+        if "rows" in arrays:
+            parts["rows"] = untiled(arrays.pop("rows"), _length(boxes))
+        found = found or {**arrays, **{name: np.zeros((len(part), size)) for name, part in parts.items()}}
+        for name, part in parts.items():
+            _copy(part, boxes, found[name], layout.boxes)
+    found["x"] = found["x"][0]
+    return found
+
+
+def _length(boxes: list[IndexBox]) -> int:
+    return sum(prod(stop - start for start, stop in box) for box in boxes)
+
+
+def _intersect(old: IndexBox, new: IndexBox) -> bool:
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(old, new))
+
+
+def _copy(source: np.ndarray, old: list[IndexBox], target: np.ndarray, new: list[IndexBox]) -> None:
+    """Copy the intersections of corresponding boxes from one array of vectors to another."""
+    start = target_start = 0
+    for first, second in zip(old, new):
+        parts = source[:, start : start + _length([first])], target[:, target_start : target_start + _length([second])]
+        start, target_start = start + _length([first]), target_start + _length([second])
+        if not _intersect(first, second):
+            continue
+        overlap = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(first, second)]
+        views = []
+        for part, box in zip(parts, (first, second)):
+            shaped = part.reshape(len(part), *[stop - start for start, stop in box])
+            views.append(shaped[(slice(None), *[slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, box)])])
+        views[1][...] = views[0]

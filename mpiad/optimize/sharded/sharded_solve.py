@@ -29,15 +29,13 @@ from mpiad.optimize.sharded.convergence import (
     identity_of,
     settings_of,
 )
-from mpiad.optimize.sharded.device_vectors import DeviceVectors
-from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.lbfgs import LBFGS
-from mpiad.optimize.sharded.limited_memory import LimitedMemory
+from mpiad.optimize.sharded.limited_memory import LimitedMemory, Point
 from mpiad.optimize.sharded.mma import MMA, MMAPoint
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
-from mpiad.optimize.sharded.redistribution import global_checksum, layout_of
 from mpiad.optimize.sharded.second_order import SecondOrderEvaluation
-from mpiad.optimize.sharded.solver_state import OF_RANKS, Identity, Point, StateFiles
+from mpiad.optimize.sharded.sharded_method import OF_RANKS, Identity, StateFiles, global_checksum, layout_of
+from mpiad.optimize.sharded.vectors import DeviceVectors, HostVectors, Ring
 from mpiad.transport import Channel
 
 

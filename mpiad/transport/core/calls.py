@@ -11,11 +11,12 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from dis import opmap
 from functools import cache
 from time import perf_counter
 from types import CodeType, FrameType, TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -62,29 +63,23 @@ class Arguments(NamedTuple):
     envelopes: tuple[Any, ...] = ()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
-    """One communication of the user's program, while it runs; `direction`: "forward", "adjoint" or "tangent"."""
+    """One communication of the user's program, while it runs."""
 
-    __slots__ = (
-        "_arguments", "_params", "_x", "began", "direction", "ended", "forward_name", "forward_site", "name", "outer",
-        "site",
-    )  # fmt: skip
-
-    # The reader of an operation's arguments; installed by primitives.noting, in a higher layer.
-    read: Callable[[Array, Any], Arguments] = staticmethod(lambda x, params: Arguments())
-
-    def __init__(
-        self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Array,
-        params: object,
-    ):  # fmt: skip
-        # The user's line: for an adjoint, `site` is the line that computes the gradient.
-        self.name, self.direction, self.site = name, direction, site
-        self.forward_name, self.forward_site = forward_name, forward_site
-        self._x, self._params = x, params
-        self._arguments: Arguments | None = None
-        self.outer: Call | None = None
-        self.ended = 0.0  # like `began`, of `time.perf_counter()`; 0 until the end
-        self.began = perf_counter()
+    name: str
+    direction: str  # {"forward", "adjoint", "tangent"}
+    site: Site  # the user's line; for an adjoint the line that computes the gradient
+    forward_name: str | None
+    forward_site: Site | None
+    _x: Array
+    _params: object
+    _arguments: Arguments | None = None
+    outer: Call | None = None
+    ended: float = 0.0  # like `began`, of `time.perf_counter()`; 0 until the end
+    began: float = field(default_factory=lambda: perf_counter())
+    # The reader of an operation's arguments; installed by primitives.operation, in a higher layer.
+    read: ClassVar[Callable[[Array, Any], Arguments]] = staticmethod(lambda x, params: Arguments())
 
     @property
     def arguments(self) -> Arguments:
@@ -116,19 +111,7 @@ class Call:
         return entry if self.direction == "forward" else f"{self.direction} of {entry}"
 
 
-class Observer(Protocol):
-    """Receives the beginning and the end of each call."""
-
-    def began(self, call: Call) -> None:
-        """Handle the beginning of a call, before it communicates."""
-
-    def ended(self, call: Call) -> None:
-        """Handle the end of a call, with or without an exception."""
-
-
-observers: list[Observer] = []
-
-
+observers: list[Any] = []  # their methods ``began(call)`` and ``ended(call)`` are called before and after each call
 _owners: set[Hashable] = set()
 _switches: list[Callable[[bool], None]] = []
 

@@ -299,7 +299,7 @@ class Channel:
     def _has_unended(self) -> bool:
         return self.unended or any(not has_ended(request) for request in self._requests("reduction"))
 
-    def sends(self) -> bool:
+    def has_pending_sends(self) -> bool:
         """Return whether sends of this rank are pending."""
         return any(not request.Test() for request in self._requests("send"))
 

@@ -36,9 +36,6 @@ class Difference(NamedTuple):
     relative: float
     text: str
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
     """Return how `mine` differs from `theirs` of rank `reference`; `kind`: shape and dtype; `others`: more such leaves."""
@@ -77,7 +74,7 @@ def bits_of(array: np.ndarray) -> np.ndarray:
 
 def listed(differences: Mapping[int, Difference]) -> str:
     """Return a line for each rank's difference; if there are many, the first few and the number of the others."""
-    lines = [f"\n  rank {rank}: {difference}" for rank, difference in differences.items()]
+    lines = [f"\n  rank {rank}: {difference.text}" for rank, difference in differences.items()]
     return "".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
 

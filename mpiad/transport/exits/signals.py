@@ -65,11 +65,6 @@ def install_signal_handlers() -> None:
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
-    _listen()
-    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
-
-
-def _listen() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)  # required by Python
     global _write_end, _others
@@ -77,6 +72,7 @@ def _listen() -> None:
     signal.set_wakeup_fd = _set_others
     arguments = read_end, threading.get_ident()
     threading.Thread(target=_read_signals, args=arguments, name="mpiad-signals", daemon=True).start()
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
 
 
 def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
@@ -119,15 +115,13 @@ def _read_signals(read_end: int, main: int) -> None:
                 os.write(_others, numbers)
         for number in numbers:
             if number == signal.SIGTERM and signal.getsignal(number) is _on_sigterm:
-                _end_or_request(_interrupted(sys._current_frames().get(main)))
+                frame = sys._current_frames().get(main)
+                # If the main thread is already in the handler, the program's line is in the interrupted frame.
+                frames = [] if frame is None else traceback.walk_stack(frame)
+                handler = _on_sigterm.__code__
+                _end_or_request(next((inner.f_back for inner, _ in frames if inner.f_code is handler), frame))
             elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
                 threading.Thread(target=_end_if_blocked, args=(main,), daemon=True).start()
-
-
-def _interrupted(frame: FrameType | None) -> FrameType | None:
-    # If the main thread is already in the handler, the program's line is in the interrupted frame.
-    frames = [] if frame is None else traceback.walk_stack(frame)
-    return next((inner.f_back for inner, _ in frames if inner.f_code is _on_sigterm.__code__), frame)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -19,13 +19,13 @@ from mpi4py import MPI
 from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, live_channels
-from mpiad.transport.watch import watch_settings
-from mpiad.transport.watch.call_agreement import Agreement, lane_of
-from mpiad.transport.watch.descriptions import (
+from mpiad.transport.watch.call_agreement import (
+    Agreement,
     Description,
     caller,
     describe,
     fingerprint,
+    lane_of,
     raise_mismatch,
     shown_arguments,
     where,
@@ -126,7 +126,7 @@ class StartedReduction(GuardedRequest):
         agreement.starts[lane] += 1
         comm.started += 1
         number = comm.started
-        described = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines)
+        described = describe(comm.label, "Iallreduce", out, op, None)
         call = calls.current()
         if call is not None and call.arguments.shape is not None:
             # If an array is summed in chunks, the description has the shape of the whole array.
@@ -225,7 +225,7 @@ class Guarded:
         if agreement is None or self.size == 1:
             return
         array = array if hasattr(array, "dtype") else None
-        arguments = (self.label, step, array, op, root, watch_settings.present().compares_lines)
+        arguments = (self.label, step, array, op, root)
         lane = lane_of(self.number)
 
         def make() -> CollectiveWait:

@@ -19,8 +19,8 @@ from mpiad.errors import MessageMismatchError
 from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.lookup import open_world
 from mpiad.transport.watch import watch_settings
+from mpiad.transport.watch.call_agreement import name_and_place
 from mpiad.transport.watch.communicator import Guarded, MessageWait, live
-from mpiad.transport.watch.descriptions import name_and_place
 from mpiad.transport.watch.timed_waits import GuardedRequest
 
 _SITES = 32  # number of lines stored for each peer and tag, the latest ones, since unreceived messages are usually these

@@ -19,7 +19,7 @@ from mpiad.errors import DeadlockError
 from mpiad.transport.core import calls
 from mpiad.transport.core.polling import StateExchange
 from mpiad.transport.watch import communicator, message_headers, timed_waits
-from mpiad.transport.watch.descriptions import rank_ranges, table_of_ranks
+from mpiad.transport.watch.call_agreement import rank_ranges, table_of_ranks
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
 
 State = dict[str, Any]

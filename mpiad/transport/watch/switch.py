@@ -100,7 +100,7 @@ def stop_answering(all_have_left: bool = False) -> None:
 def announce(how: str, place: str) -> None:
     """Notify all ranks that this one has left the program, by the call `how`."""
     if _responder is not None:
-        _responder.announce(how, place, any(channel.sends() for channel in channels.live_channels()))
+        _responder.announce(how, place, any(channel.has_pending_sends() for channel in channels.live_channels()))
 
 
 def _in_common_order() -> list[Channel]:
@@ -111,7 +111,15 @@ def _in_common_order() -> list[Channel]:
 
 
 def _put_on(channel: Channel) -> None:
-    _guard(channel, _agreement(channel), _header_communicator(channel) if watch_settings.debug() else None)
+    agreement = _agreement(channel)
+    if not watch_settings.debug():
+        _guard(channel, agreement)
+        return
+    if channel.headers is None:
+        channel.headers = make_communicator(channel.data.Dup)
+    else:
+        drain(channel.headers, channel.tag_limit)  # of messages that were received after an earlier debug mode
+    _guard(channel, agreement, channel.headers)
 
 
 def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None:
@@ -122,16 +130,6 @@ def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None
         channel.data = HeadedMessages(channel.data, headers, *common)
     label = f"{channel.label}, backwards"
     channel.reverse = Guarded(channel.reverse, label, *common[1:], reverse=True)
-
-
-def _header_communicator(channel: Channel) -> Comm:
-    """Return a communicator for headers without pending messages; collective over the channel's ranks."""
-    found = channel.headers
-    if found is None:
-        found = channel.headers = make_communicator(channel.data.Dup)
-    else:
-        drain(found, channel.tag_limit)
-    return found
 
 
 def _unwrap(channel: Channel) -> None:

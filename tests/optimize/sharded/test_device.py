@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.optimize import minimize
-from mpiad.optimize.sharded import device_vectors
 
 COMM = MPI.COMM_WORLD
 _RANK, _SIZE = COMM.rank, COMM.size
@@ -84,7 +83,7 @@ def test_a_solve_goes_on_as_if_never_stopped(tmp_path):
 
 @pytest.mark.parametrize("highest", [None, 0.3])
 def test_barriers_are_solved_like_those_on_the_host(highest, monkeypatch):
-    monkeypatch.setattr("mpiad.optimize.sharded.device_vectors._MAX_COLUMNS", 1000)
+    monkeypatch.setattr("mpiad.optimize.sharded.vectors._MAX_COLUMNS", 1000)
     weights, start = np.linspace(3.0, 4.0, 9000 + _RANK), np.linspace(0.9, 1.0, 9000 + _RANK)
     bounds = None if highest is None else [(-1.0, highest)] * len(start)
 
@@ -191,7 +190,7 @@ def test_a_bounded_solve_goes_on_as_if_never_stopped(tmp_path):
 
 def test_products_of_free_variables_are_taken_in_stretches(monkeypatch):
     whole = _solved(on_device, bounds=_bounds())
-    monkeypatch.setattr(device_vectors, "_MAX_COLUMNS", 64)
+    monkeypatch.setattr("mpiad.optimize.sharded.vectors._MAX_COLUMNS", 64)
     np.testing.assert_allclose(_solved(on_device, bounds=_bounds()).history.loss[:8], whole.history.loss[:8], rtol=1e-9)
 
 

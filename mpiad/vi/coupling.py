@@ -1,21 +1,126 @@
-"""Neural spline layers (Durkan et al., 2019): monotone splines whose parameters depend on other coordinates.
+"""Layers of flows that transform each coordinate with parameters that depend on other coordinates: affine or by splines.
 
-The splines are rational-quadratic (Gregory and Delbourgo, 1982). The widths and heights of the bins are softmaxes of
-unconstrained parameters, and the slopes at inner knots are softpluses. Outside of the bins the spline is the identity, and
-the slopes at both ends are 1. If all parameters are zero, the spline is the identity everywhere.
+Neural spline layers (Durkan et al., 2019) use rational-quadratic splines (Gregory and Delbourgo, 1982). The widths and
+heights of the bins are softmaxes of unconstrained parameters, and the slopes at inner knots are softpluses. Outside of the
+bins the spline is the identity, and the slopes at both ends are 1. If all parameters are zero, the spline is the identity
+everywhere.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import autograd.numpy as np
 import numpy
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.device.numpy import concatenate
+from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
-from mpiad.vi.flows.coupling import evaluated, halves, initial_network, joined, length_of, masked_network
+
+
+class AffineCoupling:
+    """The layer of Real NVP (Dinh et al., 2017): x_b = z_b exp(s(z_a)) + t(z_a), x_a = z_a.
+
+    Parameters
+    ----------
+    swap : bool
+        Whether the first half of the coordinates is changed instead of the second.
+    hidden : int
+        The number of units in each of the network's two hidden layers.
+
+    Examples
+    --------
+    >>> from mpiad.vi import AffineCoupling
+    >>> layer, z = AffineCoupling(hidden=8), np.random.default_rng(1).standard_normal((5, 3))
+    >>> params = layer.initial(3, np.random.default_rng(0))
+    >>> x, volume = layer.forward(params, z)
+    >>> print(np.array_equal(x[:, 0], z[:, 0]), np.allclose(layer.inverse(params, x)[1], -volume))
+    True True
+    """
+
+    def __init__(self, swap: bool = False, hidden: int = 32):
+        self.swap, self.hidden = swap, hidden
+
+    def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
+        """Return the initial parameters of the network."""
+        return initial_coupling(dim, self.swap, self.hidden, 2, rng)
+
+    def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
+        """Return the images, and log |det ∂x/∂z| at each point."""
+        return coupled(_affine, params, z, self.swap)
+
+    def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
+        return coupled(_affine_inverse, params, x, self.swap)
+
+
+def _affine(z: Array, outputs: Array) -> tuple[Array, Array]:
+    scale, move = _scale_and_shift(outputs)
+    return z * np.exp(scale) + move, scale
+
+
+def _affine_inverse(x: Array, outputs: Array) -> tuple[Array, Array]:
+    scale, move = _scale_and_shift(outputs)
+    return (x - move) * np.exp(-scale), -scale
+
+
+def _scale_and_shift(outputs: Array) -> tuple[Array, Array]:
+    count = outputs.shape[1] // 2
+    return 2 * np.tanh(outputs[:, :count] / 2), outputs[:, count:]  # limiting scales to e² keeps the fit stable
+
+
+def halves(dim: int, swap: bool) -> tuple[slice, slice]:
+    """Return the coordinates that a coupling layer keeps, and those that it changes; the latter are all if `dim` is one."""
+    first, second = slice(0, dim // 2), slice(dim // 2, dim)
+    return (second, first) if swap and dim > 1 else (first, second)
+
+
+def coupled(transform: Function, params: Tree, x: Array, swap: bool) -> tuple[Array, Array]:
+    """Return x, of which half is changed by ``transform(half, outputs of the network)``, and log |det| at each point."""
+    kept, changed = halves(x.shape[1], swap)
+    y, log_slopes = transform(x[:, changed], evaluated(params, x[:, kept]))
+    parts = (y, x[:, kept]) if kept.start else (x[:, kept], y)
+    return concatenate(parts, axis=1), np.sum(log_slopes, axis=1)
+
+
+def initial_coupling(
+    dim: int, swap: bool, hidden: int, per_coordinate: int, rng: numpy.random.Generator
+) -> list[tuple[Array, Array]]:
+    """Return the initial network of a coupling layer, with a number of outputs for each changed coordinate."""
+    kept, changed = halves(dim, swap)
+    return initial_network(kept.stop - kept.start, hidden, per_coordinate * (changed.stop - changed.start), rng)
+
+
+def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
+    """Return weights and biases of a network with two hidden layers, whose outputs are zero."""
+    sizes = [inputs, hidden, hidden, outputs]
+    # Divided by the square root of the number of inputs, so that activations don't grow with this number.
+    weights = [rng.normal(size=(n, m)) / max(n, 1) ** 0.5 for n, m in zip(sizes, sizes[1:])]
+    weights[-1] *= 0
+    return [(w, numpy.zeros(w.shape[1])) for w in weights]
+
+
+def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | None = None) -> Array:
+    """Return the network's outputs at points of shape (S, inputs); weights are multiplied by the masks, if given."""
+    factors = None if masks is None else masks.like(network[0][0])
+    for k, (w, b) in enumerate(network):
+        x = x @ (w if factors is None else w * factors[k]) + b
+        if k < len(network) - 1:
+            x = np.tanh(x)
+    return x
+
+
+@functools.lru_cache(maxsize=64)
+def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
+    """Return masks with which `per_output` outputs for each input depend only on earlier inputs (Germain et al., 2015)."""
+    degrees = numpy.arange(hidden) % max(dim, 1)  # hidden unit k depends on the first `degrees[k]` inputs
+    first = numpy.arange(dim)[:, None] < degrees[None, :]
+    middle = degrees[:, None] <= degrees[None, :]
+    last = degrees[:, None] <= numpy.repeat(numpy.arange(dim), per_output)[None, :]
+    return Constants(*[mask.astype(float) for mask in (first, middle, last)])
+
 
 # Lower bounds of bin lengths (fractions of the interval) and of slopes, for a well-conditioned inverse.
 _MIN_BIN, _MIN_SLOPE = 1e-3, 1e-3
@@ -52,8 +157,7 @@ class SplineCoupling:
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
         """Return the initial parameters of the network."""
-        kept, changed = halves(dim, self.swap)
-        return initial_network(length_of(kept), self.hidden, length_of(changed) * parameters_per_spline(self.bins), rng)
+        return initial_coupling(dim, self.swap, self.hidden, parameters_per_spline(self.bins), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
@@ -63,11 +167,11 @@ class SplineCoupling:
         """Return the preimages of points, and log |det ∂z/∂x| at each."""
         return self._through(spline_inverse, params, x)
 
-    def _through(self, fun: object, params: Tree, x: Array) -> tuple[Array, Array]:
-        kept, changed = halves(x.shape[1], self.swap)
-        numbers = np.reshape(evaluated(params, x[:, kept]), (len(x), length_of(changed), -1))
-        y, log_slopes = fun(x[:, changed], numbers, self.bins, self.bound)  # type: ignore[operator]
-        return joined(x[:, kept], y, self.swap), np.sum(log_slopes, axis=1)
+    def _through(self, fun: Function, params: Tree, x: Array) -> tuple[Array, Array]:
+        def transform(x: Array, outputs: Array) -> tuple[Array, Array]:
+            return fun(x, np.reshape(outputs, (*x.shape, -1)), self.bins, self.bound)
+
+        return coupled(transform, params, x, self.swap)
 
 
 class SplineAutoregressive:

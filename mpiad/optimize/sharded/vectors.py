@@ -1,4 +1,4 @@
-"""The vectors of L-BFGS on the host, stored as the rows of a matrix, and the operations on them.
+"""The vectors of L-BFGS, stored as the rows of a matrix, and the operations on them: `HostVectors`, and `DeviceVectors`.
 
 A tile is a range of columns of all rows, in contiguous memory. Operations process one tile after the other, since the one
 or two rows that a tile's operations use repeatedly fit into the cache. `device_vectors` is the counterpart on a device.
@@ -11,7 +11,9 @@ and the slot of the oldest pair becomes the slot for trials.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ import numpy as np
 from mpiad._typing import Array, Scalar
 from mpiad.device import to_host
 from mpiad.optimize.constraints import Box
+from mpiad.transport.devices.device_arrays import ArrayModule
 from mpiad.transport.resources import combination, gram, vdot, vdots
 
 # Columns of a tile: two rows of this length fit into the cache of a core.
@@ -136,19 +139,24 @@ class HostVectors:
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
         """Return products of the ring's rows with y, which `change` first computes in place, and with g; and g·g."""
-        of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
-        parts, square = ring.parts(), 0.0
+        wanted, found, square = np.flatnonzero([change, gradient]).tolist(), np.zeros((2, 2 * ring.count + 1)), 0.0
         for _, tile in self:
             current, newest = tile[ring.gradient], tile[ring.newest]
             if change:
                 np.subtract(current, newest, out=newest)
-            square += float(vdot(current, current))
-            for rows, positions in parts:
-                if change:
-                    of_change[positions] += vdots(tile[rows], newest, self.size)
-                if gradient:
-                    of_gradient[positions] += vdots(tile[rows], current, self.size)
-        return of_change, of_gradient, square
+            vectors = [(newest, current)[k] for k in wanted]
+            numbers = self.joined(self.row_products(ring, tile, vectors), vdot(current, current))
+            found[wanted] += numbers[:-1].reshape(len(vectors), -1)
+            square += numbers[-1]
+        return found[0], found[1], square
+
+    def row_products(self, ring: Ring, tile: Array, vectors: list[Array]) -> Array:
+        """Return a tile's products of the ring's rows with vectors, shape (number of vectors, 2m + 1)."""
+        return np.array([np.concatenate([vdots(tile[rows], x, self.size) for rows, _ in ring.parts()]) for x in vectors])
+
+    def joined(self, array: Array, number: Scalar) -> np.ndarray:
+        """Return the entries of an array and a number on the host, by one copy from a device."""
+        return self.to_host(np.concatenate([array.reshape(-1), number.reshape(1)]))
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row."""
@@ -182,21 +190,22 @@ class HostVectors:
         """Return scalars on the host, by one copy from a device."""
         return list(map(float, found))
 
-    def products_of_free(
-        self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
-    ) -> tuple[np.ndarray, float]:
+    def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
         """Return the rows' products over free variables, and the slope over others, at x; store the step from `before`."""
-        rows, box = ring.rows(), self.box
-        products, other_slope = np.zeros((len(rows), len(rows))), 0.0
+        count, box = 2 * ring.count + 1, cast(Box, self.box)
+        found = np.zeros(count**2 + 1)
         for part, tile in self:
             gradient = tile[ring.gradient]
             if before is not None:
                 np.subtract(gradient, tile[ring.newest], out=tile[ring.newest])
                 np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step after projection
-            free, projected = box.free_and_step(x[part], gradient, norm, part)  # type: ignore[union-attr]
-            other_slope += vdot(gradient, np.where(free, 0.0, projected))
-            products += gram(tile[rows] * free)
-        return products, other_slope
+            free, projected = box.free_and_step(x[part], gradient, norm, part)
+            found += self.joined(self.gram(ring, tile, free), vdot(gradient, np.where(free, 0.0, projected)))
+        return found[:-1].reshape(count, count), found[-1]
+
+    def gram(self, ring: Ring, tile: Array, free: Array) -> Array:
+        """Return a tile's products of the ring's rows over the free variables."""
+        return gram(tile[ring.rows()] * free)
 
     def set_direction_at_bounds(self, ring: Ring, x: Array, norm: float) -> None:
         """Set the direction of the variables that aren't free to their projected gradient step."""
@@ -248,3 +257,60 @@ def untiled(memory: np.ndarray, size: int) -> np.ndarray:
     vectors = HostVectors(len(memory) // (whole * (LENGTH + PADDING) + rest), 0)
     vectors.size, vectors.memory = size, memory
     return np.concatenate([tile for _, tile in vectors], axis=1)
+
+
+# Columns that are multiplied at once, so that temporary copies take at most a few tens of megabytes.
+_MAX_COLUMNS = 1 << 18
+
+
+class DeviceVectors(HostVectors):
+    """The vectors on a device, as one tile; the given `box` is copied to the device."""
+
+    def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
+        self.height, self.size, self._xp = height, size, xp
+        self.memory: Array = xp.full((height, size), 0.0, float)
+        self.box = None if box is None else Box(*map(xp.to_device, box))
+
+    def __iter__(self) -> Iterator[tuple[slice, Array]]:
+        """Yield the range of all columns, and all rows."""
+        if self.size:  # empty arrays have no largest entries
+            yield slice(0, self.size), self.memory
+
+    def new(self) -> Array:
+        """Return an uninitialized vector."""
+        return self._xp.empty((self.size,), float)
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """Return an array on the host."""
+        return self._xp.to_host(x)
+
+    def from_host(self, x: np.ndarray) -> Array:
+        """Return a copy of a host array on the device."""
+        return self._xp.to_device(x)
+
+    def row_products(self, ring: Ring, tile: Array, vectors: list[Array]) -> Array:
+        """Return the products; see `HostVectors.row_products`."""
+        # One product with all rows, including unused ones, costs less than two products with the used rows.
+        return _of_ring(ring, tile @ np.stack(vectors, axis=1)).T
+
+    def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
+        """Write a linear combination of rows to another row; the coefficients are copied to the device."""
+        factors = self._xp.to_device(coefficients)
+        terms = (factors[positions] @ self.memory[rows] for rows, positions in parts)
+        self.memory[row] = functools.reduce(operator.add, terms)
+
+    def numbers(self, found: list[Array]) -> list[float]:
+        """Return scalars on the host, by one copy."""
+        return self.to_host(np.stack(found)).tolist()
+
+    def gram(self, ring: Ring, tile: Array, free: Array) -> Array:
+        """Return the products; see `HostVectors.gram`."""
+        # All rows are multiplied, since an array of only the used rows would be a copy.
+        ranges = [slice(start, start + _MAX_COLUMNS) for start in range(0, self.size, _MAX_COLUMNS)]
+        products = functools.reduce(operator.add, ((tile[:, part] * free[part]) @ tile[:, part].T for part in ranges))
+        return _of_ring(ring, _of_ring(ring, products).T).T
+
+
+def _of_ring(ring: Ring, array: Array) -> Array:
+    """Return the ring's rows of a device array."""
+    return np.concatenate([array[rows] for rows, _ in ring.parts()])

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.optimize.sharded.host_vectors import LENGTH, HostVectors, Parts, Ring
+from mpiad.optimize.sharded.vectors import LENGTH, HostVectors, Parts, Ring
 
 RNG = np.random.default_rng(8)
 
