@@ -123,6 +123,10 @@ RUNS = [
         r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
     ),
     Small(
+        2, "examples/triangular_shallow_water.py", "--seconds 20 --iterations 1 --most 9 --picture picture.png",
+        r"derivative (\S+), central difference (\S+)", is_close(1e-4), thorough=True,
+    ),
+    Small(
         2, "examples/topology_3d.py", "--elements 12 6 6 --iterations 5 --most 1 --picture picture.png",
         r"compliance (\S+) -> (\S+) in 5 iterations", lambda first, last: last < first / 2,
     ),
