@@ -57,6 +57,10 @@ RUNS = [
         r"Adam .*loss = (\S+)  closed form (\S+)", is_close(1e-7),
     ),
     Small(
+        2, "examples/graph_network.py", "--nodes 60 --fields 3 --features 5 --iterations 30 --most 1 --picture picture.png",
+        r"other fields: (\S+); (\S+) if nothing", lambda error, before: error < before, thorough=True,
+    ),
+    Small(
         1, "examples/groundwater_uncertainty.py", "--coarsen 20 --boreholes 24 --pairs 8 --draws 4 --picture picture.png",
         r"of their errors: (\S+) m before, (\S+) m after", lambda before, after: after < before / 3, thorough=True,
     ),
