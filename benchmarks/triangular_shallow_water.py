@@ -1,4 +1,4 @@
-"""Shallow water on triangles: mpiad's compiled step beside the same scheme by hand, and beside ANUGA.
+"""Shallow water on triangles: the compiled step compared with the same scheme by hand, and with ANUGA.
 
     mpiexec -n 2 python benchmarks/triangular_shallow_water.py [--refine 1 2] [--steps 20] [--rounds 10]
 
