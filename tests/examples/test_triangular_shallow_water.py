@@ -160,6 +160,7 @@ def test_taylor_remainders_in_the_roughness(example: ModuleType, rank: int, size
     assert rates.min() >= 1.9, rates
 
 
+@pytest.mark.one_rank
 def test_meshes(example: ModuleType) -> None:
     """The normals of each triangle's edges cancel; a refined mesh has the same area and four times the triangles."""
     mesh = mesh_of(example, (100.0, 60.0), 10.0)
