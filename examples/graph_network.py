@@ -145,7 +145,6 @@ def main():
     part = Part(graph, numpy.array_split(numpy.argsort(graph.points[:, 0]), size)[rank])
     start, end = starts[part.nodes], ends[part.nodes]
 
-    @mpiad.jit
     def loss(params):
         """Return this rank's part of the mean squared error of the training fields."""
         errors = part.predicted(params, start[:, TESTED:]) - end[:, TESTED:]
