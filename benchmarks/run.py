@@ -86,6 +86,8 @@ JOBS = (
     Job("wave_peers.py", 1, 150, "--budget 0.5"),
     Job("weak_scaling.py", 2, 60),
     Job("shallow_water.py", 1, 300, "--budget 0.5"),
+    Job("triangular_shallow_water.py", 1, 90, "--refine 1 --rounds 5"),
+    Job("triangular_shallow_water.py", 2, 60, "--refine 1 --rounds 5"),
     Job("optimize_peers.py", 2, 40),
     Job("topology.py", 1, 120, "--elements 24 12 12 --iterations 5"),
     Job("topology.py", 2, 90, "--elements 24 12 12 --iterations 5"),

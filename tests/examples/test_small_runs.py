@@ -57,6 +57,10 @@ RUNS = [
         r"Adam .*loss = (\S+)  closed form (\S+)", is_close(1e-7),
     ),
     Small(
+        2, "examples/graph_network.py", "--nodes 60 --fields 3 --features 5 --iterations 30 --most 1 --picture picture.png",
+        r"other fields: (\S+); (\S+) if nothing", lambda error, before: error < before, thorough=True,
+    ),
+    Small(
         1, "examples/groundwater_uncertainty.py", "--coarsen 20 --boreholes 24 --pairs 8 --draws 4 --picture picture.png",
         r"of their errors: (\S+) m before, (\S+) m after", lambda before, after: after < before / 3, thorough=True,
     ),
@@ -121,6 +125,10 @@ RUNS = [
     Small(
         2, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
         r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
+    ),
+    Small(
+        2, "examples/triangular_shallow_water.py", "--seconds 20 --iterations 1 --most 9 --picture picture.png",
+        r"derivative (\S+), central difference (\S+)", is_close(1e-4), thorough=True,
     ),
     Small(
         2, "examples/topology_3d.py", "--elements 12 6 6 --iterations 5 --most 1 --picture picture.png",
