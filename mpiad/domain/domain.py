@@ -24,10 +24,9 @@ from mpiad.domain import (
     stencils,
 )
 from mpiad.domain.boundary import Boundary
-from mpiad.domain.coordinates import Lattice, Location, lattice_of
 from mpiad.domain.decomposition import Decomposition, checked_block, listed
 from mpiad.domain.field_exchange import ActiveExchange
-from mpiad.domain.interpolation import PointTables
+from mpiad.domain.interpolation import Lattice, Location, PointTables, lattice_of
 from mpiad.domain.stencils import Stencil
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, MIN
