@@ -39,8 +39,8 @@ from mpiad.programs import jit
 # A vector y with yᵀ H = 0 and y₀ = 1 follows from H by forward substitution, one entry per step. The minimal residual is
 # proportional to the conjugate of V y, and its norm is |r| / |y|. A least-squares problem is solved only for the solution.
 #
-# For vectors of doubles on the host, kernels compute the products and the step. They are written in the kernel language, and
-# compiled from the source code of this file (see `mpiad.compiling.translation`).
+# For vectors of doubles on the host, kernels compute the products and the step. They are written in the kernel language
+# and compiled from the source code of this file (see `mpiad.compiling.translation`).
 #
 # References
 # ----------
