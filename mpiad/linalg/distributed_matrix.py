@@ -42,11 +42,13 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 
 
 def probed_matrix(
-    matvec: Function, params: tuple, probing: Probing, shape: tuple[int, ...], comm: Comm, call: str,
-    takes_batches: bool = False,
+    matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool, probing: Probing,
+    like: DistributedMatrix | None = None,
 ) -> DistributedMatrix:  # fmt: skip
-    """Return the matrix of an operator on blocks of a shape, from products with it; its values may be traced."""
+    """Return the matrix of an operator, with the pattern of `like`; its values may be traced."""
     values = probing.values(matvec, params, shape, comm, call, takes_batches)
+    if like is not None:
+        return like.with_values(values)
     parts = getval(values), probing.rows.indices, probing.rows.indptr
     rows: Any = scipy.sparse.csr_matrix(parts, probing.rows.shape, copy=probing.halo is not None)
     if isbox(values):
@@ -386,7 +388,7 @@ class DistributedMatrix:
         alike_on_all(group, check, lambda _: [f"pattern={kind_of(pattern)}"], call)
         with restoring_state(), suspended():
             probing = probing_of(pattern, plain.size, comm, call)
-        matrix = probed_matrix(matvec, params, probing, plain.shape, comm, call)
+        matrix = probed_matrix(matvec, params, plain.shape, comm, call, False, probing)
         leaves, build = flatten(params)
         with restoring_state(), suspended():
             require_complete(matvec, tuple(build(list(map(stop_gradient, leaves)))), plain.shape, matrix, call)
@@ -424,7 +426,7 @@ class DistributedMatrix:
         call, shape = "DistributedMatrix.from_operator", domain.local_shape
         with restoring_state(), suspended():
             probing = probing_of(domain, math.prod(shape), domain.comm, call)
-            return probed_matrix(matvec, params, probing, shape, domain.comm, call)
+            return probed_matrix(matvec, params, shape, domain.comm, call, False, probing)
 
     def __repr__(self) -> str:
         rows, nnz = self.owned_rows, len(self._pattern.columns)

@@ -31,7 +31,7 @@ from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, probed_matrix, require_complete
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
-from mpiad.linalg.probing import Probing, kind_of, pattern_error, probing_of
+from mpiad.linalg.probing import kind_of, pattern_error, probing_of
 from mpiad.linalg.solve import direction_of, function_error, transposed_matvec
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
@@ -182,7 +182,7 @@ class _Factors:
     def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
         same = operator.shape == self.operator.shape
-        same = same and all(x is y for x, y in zip(options[:-1], self.options[:-1]))  # apart from the probing
+        same = same and all(x is y for x, y in zip(options[:-1], self.options[:-1]))  # apart from what is known
         return same and self._has_leaves(operator.leaves) and self.is_current()
 
     def _has_leaves(self, leaves: list[Any]) -> bool:
@@ -382,17 +382,17 @@ class _Options(NamedTuple):
     method: str
     matrix: DistributedMatrix | None
     call: str = _CALL  # for messages
-    probing: list[Probing] = []  # once it is known
+    known: list[Any] = []  # the probing, once it is known, and for a general pattern a matrix with this pattern
 
     def assembled(self, operator: _Operator, requires_all: bool) -> DistributedMatrix:
         """Return the matrix; raise on all ranks, if `requires_all`, if the pattern misses an entry."""
         if self.matrix is not None:
             return self.matrix.with_values(operator.leaves[0])
         params, shape = tuple(operator.build(operator.leaves)), operator.shape
-        if not self.probing:
-            self.probing.append(probing_of(self.pattern, math.prod(shape), self.comm, self.call))
-        given = self.probing[0], shape, self.comm, self.call, operator.takes_batches
-        matrix = probed_matrix(operator.matvec, params, *given)
+        if not self.known:
+            self.known.append(probing_of(self.pattern, math.prod(shape), self.comm, self.call))
+        matrix = probed_matrix(operator.matvec, params, shape, self.comm, self.call, operator.takes_batches, *self.known)
+        self.known[1:] = [matrix][: self.known[0].halo is None]
         if requires_all:
             require_complete(operator.matvec, params, shape, matrix, self.call)
         return matrix
