@@ -45,10 +45,12 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
     # Receives are posted before the sends, so that MPI needn't buffer the messages.
     incoming = []
     for route in routes:
-        parts = route.owned if backwards else route.ghosts
+        if not (parts := route.owned if backwards else route.ghosts):
+            continue
         incoming.append(PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
     for route in routes:
-        parts = route.ghosts if backwards else route.owned
+        if not (parts := route.ghosts if backwards else route.owned):
+            continue
         mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), route.peer, tag, comm)
     return incoming
 
@@ -185,30 +187,15 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) ->
 
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> None:
     """Fill the halo of an array of shape (..., *padded), whose interior contains the block."""
-    stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
-    for _, local in stages:
-        _fill_constants(out, local, sides)
-    for stage, local in stages:
+    for stage, local in zip(halo.stages(scheme), halo.local(sides, scheme)):
         complete(out, post(out, stage.routes, False, _TAG, halo.comm), False)
-        _fill_copies(out, local, sides)
+        fill_local(out, local, sides)
 
 
 def fill_local(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
     """Fill the cells that no message fills; called after all messages of the stage."""
-    _fill_constants(out, local, sides)
-    _fill_copies(out, local, sides)
-
-
-def _fill_constants(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
     for cells in local:
-        if cells.copied is None:
-            out[cells.ghost] = cells.side(sides).filled(None)
-
-
-def _fill_copies(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
-    for cells in local:
-        if cells.copied is not None:
-            out[cells.ghost] = cells.side(sides).filled(out[cells.copied])
+        out[cells.ghost] = cells.side(sides).filled(None if cells.copied is None else out[cells.copied])
 
 
 @custom_operator
