@@ -9,6 +9,7 @@ operations into halves, between which the program can compute. A *padded* array 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -233,51 +234,35 @@ defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=BY_AXIS: fold_halo(dg, 
 fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
-def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> Callable[[], Iterator[None]]:
-    """Return a function that has the effect of `fill_in_place` on one array; see `InPlace.prepared`."""
-    stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
-    all_cells = [cells for _, local in stages for cells in local]
-    constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in all_cells if cells.copied is None]
-    prepared = [
-        (
-            _prepared(out, stage, False, halo),
-            [(out[cells.ghost], out[cells.copied], cells.side(sides)) for cells in local if cells.copied is not None],
-        )
-        for stage, local in stages
-    ]
+def _prepared(
+    values: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS, backwards: bool = False
+) -> Callable[[], Iterator[None]]:
+    """Return a function that fills one array in place, or folds it; see `InPlace.prepared`."""
+    ndim, prepared = len(halo.shape), []
+    constants = [cells for local in halo.local(sides, scheme) for cells in local if cells.copied is None and not backwards]
+    filled = [(values[cells.ghost], cells.side(sides).filled(None)) for cells in constants]
+    # Folding reverses the order of filling, as in `fold_in_place`.
+    order = slice(None, None, -1 if backwards else 1)
+    for stage, local in zip(halo.stages(scheme)[order], halo.local(sides, scheme)[order]):
+        messages = PreparedStage(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else None
+        copies = [(values[x.copied], values[x.ghost], x.side(sides), x.axis - ndim) for x in local[order] if x.copied]
+        prepared.append((messages, copies))
 
-    def filling() -> Iterator[None]:
-        for ghost, value in constants:
+    def run() -> Iterator[None]:
+        for ghost, value in filled:
             ghost[...] = value
         for messages, copies in prepared:
-            if messages is not None:
+            if messages is not None and not backwards:
                 yield from messages.run()
-            for ghost, layers, side in copies:
-                ghost[...] = side.filled(layers)
-
-    return filling
-
-
-def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> Callable[[], Iterator[None]]:
-    """Return a function that has the effect of `fold_in_place` on one array; see `InPlace.prepared`."""
-    prepared, ndim = [], len(halo.shape)
-    for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        copied = [cells for cells in reversed(local) if cells.copied is not None]
-        copies = [(total[x.copied], total[x.ghost], x.side(sides), x.axis - ndim) for x in copied]
-        prepared.append((copies, _prepared(total, stage, True, halo)))
-
-    def folding() -> Iterator[None]:
-        for copies, messages in prepared:
             for cells, ghost, side, axis in copies:
-                np.add(cells, side.folded(ghost, cells, axis), out=cells)
-            if messages is not None:
+                if backwards:
+                    np.add(cells, side.folded(ghost, cells, axis), out=cells)
+                else:
+                    ghost[...] = side.filled(cells)
+            if messages is not None and backwards:
                 yield from messages.run()
 
-    return folding
-
-
-def _prepared(values: LocalArray, stage: Stage, backwards: bool, halo: Halo) -> PreparedStage | None:
-    return PreparedStage(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else None
+    return run
 
 
 def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
@@ -297,13 +282,13 @@ def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: s
 
 fill_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _zero_widths, fill_in_place,
-    _prepared_filling,
+    _prepared,
     lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
 # The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the outermost
 # layer and the h layers of the halo, these are 2 h + 1 layers.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
-    _prepared_folding,
+    functools.partial(_prepared, backwards=True),
     lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants
+from mpiad.differentiation.segment_sum import segment_sum
 from mpiad.domain import Domain
 from mpiad.linalg.probing import Probing, checked_product, kind_of, pattern_error, positions, probing_of
 from mpiad.linalg.solve import function_error, solve
@@ -25,10 +26,9 @@ from mpiad.linalg.sparse_products import (
     ProductWith,
     product,
     require_matrix,
-    sparse_matmul,
     transposed_product,
 )
-from mpiad.linalg.vectors import block_error, on_host, require_floats, require_together, through_host
+from mpiad.linalg.vectors import block_error, on_host, require_together, through_host
 from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
@@ -37,7 +37,7 @@ from mpiad.transport import channel
 from mpiad.transport.core.agreement import alike_on_all, raise_together, raising_together
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of, named
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 
@@ -312,10 +312,8 @@ class DistributedMatrix:
         starts = np.searchsorted(pattern, total * np.arange(row_counts[group.rank] + 1))
         local = np.zeros(len(pattern), kind), pattern % total if total else pattern, starts
         empty = scipy.sparse.csr_matrix(local, (row_counts[group.rank], total))
-        ones = np.ones(len(row), kind.char.lower()), numbers, np.arange(len(row) + 1)
-        sums = scipy.sparse.csc_matrix(ones, (len(pattern), len(row)))
         matrix = cls(empty, columns=column_counts[group.rank], comm=comm)
-        return matrix.with_values(sparse_matmul(sums, anp.reshape(values, (-1,))))
+        return matrix.with_values(segment_sum(anp.reshape(values, (-1,)), numbers, len(pattern)))
 
     @classmethod
     def from_pattern(
@@ -594,7 +592,10 @@ class DistributedMatrix:
     def _checked(self, x: Array, axis: int, call: str) -> Any:
         plain, length = getval(x), self.local_shape[axis]
         if type(plain) is not np.ndarray or plain.dtype.kind not in "fc":
-            require_floats(f"DistributedMatrix.{call}", plain, length)
+            if not is_array(plain) or plain.dtype.kind not in "fc":
+                kind = f"an array of dtype {plain.dtype}" if is_array(plain) else type(plain).__name__
+                text = f"expected an array of floats of shape (..., {length}), but got {kind}."
+                raise TypeError(f"DistributedMatrix.{call}: {text}")
         values = getval(self.values)
         if type(plain) is not type(values) or arrays_of(plain) != arrays_of(values):
             require_together(f"DistributedMatrix.{call}", x=plain, values=values)

@@ -32,7 +32,7 @@ from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, 
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
 from mpiad.linalg.probing import kind_of, pattern_error, probing_of
-from mpiad.linalg.solve import direction_of, function_error, transposed_matvec
+from mpiad.linalg.solve import direction_of, function_error, over_lanes, transposed_matvec
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
 from mpiad.linalg.vectors import block_error
@@ -75,11 +75,7 @@ class _Operator(NamedTuple):
                 return self.matvec(block, *params)
             return transposed_matvec(self.matvec, params, block)(block)
 
-        lead = spec_like(u).shape[: -len(self.shape) or None]
-        if self.takes_batches or not lead:
-            return one(u)
-        blocks = anp.reshape(u, (-1, *self.shape))
-        return anp.reshape(anp.stack([one(blocks[k]) for k in range(math.prod(lead))]), (*lead, *self.shape))
+        return over_lanes(one, 0 if self.takes_batches else len(spec_like(u).shape) - len(self.shape))(u)
 
 
 @custom_operator
