@@ -42,9 +42,15 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 
 
 def probed_matrix(
-    matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool, probing: Probing,
+    matvec: Function,
+    params: tuple,
+    shape: tuple[int, ...],
+    comm: Comm,
+    call: str,
+    takes_batches: bool,
+    probing: Probing,
     like: DistributedMatrix | None = None,
-) -> DistributedMatrix:  # fmt: skip
+) -> DistributedMatrix:
     """Return the matrix of an operator, with the pattern of `like`; its values may be traced."""
     values = probing.values(matvec, params, shape, comm, call, takes_batches)
     if like is not None:

@@ -308,8 +308,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
         )
         multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures, lanes)
         # The cotangent of u is Jᵀ λ, which must be equal to g; this is checked if the method assumes that J is symmetric.
-        of_leaves = param_cotangents(pull, multiplier, g, problem.jacobian, failures, lanes)
-        return [None if part is None else -part for part in of_leaves]
+        return param_cotangents(pull, multiplier, g, problem.jacobian, failures, lanes)
 
     return vjp
 

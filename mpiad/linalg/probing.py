@@ -216,9 +216,15 @@ def pattern_error(call: str, name: str, shape: tuple[int, ...], pattern: Any, gr
 
 
 def positions(
-    rows: Array, columns: Array, shape: tuple[int, ...], of_matrix: tuple[int, int], offsets: np.ndarray, rank: Rank,
-    call: str, remedy: str = "",
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    rows: Array,
+    columns: Array,
+    shape: tuple[int, ...],
+    of_matrix: tuple[int, int],
+    offsets: np.ndarray,
+    rank: Rank,
+    call: str,
+    remedy: str = "",
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the row, in this rank's part, and the column of entries with a shape; raise an error if one is invalid."""
     found = []
     for name, given in (("rows", rows), ("columns", columns)):

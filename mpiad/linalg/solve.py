@@ -181,11 +181,10 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
                 pulls = [vjp_at(multiplier[k]) for k in range(len(g))]
                 failures.raise_together()
                 parts = [param_cotangents(pull, left, g[k], problem, failures) for k, pull in enumerate(pulls)]
-                return [multiplier, *[None if part is None else -part for part in _stacked(parts)]]
+                return [multiplier, *_stacked(parts)]
             pull = vjp_at(multiplier)
             failures.raise_together()
-        of_leaves = param_cotangents(pull, left, g, problem, failures, lanes)
-        return [multiplier, *[None if part is None else -part for part in of_leaves]]
+        return [multiplier, *param_cotangents(pull, left, g, problem, failures, lanes)]
 
     return vjp
 
@@ -198,13 +197,13 @@ def _stacked(cotangents: list[list]) -> list:
 def param_cotangents(
     pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures, lanes: bool = False
 ) -> list:
-    """Return the cotangents of all arguments of a user function but the first; `left` is the cotangent of its result."""
+    """Return the cotangents of a user function's arguments but the first; minus `left` is the cotangent of its result."""
     cotangents = failures.attempt("adjoint", partial(pull, batch=lanes), left) or [None]
     if problem.hermitian:
         require_transpose(stop_gradient(cotangents[0]), stop_gradient(g), problem.settings, failures)
     else:
         failures.raise_together()  # no reduction follows that would report failures
-    return list(cotangents[1:])
+    return [None if part is None else -part for part in cotangents[1:]]
 
 
 def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Settings) -> LocalArray | None:
