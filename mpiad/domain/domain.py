@@ -16,7 +16,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function, LocalArray, Rank, ReplicatedArray, RootArray, Shape, Tree
 from mpiad.domain import (
     field_exchange,
-    field_files,
     interpolation,
     minimization,
     random_fields,
@@ -24,10 +23,9 @@ from mpiad.domain import (
     stencils,
 )
 from mpiad.domain.boundary import Boundary
-from mpiad.domain.coordinates import Lattice, Location, lattice_of
 from mpiad.domain.decomposition import Decomposition, checked_block, listed
 from mpiad.domain.field_exchange import ActiveExchange
-from mpiad.domain.interpolation import PointTables
+from mpiad.domain.interpolation import Lattice, Location, PointTables, lattice_of
 from mpiad.domain.stencils import Stencil
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, MIN
@@ -943,7 +941,7 @@ class Domain(Decomposition):
         All ranks call it. They write a file with a random name in the folder of `path`, and rename it at the end. If
         several jobs save to the same path, the last one replaces the file.
         """
-        return field_files.save(self, path, u)
+        return scatter_gather.save(self, path, u)
 
     def load(self, path: str | PathLike[str]) -> LocalArray:
         """Read this rank's block of a field from a file written by `save`, on any number of ranks, or by `numpy.save`.
@@ -965,4 +963,4 @@ class Domain(Decomposition):
         -----
         All ranks call it. They read the same file, even if another job saves to the path at the same time.
         """
-        return field_files.load(self, path)
+        return scatter_gather.load(self, path)

@@ -13,8 +13,7 @@ from mpiad._typing import Array, Function, LocalArray
 from mpiad.device.assembly import concatenate
 from mpiad.domain.boundary import Boundary, Sides, check_values, homogeneous, shifted, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block
-from mpiad.domain.halo import Halo, fill_halo, fill_local, fold_local
-from mpiad.domain.halo_messages import PendingReceive, complete, post
+from mpiad.domain.halo import Halo, PendingReceive, complete, fill_halo, fill_local, fold_local, post
 from mpiad.domain.routes import AT_ONCE, BY_AXIS, FACES_ONLY
 from mpiad.errors import RequestError
 from mpiad.primitives.checks import point_to_point

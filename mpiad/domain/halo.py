@@ -9,6 +9,8 @@ operations into halves, between which the program can compute. A *padded* array 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,14 +18,112 @@ import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.domain.boundary import ZERO, Side, Sides, homogeneous
-from mpiad.domain.halo_messages import PreparedStage, complete, post
 from mpiad.domain.partition import Partition
-from mpiad.domain.routes import BY_AXIS, Geometry, Index, Stage, plan
+from mpiad.domain.routes import BY_AXIS, Geometry, Index, Route, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
+from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
+from mpiad.primitives.request import Request
+from mpiad.transport import channel
+from mpiad.transport.core.messages import PreparedMessages
 from mpiad.transport.devices.device_arrays import copied, empty_like
 
 # MPI guarantees tags up to 32767.
 _TAG = 32750
+
+
+# The messages of a stage, one to each neighbor; all messages start before the first is completed.
+
+
+class PendingReceive(NamedTuple):
+    """A message that this rank is receiving."""
+
+    parts: tuple[Index, ...]  # indices of the message's parts in the array
+    request: Request
+
+
+def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[PendingReceive]:
+    """Start the messages of a stage for an array (..., *padded), from blocks to halos, or if `backwards` vice versa."""
+    # Receives are posted before the sends, so that MPI needn't buffer the messages.
+    incoming = []
+    for route in routes:
+        if not (parts := route.owned if backwards else route.ghosts):
+            continue
+        incoming.append(PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
+    for route in routes:
+        if not (parts := route.ghosts if backwards else route.owned):
+            continue
+        mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), route.peer, tag, comm)
+    return incoming
+
+
+def complete(values: LocalArray, incoming: list[PendingReceive], backwards: bool) -> None:
+    """Wait for the messages of a stage, and write the received values to the cells; if `backwards`, add the values."""
+    for parts, request in incoming:
+        # Messages are completed in a fixed order, so that contributions to one cell are added in a fixed order.
+        message, start = mpi_wait(request), 0
+        for index in parts:
+            shape = values[index].shape
+            stop = start + math.prod(shape)
+            part, start = message[start:stop].reshape(shape), stop
+            if backwards:
+                values[index] += part
+            else:
+                values[index] = part
+
+
+def _buffer_for(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
+    return empty_like(values, (sum(values[index].size for index in parts),))
+
+
+class PreparedStage:
+    """The messages of a stage, for an array with a fixed address that is exchanged repeatedly; arguments as for `post`."""
+
+    def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
+        outgoing = [_Packing(values, route.ghosts if backwards else route.owned) for route in routes]
+        # With `backwards`, received values are added to the cells, so they need a buffer.
+        incoming = [_Packing(values, route.owned if backwards else route.ghosts, buffered=backwards) for route in routes]
+        self._packed = [copy for memory in outgoing for copy in memory.copies]
+        self._unpacked = [copy for memory in incoming for copy in memory.copies]
+        self._combine = _add if backwards else np.copyto
+        group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
+        self._messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
+
+    def run(self) -> Iterator[None]:
+        """Start the messages, yield, and complete them; the caller must not change the cells of the messages in between."""
+        messages = self._messages
+        try:
+            for cells, part in self._packed:
+                np.copyto(part, cells)
+            messages.start()
+            yield
+            messages.finish("exchange")
+        except BaseException as error:
+            # A GeneratorExit means that the compiled program was discarded. Active messages may still write to the array.
+            name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
+            messages.leave(f"{name} left a compiled program in which messages were under way.")
+            raise
+        combine = self._combine
+        for cells, part in self._unpacked:
+            combine(cells, part)
+
+
+class _Packing:
+    """The memory of a message: a view of the array if the message is one contiguous part, else a buffer."""
+
+    def __init__(self, values: np.ndarray, parts: tuple[Index, ...], buffered: bool = False):
+        cells = [values[index] for index in parts]
+        self.copies: list[tuple[np.ndarray, np.ndarray]] = []  # parts of the array, with views of the buffer
+        if len(cells) == 1 and cells[0].flags.c_contiguous and not buffered:
+            self.message = cells[0]
+            return
+        self.message, start = _buffer_for(values, parts), 0
+        for part in cells:
+            self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))
+            start += part.size
+
+
+def _add(cells: np.ndarray, part: np.ndarray) -> None:
+    np.add(cells, part, out=cells)
 
 
 class LocalFill(NamedTuple):
@@ -88,30 +188,15 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) ->
 
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> None:
     """Fill the halo of an array of shape (..., *padded), whose interior contains the block."""
-    stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
-    for _, local in stages:
-        _fill_constants(out, local, sides)
-    for stage, local in stages:
+    for stage, local in zip(halo.stages(scheme), halo.local(sides, scheme)):
         complete(out, post(out, stage.routes, False, _TAG, halo.comm), False)
-        _fill_copies(out, local, sides)
+        fill_local(out, local, sides)
 
 
 def fill_local(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
     """Fill the cells that no message fills; called after all messages of the stage."""
-    _fill_constants(out, local, sides)
-    _fill_copies(out, local, sides)
-
-
-def _fill_constants(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
     for cells in local:
-        if cells.copied is None:
-            out[cells.ghost] = cells.side(sides).filled(None)
-
-
-def _fill_copies(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
-    for cells in local:
-        if cells.copied is not None:
-            out[cells.ghost] = cells.side(sides).filled(out[cells.copied])
+        out[cells.ghost] = cells.side(sides).filled(None if cells.copied is None else out[cells.copied])
 
 
 @custom_operator
@@ -149,51 +234,35 @@ defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=BY_AXIS: fold_halo(dg, 
 fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
-def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> Callable[[], Iterator[None]]:
-    """Return a function that has the effect of `fill_in_place` on one array; see `InPlace.prepared`."""
-    stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
-    all_cells = [cells for _, local in stages for cells in local]
-    constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in all_cells if cells.copied is None]
-    prepared = [
-        (
-            _prepared(out, stage, False, halo),
-            [(out[cells.ghost], out[cells.copied], cells.side(sides)) for cells in local if cells.copied is not None],
-        )
-        for stage, local in stages
-    ]
+def _prepared(
+    values: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS, backwards: bool = False
+) -> Callable[[], Iterator[None]]:
+    """Return a function that fills one array in place, or folds it; see `InPlace.prepared`."""
+    ndim, prepared = len(halo.shape), []
+    constants = [cells for local in halo.local(sides, scheme) for cells in local if cells.copied is None and not backwards]
+    filled = [(values[cells.ghost], cells.side(sides).filled(None)) for cells in constants]
+    # Folding reverses the order of filling, as in `fold_in_place`.
+    order = slice(None, None, -1 if backwards else 1)
+    for stage, local in zip(halo.stages(scheme)[order], halo.local(sides, scheme)[order]):
+        messages = PreparedStage(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else None
+        copies = [(values[x.copied], values[x.ghost], x.side(sides), x.axis - ndim) for x in local[order] if x.copied]
+        prepared.append((messages, copies))
 
-    def filling() -> Iterator[None]:
-        for ghost, value in constants:
+    def run() -> Iterator[None]:
+        for ghost, value in filled:
             ghost[...] = value
         for messages, copies in prepared:
-            if messages is not None:
+            if messages is not None and not backwards:
                 yield from messages.run()
-            for ghost, layers, side in copies:
-                ghost[...] = side.filled(layers)
-
-    return filling
-
-
-def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> Callable[[], Iterator[None]]:
-    """Return a function that has the effect of `fold_in_place` on one array; see `InPlace.prepared`."""
-    prepared, ndim = [], len(halo.shape)
-    for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        copied = [cells for cells in reversed(local) if cells.copied is not None]
-        copies = [(total[x.copied], total[x.ghost], x.side(sides), x.axis - ndim) for x in copied]
-        prepared.append((copies, _prepared(total, stage, True, halo)))
-
-    def folding() -> Iterator[None]:
-        for copies, messages in prepared:
             for cells, ghost, side, axis in copies:
-                np.add(cells, side.folded(ghost, cells, axis), out=cells)
-            if messages is not None:
+                if backwards:
+                    np.add(cells, side.folded(ghost, cells, axis), out=cells)
+                else:
+                    ghost[...] = side.filled(cells)
+            if messages is not None and backwards:
                 yield from messages.run()
 
-    return folding
-
-
-def _prepared(values: LocalArray, stage: Stage, backwards: bool, halo: Halo) -> PreparedStage | None:
-    return PreparedStage(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else None
+    return run
 
 
 def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
@@ -213,13 +282,13 @@ def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: s
 
 fill_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _zero_widths, fill_in_place,
-    _prepared_filling,
+    _prepared,
     lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
 # The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the outermost
 # layer and the h layers of the halo, these are 2 h + 1 layers.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
-    _prepared_folding,
+    functools.partial(_prepared, backwards=True),
     lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -18,22 +19,112 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Comm, LocalArray, Rank, Shape
+from mpiad._typing import Array, LocalArray, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants, array_to_device, array_to_host
 from mpiad.differentiation import make_vjp
 from mpiad.domain.boundary import sides_of
-from mpiad.domain.coordinates import Lattice, Location, located
-from mpiad.domain.decomposition import Decomposition, checked_block
+from mpiad.domain.decomposition import Decomposition, checked_block, per_dimension
 from mpiad.domain.halo import fill_halo, fold_halo
-from mpiad.extend import custom_operator, defjvp, defvjp
-from mpiad.primitives import mpi_allreduce, mpi_alltoall, mpi_irecv, mpi_send, mpi_wait, stop_gradient
+from mpiad.domain.partition import Partition
+from mpiad.primitives import mpi_allreduce, mpi_alltoall, stop_gradient
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.agreement import agreed, raising_together
 from mpiad.transport.core.replication import require_replicated
 from mpiad.transport.core.tracing import checked_on_replay
-from mpiad.transport.devices.device_arrays import arrays_of, empty_like, is_array, named
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 from mpiad.transport.watch import watch_settings
+
+_ROUNDING = 1e-9  # tolerance for points at the ends of the grid, as a fraction of the spacing
+
+
+class Lattice(NamedTuple):
+    """Positions of the cells of a grid."""
+
+    firsts: list[float]  # coordinate of cell 0 along each dimension
+    steps: list[float]  # distance from one cell to the next
+
+
+def lattice_of(
+    shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
+) -> Lattice:
+    """Return the positions of cells from the arguments of `Domain.coordinates`; raise a ValueError if one is invalid."""
+    if extent is None:
+        ndim = len(shape)
+        steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
+        origins = per_dimension(origin, ndim, "origin")
+        return Lattice([float(x) + centred * h / 2 for x, h in zip(origins, steps)], steps)
+    firsts, steps = [], []
+    for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
+        if not high > low:
+            raise ValueError(f"Domain.coordinates: extent must have ends low < high, but got ({low}, {high}).")
+        # The upper end of a periodic dimension coincides with the first cell, so there are as many steps as cells.
+        step = (high - low) / (n if centred or wraps else max(1, n - 1))
+        firsts.append(low + step / 2 if centred else low)
+        steps.append(step)
+    return Lattice(firsts, steps)
+
+
+def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
+    if not isinstance(extent, (Sequence, np.ndarray)):
+        return [(0.0, float(extent))] * ndim
+    if len(extent) != ndim:
+        raise ValueError(
+            f"Domain.coordinates: extent must be a length, or have a length or a pair (low, high) for each of {ndim} "
+            f"dimensions, but got {extent!r}."
+        )
+    return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in extent]
+
+
+class Location(NamedTuple):
+    """The owners of points, their cells, and their positions between cells."""
+
+    owner: Array  # int array of shape (...); the rank that owns the cell
+    # Int array of shape (..., dimensions): the index, in the whole grid, of the last cell at or before the point; for a
+    # point at the end of a dimension that isn't periodic, of the cell before the last.
+    cell: Array
+    fraction: Array  # shape (..., dimensions); the distance from that cell, from 0 to 1 (the next cell)
+
+
+def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
+    """Return the location of points; raise a TypeError or ValueError if `points` aren't points of the grid."""
+    ndim, plain = len(partition.shape), np.asarray(stop_gradient(points))
+    if plain.dtype.kind not in "fiu":
+        raise TypeError(f"{call}: points must be an array of numbers, but got {type(points).__name__} of {plain.dtype}.")
+    if plain.shape[-1:] != (ndim,):
+        raise ValueError(
+            f"{call}: points must have shape (..., {ndim}), one coordinate for each dimension of the grid, but have "
+            f"{plain.shape}."
+        )
+    firsts, steps = np.array(lattice.firsts), np.array(lattice.steps)
+    position = ((points if isbox(points) else plain) - firsts) / steps  # distance from cell 0, in units of the spacing
+    _require_inside(plain, np.asarray(stop_gradient(position)), lattice, partition, call)
+    base = np.floor(np.asarray(stop_gradient(position))).astype(np.intp)
+    # For a point at the last cell, the preceding cell and the fraction one are returned, so no cell beyond it is needed.
+    last = np.maximum(np.array(partition.shape) - 2, 0)
+    base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
+    fraction = position - base
+    cell = base % np.array(partition.shape)
+    return Location(partition.owners(cell), cell, fraction)
+
+
+def _require_inside(points: np.ndarray, position: np.ndarray, lattice: Lattice, partition: Partition, call: str) -> None:
+    last = np.array(partition.shape) - 1
+    inside = np.array(partition.periodic) & np.isfinite(position)
+    # The condition is negated, so that NaN counts as outside.
+    outside = ~(inside | ((position >= -_ROUNDING) & (position <= last + _ROUNDING)))
+    if not outside.any():
+        return
+    *index, axis = np.argwhere(outside)[0].tolist()
+    first, step = lattice.firsts[axis], lattice.steps[axis]
+    point = tuple(points[tuple(index)].tolist())
+    raise ValueError(
+        f"{call}: point {index[0] if len(index) == 1 else tuple(index)} at {point} is outside of the grid along dimension "
+        f"{axis}, whose {partition.shape[axis]} cells lie from {first:g} to {first + step * int(last[axis]):g}"
+        f"{' (periodic, but the coordinate is not finite)' if partition.periodic[axis] else ''}. "
+        f"{int(outside.any(axis=-1).sum())} of {max(1, points.size // points.shape[-1])} points are outside."
+    )
+
 
 # Interpolation weights are computed on the host.
 #
@@ -42,7 +133,6 @@ from mpiad.transport.watch import watch_settings
 # device. The weights of traced points are traced; each call computes and copies them.
 
 _MAX_TABLES = 8  # maximum number of cached tables
-_TAG = 32746  # MPI guarantees tags up to 32767
 
 
 class PointTable(NamedTuple):
@@ -186,10 +276,10 @@ def _interpolate_own(
     with raising_together(domain._channel):
         _require_same_device(u, points, call)
         owners = located(_on_host(points), lattice, domain._partition, call).owner
-    route, arrived = _sent(domain, points, owners)
+    order, (sent, received), arrived = _sent(domain, points, owners)
     share, _ = _share(domain, tables, u, arrived, lattice, call)
-    own = routed(anp.moveaxis(share, -1, 0), route, True)[np.argsort(route.order)]
-    return anp.reshape(anp.moveaxis(own, 0, -1), share.shape[:-1] + owners.shape)
+    own = mpi_alltoall(share, received, -1, domain.comm, sent)[..., np.argsort(order)]
+    return anp.reshape(own, share.shape[:-1] + owners.shape)
 
 
 def deposit(domain: Decomposition, tables: PointTables, points: Array, values: Array, lattice: Lattice) -> LocalArray:
@@ -203,9 +293,9 @@ def deposit(domain: Decomposition, tables: PointTables, points: Array, values: A
             raise ValueError(
                 f"{call}: values must be an array of floats of shape (..., *{owners.shape}), one per point, but got {kind}."
             )
-    route, arrived = _sent(domain, points, owners)
+    order, (sent, received), arrived = _sent(domain, points, owners)
     flat = anp.reshape(values, (*given.shape[: given.ndim - owners.ndim], owners.size))
-    own = anp.moveaxis(routed(anp.moveaxis(flat, -1, 0)[route.order], route, False), 0, -1)
+    own = mpi_alltoall(flat[..., order], sent, -1, domain.comm, received)
     table = tables.table(arrived, lattice, given.real.dtype, call)
     spec = Spec((*flat.shape[:-1], *tables.halo.padded), given.dtype, arrays_of(given))
     # The transpose of the interpolation, of which the halo is the last part.
@@ -213,45 +303,13 @@ def deposit(domain: Decomposition, tables: PointTables, points: Array, values: A
     return fold_halo(pull(own), tables.halo, sides_of("edge", ndim, call))
 
 
-class Route(NamedTuple):
-    """The messages that send rows of arrays, one for each point, to the owners of the points."""
-
-    order: np.ndarray  # the points' indices, sorted by owner
-    destinations: list[tuple[Rank, slice]]  # ranks to which this rank sends sorted rows
-    sources: list[tuple[Rank, slice]]  # ranks from which it receives rows
-    comm: Comm
-
-
-def _sent(domain: Decomposition, points: Array, owners: np.ndarray) -> tuple[Route, Array]:
-    """Return the route of this rank's points to their owners, and the points that this rank owns; collective."""
-    order, size = np.argsort(owners, axis=None, kind="stable"), domain._channel.size
-    counts = np.bincount(owners.reshape(-1), minlength=size)
-    parts = []
-    for lengths in (counts, mpi_alltoall(counts, comm=domain.comm)):
-        stops = np.cumsum(lengths)
-        parts.append([(int(r), slice(int(stops[r] - lengths[r]), int(stops[r]))) for r in np.flatnonzero(lengths)])
-    route = Route(order, parts[0], parts[1], domain.comm)
+def _sent(domain: Decomposition, points: Array, owners: np.ndarray) -> tuple[np.ndarray, list[np.ndarray], Array]:
+    """Return the points' order by owner, the numbers sent to and received from each rank, and this rank's points."""
+    order, counts = np.argsort(owners, axis=None, kind="stable"), np.bincount(owners.flat, minlength=domain._channel.size)
+    received = mpi_alltoall(counts, comm=domain.comm)
     # Points are converted to floats, since all ranks must send the same dtype, and some may pass integers.
     flat = anp.reshape(_on_host(points), (-1, len(domain.shape))) * 1.0
-    return route, routed(flat[order], route, False)
-
-
-@custom_operator
-def routed(x: LocalArray, route: Route, backwards: bool) -> LocalArray:
-    """Send rows of x, sorted by owner, to the owners, or backwards; return the rows that arrive. Adjoint: the reverse."""
-    there, here = (route.sources, route.destinations) if backwards else (route.destinations, route.sources)
-    out = empty_like(x, (here[-1][1].stop if here else 0, *x.shape[1:]))
-    pending = [(rows, mpi_irecv(out[rows], r, _TAG, route.comm)) for r, rows in here]
-    for r, rows in there:
-        mpi_send(x[rows], r, _TAG, route.comm)
-    for rows, request in pending:
-        out[rows] = mpi_wait(request)
-    return out
-
-
-# The transpose of a permutation of rows is its inverse.
-defvjp(routed, lambda ans, x, route, backwards: lambda g: routed(g, route, not backwards))
-defjvp(routed, lambda g, ans, x, route, backwards: routed(g, route, backwards))
+    return order, [counts, received], mpi_alltoall(flat[order], counts, comm=domain.comm, received=received)
 
 
 def _on_host(points: Array) -> Array:

@@ -55,11 +55,8 @@ class Partition:
         """Return the ranks (...) that own cells, given by indices (..., dimensions) in the whole grid."""
         number = np.zeros(cells.shape[:-1], np.intp)
         for axis, (n, p) in enumerate(zip(self.shape, self.dims)):
-            share, longer = divmod(n, p)
-            # The first `longer` blocks have `share + 1` cells, the other blocks have `share` cells.
-            index, first_short = cells[..., axis], longer * (share + 1)
-            position = np.where(index < first_short, index // (share + 1), longer + (index - first_short) // share)
-            number = number * p + position
+            stops = [even_range(n, p, position)[1] for position in range(p)]
+            number = number * p + np.searchsorted(stops, cells[..., axis], side="right")
         return number
 
 

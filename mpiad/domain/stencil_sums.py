@@ -17,8 +17,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray, Shape
 from mpiad.domain.boundary import Sides, homogeneous
-from mpiad.domain.halo import Halo, fill_local, fold_in_place
-from mpiad.domain.halo_messages import complete, post
+from mpiad.domain.halo import Halo, complete, fill_local, fold_in_place, post
 from mpiad.domain.routes import AT_ONCE, FACES_ONLY
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.transport.devices.device_arrays import empty_like, zeros_like

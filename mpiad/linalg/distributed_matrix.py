@@ -2,153 +2,97 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, reduce
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 import scipy.sparse
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants
+from mpiad.differentiation.segment_sum import segment_sum
 from mpiad.domain import Domain
-from mpiad.linalg.solve import solve
+from mpiad.linalg.probing import Probing, checked_product, kind_of, pattern_error, positions, probing_of
+from mpiad.linalg.solve import function_error, solve
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.sparse_products import (
     Pattern,
     ProductWith,
     product,
     require_matrix,
-    sparse_matmul,
     transposed_product,
 )
-from mpiad.linalg.vectors import block_error, on_host, require_floats, require_together, through_host
-from mpiad.primitives import mpi_allgather, mpi_gather, mpi_scatter, stop_gradient
+from mpiad.linalg.vectors import block_error, on_host, require_together, through_host
+from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import flatten
 from mpiad.redistribution import GhostExchange
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import alike_on_all, raise_together, raising_together
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of, named
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
-# Probing: the matrix of an operator on a domain is computed from products with a few fields.
-#
-# If the stencil isn't wider than the halo, no point couples with two points whose distance is more than 2 halo. Points
-# whose indices are equal modulo the number of colors, at least 2 halo + 1 per dimension, have the same *color*: the product
-# with a field that is one at these points, and zero elsewhere, gives their columns. Along a periodic dimension the number
-# of colors must divide the number of points, so it may be larger.
 
-_CALL = "DistributedMatrix.from_operator"
-
-
-class _Probe(NamedTuple):
-    """Points of a color: a field that is 1 there, and the entries of the matrix that its image contains."""
-
-    field: np.ndarray
-    rows: np.ndarray  # numbers of this rank's points
-    columns: np.ndarray  # numbers of all ranks' points
-
-
-def operator_rows(
-    matvec: Function, domain: Domain, params: tuple, call: str = _CALL, takes_batches: bool = False
-) -> tuple[Any, int]:
-    """Return this rank's rows of an operator's matrix, and this rank's number of columns; points are numbered by blocks."""
-    group, failures, values = channel(domain.comm, call), DeferredFailures(domain.comm, call), []
-    if domain not in _probes:
-        _probes[domain] = _probes_of(domain)
-    total, probes = _probes[domain]
-    fields = [probe.field for probe in probes]
-    for probe, image in zip(probes, checked_products(matvec, fields, params, failures, call, takes_batches)):
-        values.append(image.ravel()[probe.rows])
-        missing = np.count_nonzero(image) != np.count_nonzero(values[-1])
-        raise_together(group, _halo_error(image, probe, domain, call) if missing else None)
-    rows, columns = (np.concatenate([probe[k] for probe in probes]) for k in (1, 2))
-    count = math.prod(domain.local_shape)
-    matrix = scipy.sparse.csr_matrix((np.concatenate(values), (rows, columns)), (count, total))
-    matrix.eliminate_zeros()
-    return matrix, count
+def probed_matrix(
+    matvec: Function,
+    params: tuple,
+    shape: tuple[int, ...],
+    comm: Comm,
+    call: str,
+    takes_batches: bool,
+    probing: Probing,
+    like: DistributedMatrix | None = None,
+) -> DistributedMatrix:
+    """Return the matrix of an operator, with the pattern of `like`; its values may be traced."""
+    values = probing.values(matvec, params, shape, comm, call, takes_batches)
+    if like is not None:
+        return like.with_values(values)
+    parts = getval(values), probing.rows.indices, probing.rows.indptr
+    rows: Any = scipy.sparse.csr_matrix(parts, probing.rows.shape, copy=probing.halo is not None)
+    if isbox(values):
+        return DistributedMatrix(rows, columns=rows.shape[0], comm=comm).with_values(values)
+    if probing.halo is not None:  # most operators use some neighbors only
+        rows.eliminate_zeros()
+    return DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
 
 
-_probes: weakref.WeakKeyDictionary[Domain, tuple[int, list[_Probe]]] = weakref.WeakKeyDictionary()
+def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], matrix: DistributedMatrix, call: str) -> None:
+    """Compare a product with the operator, in a random direction, with the matrix's; raise an error on all ranks."""
+    group, failures = channel(matrix.comm, call), DeferredFailures(matrix.comm, call)
+    columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
+    direction = np.random.default_rng(group.rank).standard_normal(len(columns))
+    plain = matrix.with_values(stop_gradient(matrix.values))
 
+    def difference(first: int, last: int) -> np.ndarray:
+        own = np.where((columns >= first) & (columns < last), direction, 0.0)
+        image = checked_product(matvec, own.reshape(shape), params, failures, call).ravel()
+        scale = 1e-8 * max(1.0, float(np.abs(plain.values).max(initial=0.0)))
+        gap = np.abs(image - plain.matvec(own))
+        return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
 
-def _probes_of(domain: Domain) -> tuple[int, list[_Probe]]:
-    """Return the number of all ranks' points, and a probe for each color; collective."""
-    count = math.prod(domain.local_shape)
-    counts = mpi_allgather(np.array(count), comm=domain.comm)
-    start = int(sum(counts[: channel(domain.comm, _CALL).rank]))
-    # Each halo cell gets the number of the point of which it is a copy, or -1 beyond a physical side.
-    numbers = domain.exchange((start + np.arange(count, dtype=float)).reshape(domain.local_shape), -1.0)
-    colors = tuple(_color_count(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
-    probes = []
-    for color in itertools.product(*map(range, colors)):
-        entries, remaining = [], np.ones(domain.local_shape, bool)
-        for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
-            window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
-            # In these rows, the neighbor at this offset is the only point of this color in the stencil.
-            selected = remaining & (numbers[window] >= 0.0) & _has_color(domain, colors, color, offset)
-            entries.append((np.flatnonzero(selected), numbers[window][selected].astype(np.int64)))
-            remaining &= ~selected
-        field = _has_color(domain, colors, color, (0,) * len(colors)).astype(float)
-        probes.append(_Probe(field, *(np.concatenate(part) for part in zip(*entries))))
-    return int(sum(counts)), probes
-
-
-def _has_color(domain: Domain, colors: tuple[int, ...], color: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
-    """Return a mask of this rank's points whose neighbor at an offset has the given color."""
-    masks = []
-    for cells, d, n, wraps, count, c in zip(domain.owned, offset, domain.shape, domain.periodic, colors, color):
-        points = np.arange(cells.start, cells.stop) + d
-        masks.append((points % n if wraps else points) % count == c)
-    return reduce(np.logical_and.outer, masks)
-
-
-def _color_count(n: int, halo: int, periodic: bool) -> int:
-    minimum = 2 * halo + 1
-    if not periodic:
-        return min(n, minimum)
-    return next((k for k in range(minimum, n + 1) if n % k == 0), n)
-
-
-def checked_products(
-    matvec: Function, fields: list[np.ndarray], params: tuple, failures: DeferredFailures, call: str, takes_batches: bool
-) -> Iterator[np.ndarray]:
-    """Yield the operator's products with fields, computed one by one or all together; errors as in `checked_product`."""
-    blocks = [np.stack(fields)] if takes_batches and fields else fields
-    for block in blocks:
-        images = checked_product(matvec, block.copy(), params, failures, call)  # matvec may overwrite its argument
-        yield from images if takes_batches else [images]
-
-
-def checked_product(
-    matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures, call: str
-) -> np.ndarray:
-    """Return the operator's product with a field; raise on all ranks if it fails or isn't an array like the field."""
-    image = failures.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
-    if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
-        result = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
-        text = f"{call}: matvec must return an array of floats of shape {field.shape}, but returned {result}."
-        failures.note(TypeError(text))  # ignored if matvec has already raised an exception
-    failures.raise_together()
-    return image
-
-
-def _halo_error(image: np.ndarray, probe: _Probe, domain: Domain, call: str) -> Exception:
-    is_outside = image != 0.0
-    is_outside.flat[probe.rows] = False
-    point = tuple(int(k) for k in np.argwhere(is_outside)[0])
-    return ValueError(
-        f"{call}: at point {point} of a block, matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
-        "(it adds a constant). Give the domain a halo as wide as the stencil of the operator."
+    found = difference(0, matrix.shape[1])
+    wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
+    rank = next((k for k, row in enumerate(wrong) if row >= 0), None)
+    if rank is None:
+        return
+    first, last = 0, matrix.shape[1]
+    while last - first > 1:  # a column with a missing entry in this row, by bisection
+        middle = (first + last) // 2
+        gap = difference(first, middle)
+        left = group.data.bcast(bool(gap[wrong[rank]]) if group.rank == rank else None, rank)
+        first, last = (first, middle) if left else (middle, last)
+    row = int(matrix.offsets[0][rank]) + wrong[rank]
+    raise ValueError(
+        f"{call}: the matrix doesn't reproduce the operator: in row {row}, the entry of column {first} is missing in the "
+        "pattern, or matvec isn't linear. Pass a pattern with this entry, or a Domain with a wider halo."
     )
 
 
@@ -180,41 +124,6 @@ def _counts(counts: Sequence[int] | None, size: int, total: int, call: str) -> l
     raise ValueError(
         f"{call}: counts must be {size} numbers, none negative, that add up to {total} rows, but got {counts!r}."
     )
-
-
-def _positions(
-    rows: np.ndarray, columns: np.ndarray, values: Array, shape: tuple[int, int], counts: list[int], rank: Rank, call: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row, in this rank's part, and the column of each entry; raise an error if an entry is invalid."""
-    if (error := block_error(call, "values", values)) is not None:
-        raise error
-    if arrays_of(values) is not None:
-        raise TypeError(f"{call}: values must be on the host, but are {named(values)}. See mpiad.device.to_host.")
-    positions = []
-    for name, given in (("rows", rows), ("columns", columns)):
-        indices = np.asarray(given)
-        if indices.dtype.kind not in "iu":
-            raise TypeError(f"{call}: {name} must be an array of integers, but has dtype {indices.dtype}.")
-        try:
-            positions.append(np.broadcast_to(indices, values.shape).reshape(-1).astype(np.int64))
-        except ValueError:
-            raise ValueError(
-                f"{call}: {name} must broadcast to the shape of values, {values.shape}, but has shape {indices.shape}."
-            ) from None
-    (row, column), first, stop = positions, sum(counts[:rank]), sum(counts[: rank + 1])
-    outside = (row < 0) | (row >= shape[0]) | (column < 0) | (column >= shape[1])
-    foreign = (row < first) | (row >= stop)
-    owned = f"rows {first} to {stop - 1}" if stop > first else "no rows"
-    problems = (
-        (outside, f"is outside of the shape {shape}. Rows and columns are numbered from 0"),
-        (foreign, f"belongs to another rank: this rank owns {owned}. Pass each entry on the rank that owns its row, or set "
-         "the numbers of rows with counts="),
-    )  # fmt: skip
-    for wrong, problem in problems:
-        if wrong.any():
-            entry = f"an entry of rank {rank}, in row {row[np.argmax(wrong)]} and column {column[np.argmax(wrong)]}"
-            raise ValueError(f"{call}: {entry} ({np.count_nonzero(wrong)} of {wrong.size} entries), {problem}.")
-    return row - first, column
 
 
 class DistributedMatrix:
@@ -392,7 +301,13 @@ class DistributedMatrix:
         def entries() -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
             n, m = (operator.index(length) for length in shape)
             row_counts = _counts(counts, group.size, n, call)
-            row, column = _positions(rows, columns, getval(values), (n, m), row_counts, group.rank, call)
+            plain, offsets = getval(values), np.concatenate([[0], np.cumsum(row_counts)])
+            if (error := block_error(call, "values", plain)) is not None:
+                raise error
+            if arrays_of(plain) is not None:
+                raise TypeError(f"{call}: values must be on the host, but are {named(plain)}. See mpiad.device.to_host.")
+            remedy = ", or set the numbers of rows with counts="
+            row, column = positions(rows, columns, plain.shape, (n, m), offsets, group.rank, call, remedy)
             return row, column, row_counts, row_counts if n == m else even_lengths(m, group.size)
 
         described = [f"shape={shape!r}, counts={counts!r}"]
@@ -403,17 +318,89 @@ class DistributedMatrix:
         starts = np.searchsorted(pattern, total * np.arange(row_counts[group.rank] + 1))
         local = np.zeros(len(pattern), kind), pattern % total if total else pattern, starts
         empty = scipy.sparse.csr_matrix(local, (row_counts[group.rank], total))
-        ones = np.ones(len(row), kind.char.lower()), numbers, np.arange(len(row) + 1)
-        sums = scipy.sparse.csc_matrix(ones, (len(pattern), len(row)))
         matrix = cls(empty, columns=column_counts[group.rank], comm=comm)
-        return matrix.with_values(sparse_matmul(sums, anp.reshape(values, (-1,))))
+        return matrix.with_values(segment_sum(anp.reshape(values, (-1,)), numbers, len(pattern)))
+
+    @classmethod
+    def from_pattern(
+        cls, matvec: Function, pattern: Any, like: LocalArray, *params: Any, comm: Comm = None
+    ) -> DistributedMatrix:
+        """Compute the matrix of a linear operator with a known sparsity pattern from products with a few vectors.
+
+        The number of products is that of the *colors* of columns: columns that have a row in common have different colors.
+        For the stencil of a Domain's halo, there are (2 halo + 1)ᵈ colors in d dimensions; along a periodic dimension, the
+        factor is the smallest divisor of the number of points that is at least 2 halo + 1.
+
+        Parameters
+        ----------
+        matvec : callable
+            ``matvec(u, *params)`` returns this rank's block of A u, linear in u, from this rank's block of u. For the
+            Jacobian of a function at x, pass ``mpiad.linearize(function)(x).jvp``.
+        pattern : SciPy sparse matrix or array, pair of integer arrays, or Domain
+            The entries that may differ from zero: the stored entries of a sparse matrix of shape (n, N) with this rank's n
+            rows; or ``(rows, columns)``, numbers in the whole matrix, for entries in this rank's rows, in any order and
+            possibly repeated; or the stencil of a Domain's halo. Unknowns are numbered block by block, in the order of
+            ranks.
+        like : array of floats
+            An array of the shape of this rank's blocks; only its shape is used.
+        *params : pytree of arrays
+            Further arguments of `matvec`.
+        comm : mpi4py intracommunicator, optional
+            By default, for a Domain, its ranks.
+
+        Returns
+        -------
+        DistributedMatrix
+            The matrix A for flattened blocks: ``A @ u.ravel()`` is ``matvec(u, *params).ravel()``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if an argument is invalid on any rank, if `matvec` doesn't return an array of floats of the shape
+            of `like` or isn't linear, or if an entry is missing in the pattern; the message names its row and column.
+        Exception
+            On all ranks, if `matvec` raises it on any rank.
+
+        Ranks
+        -----
+        All ranks of `comm` call it. No rank stores anything about the whole pattern.
+
+        Adjoint
+        -------
+        Each product with `matvec` gets the cotangents of the entries that were read from it; so derivatives flow to the
+        params.
+
+        Examples
+        --------
+        >>> first = 2 * rank  # this rank has two unknowns, each of which is coupled with itself and with its partner
+        >>> rows, columns = first + np.array([0, 0, 1, 1]), first + np.array([0, 1, 0, 1])
+        >>> matvec = lambda u, k: k * u + u[::-1]
+        >>> A = mpiad.linalg.DistributedMatrix.from_pattern(matvec, (rows, columns), np.zeros(2), 3.0)
+        >>> print(A.values)
+        [3. 1. 1. 3.]
+        """
+        call, plain = "DistributedMatrix.from_pattern", stop_gradient(like)
+        comm = pattern.comm if isinstance(pattern, Domain) and comm is None else comm
+        group = channel(comm, call)
+
+        def check() -> None:
+            error = function_error(call, {"matvec": matvec}) or block_error(call, "like", plain)
+            error = error or pattern_error(call, "like", np.shape(plain), pattern, group)
+            if error is not None:
+                raise error
+
+        alike_on_all(group, check, lambda _: [f"pattern={kind_of(pattern)}"], call)
+        with restoring_state(), suspended():
+            probing = probing_of(pattern, plain.size, comm, call)
+        matrix = probed_matrix(matvec, params, plain.shape, comm, call, False, probing)
+        leaves, build = flatten(params)
+        with restoring_state(), suspended():
+            require_complete(matvec, tuple(build(list(map(stop_gradient, leaves)))), plain.shape, matrix, call)
+        return matrix
 
     @classmethod
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:
-        """Compute the matrix of an operator on a domain from products with fields.
-
-        The number of products is (2 halo + 1)ᵈ for d dimensions. Along a periodic dimension, the factor is
-        the smallest divisor of the number of points that is at least 2 halo + 1.
+        """Compute the matrix of an operator on a domain; no derivative flows to the params.
 
         Parameters
         ----------
@@ -421,12 +408,12 @@ class DistributedMatrix:
             ``matvec(u, *params)``, linear in u, with a stencil no wider than the domain's halo.
         domain : Domain
         *params : pytree of arrays
-            Further arguments of `matvec`. No derivative flows to them.
+            Further arguments of `matvec`.
 
         Returns
         -------
         DistributedMatrix
-            The matrix A for flattened blocks: ``A @ u.ravel()`` is ``matvec(u, *params).ravel()``.
+            The matrix of ``from_pattern(matvec, domain, ...)``, without entries that are zero.
 
         Raises
         ------
@@ -440,9 +427,10 @@ class DistributedMatrix:
         -----
         All ranks of the domain call it.
         """
+        call, shape = "DistributedMatrix.from_operator", domain.local_shape
         with restoring_state(), suspended():
-            rows, columns = operator_rows(matvec, domain, params)
-        return cls(rows, columns=columns, comm=domain.comm)
+            probing = probing_of(domain, math.prod(shape), domain.comm, call)
+            return probed_matrix(matvec, params, shape, domain.comm, call, False, probing)
 
     def __repr__(self) -> str:
         rows, nnz = self.owned_rows, len(self._pattern.columns)
@@ -610,7 +598,10 @@ class DistributedMatrix:
     def _checked(self, x: Array, axis: int, call: str) -> Any:
         plain, length = getval(x), self.local_shape[axis]
         if type(plain) is not np.ndarray or plain.dtype.kind not in "fc":
-            require_floats(f"DistributedMatrix.{call}", plain, length)
+            if not is_array(plain) or plain.dtype.kind not in "fc":
+                kind = f"an array of dtype {plain.dtype}" if is_array(plain) else type(plain).__name__
+                text = f"expected an array of floats of shape (..., {length}), but got {kind}."
+                raise TypeError(f"DistributedMatrix.{call}: {text}")
         values = getval(self.values)
         if type(plain) is not type(values) or arrays_of(plain) != arrays_of(values):
             require_together(f"DistributedMatrix.{call}", x=plain, values=values)

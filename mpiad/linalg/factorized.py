@@ -28,20 +28,15 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
-from mpiad.linalg.distributed_matrix import (
-    DistributedMatrix,
-    GatheredFactors,
-    checked_product,
-    checked_products,
-    operator_rows,
-)
+from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, probed_matrix, require_complete
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
-from mpiad.linalg.solve import direction_of, function_error, transposed_matvec
+from mpiad.linalg.probing import kind_of, pattern_error, probing_of
+from mpiad.linalg.solve import direction_of, function_error, over_lanes, transposed_matvec
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
 from mpiad.linalg.vectors import block_error
-from mpiad.primitives import mpi_allgather, stop_gradient
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
@@ -52,11 +47,9 @@ from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
-from mpiad.transport.exits.user_failures import DeferredFailures
 
 _CALL = "linalg.factorized"
 _METHODS = ("auto", "schwarz", "gathered")
-_MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is probed by a product per column
 _MOST_GATHERED = 20_000  # unknowns up to which rank 0 solves for all ranks, instead of an iteration on all ranks
 _RTOL = 1e-12  # of this iteration
 
@@ -82,11 +75,7 @@ class _Operator(NamedTuple):
                 return self.matvec(block, *params)
             return transposed_matvec(self.matvec, params, block)(block)
 
-        lead = spec_like(u).shape[: -len(self.shape) or None]
-        if self.takes_batches or not lead:
-            return one(u)
-        blocks = anp.reshape(u, (-1, *self.shape))
-        return anp.reshape(anp.stack([one(blocks[k]) for k in range(math.prod(lead))]), (*lead, *self.shape))
+        return over_lanes(one, 0 if self.takes_batches else len(spec_like(u).shape) - len(self.shape))(u)
 
 
 @custom_operator
@@ -189,7 +178,7 @@ class _Factors:
     def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
         same = operator.shape == self.operator.shape
-        same = same and all(x is y for x, y in zip(options[:-1], self.options[:-1]))  # apart from the colors
+        same = same and all(x is y for x, y in zip(options[:-1], self.options[:-1]))  # apart from what is known
         return same and self._has_leaves(operator.leaves) and self.is_current()
 
     def _has_leaves(self, leaves: list[Any]) -> bool:
@@ -389,20 +378,20 @@ class _Options(NamedTuple):
     method: str
     matrix: DistributedMatrix | None
     call: str = _CALL  # for messages
-    colors: list[np.ndarray] = []  # the colors of the columns, once they are known
+    known: list[Any] = []  # the probing, once it is known, and for a general pattern a matrix with this pattern
 
     def assembled(self, operator: _Operator, requires_all: bool) -> DistributedMatrix:
         """Return the matrix; raise on all ranks, if `requires_all`, if the pattern misses an entry."""
         if self.matrix is not None:
             return self.matrix.with_values(operator.leaves[0])
-        params, count = tuple(operator.build(operator.leaves)), math.prod(operator.shape)
-        if isinstance(self.pattern, Domain):
-            rows, columns = operator_rows(operator.matvec, self.pattern, params, self.call, operator.takes_batches)
-        else:
-            rows, columns = _rows_of(operator, params, self), count
-        matrix = DistributedMatrix(rows, columns=columns, comm=self.comm)
+        params, shape = tuple(operator.build(operator.leaves)), operator.shape
+        if not self.known:
+            self.known.append(probing_of(self.pattern, math.prod(shape), self.comm, self.call))
+        matrix = probed_matrix(operator.matvec, params, shape, self.comm, self.call, operator.takes_batches, *self.known)
+        if self.known[0].halo is None:  # the stencil of a domain may have zeros, which aren't in the matrix
+            self.known[1:] = [matrix]
         if requires_all:
-            _require_complete(operator, params, matrix, self)
+            require_complete(operator.matvec, params, shape, matrix, self.call)
         return matrix
 
 
@@ -417,77 +406,6 @@ def host_error(call: str, name: str, value: Array) -> Exception | None:
     if not is_device_array(value):
         return None
     return TypeError(f"{call} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
-
-
-def _rows_of(operator: _Operator, params: tuple, options: _Options) -> Any:
-    """Return this rank's rows, probed color by color, with entries in this rank's rows of the sparsity pattern, or all."""
-    count, pattern = math.prod(operator.shape), options.pattern
-    counts = mpi_allgather(np.array(count), comm=options.comm)
-    start = int(sum(counts[: options.group.rank]))
-    if pattern is None:
-        pattern = scipy.sparse.csr_array(np.ones((count, count), bool))  # one rank only
-    rows = scipy.sparse.csr_matrix(pattern)
-    if not options.colors:
-        options.colors.append(_colors(rows, options.group))
-    colors = options.colors[0]
-    of_entry, row_of_entry = colors[rows.indices], np.repeat(np.arange(count), np.diff(rows.indptr))
-    values, failures = np.zeros(len(rows.indices)), DeferredFailures(options.comm, options.call)
-    own, numbers = colors[start : start + count], range(int(colors.max(initial=-1)) + 1)
-    fields = [(own == color).astype(float).reshape(operator.shape) for color in numbers]
-    images = checked_products(operator.matvec, fields, params, failures, options.call, operator.takes_batches)
-    for color, image in enumerate(images):
-        chosen = of_entry == color
-        values = values.astype(np.result_type(values, image), copy=False)
-        values[chosen] = image.ravel()[row_of_entry[chosen]]
-    return scipy.sparse.csr_matrix((values, rows.indices, rows.indptr), (count, int(sum(counts))))
-
-
-def _colors(rows: Any, group: Channel) -> np.ndarray:
-    """Return the color of each column, chosen greedily on rank 0: columns with a row in common have different colors."""
-    parts = group.data.gather(rows, 0)
-    colors: Any = None
-    if parts is not None:
-        by_row: Any = scipy.sparse.vstack(parts, format="csr")
-        by_column, colors = by_row.tocsc(), np.full(by_row.shape[1], -1)
-        for column in range(by_row.shape[1]):
-            its_rows = by_column.indices[by_column.indptr[column] : by_column.indptr[column + 1]]
-            near = [by_row.indices[by_row.indptr[row] : by_row.indptr[row + 1]] for row in its_rows]
-            taken = set(colors[np.concatenate(near)].tolist()) if near else set()
-            colors[column] = next(color for color in range(len(taken) + 1) if color not in taken)
-    return group.data.bcast(colors, 0)
-
-
-def _require_complete(operator: _Operator, params: tuple, matrix: DistributedMatrix, options: _Options) -> None:
-    """Compare a product with the operator, in a random direction, with the matrix's; raise an error on all ranks."""
-    group, call = options.group, options.call
-    failures = DeferredFailures(matrix.comm, call)
-    columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
-    direction = np.random.default_rng(group.rank).standard_normal(len(columns))
-
-    def difference(first: int, last: int) -> np.ndarray:
-        own = np.where((columns >= first) & (columns < last), direction, 0.0)
-        field = own.reshape(operator.shape)
-        image = checked_product(operator.matvec, field, params, failures, call).ravel()
-        scale = 1e-8 * max(1.0, float(np.abs(matrix.values).max(initial=0.0)))
-        gap = np.abs(image - matrix.matvec(own))
-        return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
-
-    found = difference(0, matrix.shape[1])
-    wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
-    rank = next((k for k, row in enumerate(wrong) if row >= 0), None)
-    if rank is None:
-        return
-    first, last = 0, matrix.shape[1]
-    while last - first > 1:  # a column with a missing entry in this row, by bisection
-        middle = (first + last) // 2
-        gap = difference(first, middle)
-        left = group.data.bcast(bool(gap[wrong[rank]]) if group.rank == rank else None, rank)
-        first, last = (first, middle) if left else (middle, last)
-    row = int(matrix.offsets[0][rank]) + wrong[rank]
-    raise ValueError(
-        f"{call}: the matrix doesn't reproduce the operator: in row {row}, the entry of column {first} is missing in the "
-        "pattern, or matvec isn't linear. Pass a pattern with this entry, or a Domain with a wider halo."
-    )
 
 
 def _factors_of(rows: Any, call: str) -> Any:
@@ -521,9 +439,10 @@ def factorized(
         An array of the shape of this rank's blocks; only its shape is used. None for a DistributedMatrix.
     *params : pytree of arrays
         Arguments of the operator, at which it is factored; derivatives flow to them (or to the matrix's values).
-    pattern : Domain, or SciPy sparse matrix or array, optional
-        The nonzero entries of the matrix. A Domain means the stencil of its halo. A sparse matrix of shape (n, N) contains
-        this rank's n rows. By default, on one rank, and for at most 2,000 unknowns, all entries are computed.
+    pattern : Domain, SciPy sparse matrix or array, or pair of integer arrays, optional
+        The nonzero entries of the matrix: the stencil of a Domain's halo, the stored entries of a sparse matrix of shape
+        (n, N) with this rank's n rows, or their ``(rows, columns)``, as in `DistributedMatrix.from_pattern`. By default, on
+        one rank, and for at most 2,000 unknowns, all entries are computed.
     method : {"auto", "schwarz", "gathered"}
         On one rank, SuperLU factors the matrix. On several ranks, "gathered" means that rank 0 factors the whole matrix,
         and solves for all ranks. With "schwarz", a solve is GMRES to a relative residual of 1e-12, preconditioned by
@@ -600,26 +519,3 @@ def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, gro
     error = pattern_error(_CALL, "like", shape, pattern, group)
     if error is not None:
         raise error
-
-
-def kind_of(pattern: Any) -> str:
-    """Return a description of a pattern that must be the same on all ranks."""
-    return "None" if pattern is None else "a Domain" if isinstance(pattern, Domain) else "a sparse matrix"
-
-
-def pattern_error(call: str, name: str, shape: tuple[int, ...], pattern: Any, group: Channel) -> Exception | None:
-    """Return an error if a pattern doesn't fit operators on blocks like the argument `name`, which has a shape."""
-    count = math.prod(shape)
-    if isinstance(pattern, Domain):
-        if shape != pattern.local_shape:
-            return ValueError(f"{call}: {name} must have the domain's local shape, {pattern.local_shape}, but has {shape}.")
-    elif pattern is None and (group.size > 1 or count > _MOST_PROBED):
-        return ValueError(
-            f"{call}: without a pattern, the operator must be on one rank and have at most {_MOST_PROBED} unknowns, but "
-            f"there are {group.size} rank(s), and {count} unknowns on this one. Pass the Domain, or a sparse matrix with "
-            "the nonzero entries, as pattern=."
-        )
-    elif pattern is not None and (not scipy.sparse.issparse(pattern) or pattern.shape[0] != count):
-        shown = f"one of shape {pattern.shape}" if scipy.sparse.issparse(pattern) else type(pattern).__name__
-        return TypeError(f"{call}: pattern must be a Domain or a sparse matrix with {count} rows, but got {shown}.")
-    return None

@@ -18,8 +18,9 @@ from mpiad.differentiation import linearize, make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.linalg.factorized import KeptFactors, host_error, kind_of, pattern_error
+from mpiad.linalg.factorized import KeptFactors, host_error
 from mpiad.linalg.iteration import Method, diagnosis, forcing_term, iterate, rounding_floor
+from mpiad.linalg.probing import kind_of, pattern_error
 from mpiad.linalg.solve import (
     METHODS,
     Problem,
@@ -194,7 +195,7 @@ def newton(
         With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`; a step
         linearizes the residual once for all colors. SuperLU factors it, on several ranks in overlapping blocks (see
         `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab", and no preconditioner may be given.
-    pattern : Domain, or SciPy sparse matrix or array, optional
+    pattern : Domain, SciPy sparse matrix or array, or pair of integer arrays, optional
         The nonzero entries of a sparse Jacobian, as in `factorized`.
     reuse : int
         The number of further steps that use the same factors. Linear systems with older factors take more iterations.
@@ -307,8 +308,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
         )
         multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures, lanes)
         # The cotangent of u is Jᵀ λ, which must be equal to g; this is checked if the method assumes that J is symmetric.
-        of_leaves = param_cotangents(pull, multiplier, g, problem.jacobian, failures, lanes)
-        return [None if part is None else -part for part in of_leaves]
+        return param_cotangents(pull, multiplier, g, problem.jacobian, failures, lanes)
 
     return vjp
 

@@ -89,14 +89,14 @@ class Problem(NamedTuple):
     def product(self, all_leaves: Tree) -> LocalArray:
         """Return the product of `matvec` with u, the first leaf; an enclosing trace records the computation."""
         params = self.build(all_leaves[1:])
-        return _over_lanes(lambda u: self.matvec(u, *params), self.lanes)(all_leaves[0])
+        return over_lanes(lambda u: self.matvec(u, *params), self.lanes)(all_leaves[0])
 
     def product_of_system(self, all_leaves: Tree) -> LocalArray:
         """Return the product of this system's operator (transposed if `transposed`) with u, the first leaf."""
         if not self.transposed:
             return self.product(all_leaves)
         params = tuple(self.build(all_leaves[1:]))
-        return _over_lanes(lambda u: transposed_matvec(self.matvec, params, u)(u), self.lanes)(all_leaves[0])
+        return over_lanes(lambda u: transposed_matvec(self.matvec, params, u)(u), self.lanes)(all_leaves[0])
 
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system that the iterative methods solve, for untraced blocks."""
@@ -115,7 +115,7 @@ class Problem(NamedTuple):
             apply, precondition = self._replace(lanes=self.lanes - 1)._functions(params, b[0], attempt)
             # This library's preconditioners, and their transposes, take blocks.
             takes_blocks = getattr(self.preconditioner, "takes_blocks", False) and self.preconditioner_transpose is None
-            return _over_lanes(apply), precondition if takes_blocks or precondition is None else _over_lanes(precondition)
+            return over_lanes(apply), precondition if takes_blocks or precondition is None else over_lanes(precondition)
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
             # The operator is traced here, so that an exception of the user's function is raised before a reverse pass.
@@ -132,7 +132,7 @@ class Problem(NamedTuple):
         return DeferredFailures(self.settings.comm, self.settings.call, self.communicated)
 
 
-def _over_lanes(fun: Function, lanes: int = 1) -> Function:
+def over_lanes(fun: Function, lanes: int = 1) -> Function:
     """Return a function that applies `fun` to one right-hand side after the other."""
     for _ in range(lanes):
         fun = partial(lambda one, u: stack([one(u[k]) for k in range(len(u))]), fun)
@@ -181,11 +181,10 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
                 pulls = [vjp_at(multiplier[k]) for k in range(len(g))]
                 failures.raise_together()
                 parts = [param_cotangents(pull, left, g[k], problem, failures) for k, pull in enumerate(pulls)]
-                return [multiplier, *[None if part is None else -part for part in _stacked(parts)]]
+                return [multiplier, *_stacked(parts)]
             pull = vjp_at(multiplier)
             failures.raise_together()
-        of_leaves = param_cotangents(pull, left, g, problem, failures, lanes)
-        return [multiplier, *[None if part is None else -part for part in of_leaves]]
+        return [multiplier, *param_cotangents(pull, left, g, problem, failures, lanes)]
 
     return vjp
 
@@ -198,13 +197,13 @@ def _stacked(cotangents: list[list]) -> list:
 def param_cotangents(
     pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures, lanes: bool = False
 ) -> list:
-    """Return the cotangents of all arguments of a user function but the first; `left` is the cotangent of its result."""
+    """Return the cotangents of a user function's arguments but the first; minus `left` is the cotangent of its result."""
     cotangents = failures.attempt("adjoint", partial(pull, batch=lanes), left) or [None]
     if problem.hermitian:
         require_transpose(stop_gradient(cotangents[0]), stop_gradient(g), problem.settings, failures)
     else:
         failures.raise_together()  # no reduction follows that would report failures
-    return list(cotangents[1:])
+    return [None if part is None else -part for part in cotangents[1:]]
 
 
 def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Settings) -> LocalArray | None:

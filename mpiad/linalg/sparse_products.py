@@ -25,7 +25,6 @@ from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.linalg.vectors import block_error
 from mpiad.redistribution import GhostExchange
 from mpiad.redistribution.ghosts import accumulate_ghosts, fetch_ghosts
-from mpiad.transport.core.tracing import opaque
 from mpiad.transport.devices.device_arrays import arrays_of, contiguous, named
 
 
@@ -44,7 +43,7 @@ class Pattern:
     """The sparsity pattern of this rank's rows, with row pointers `starts`; ghost columns follow this rank's columns."""
 
     def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], ghosts: GhostExchange):
-        self.width = shape[1] + ghosts.n_needed
+        self.width, self.comm = shape[1] + ghosts.n_needed, ghosts.comm
         # If the types of the index arrays differed, SciPy would copy them for each product.
         kind = np.int32 if max(len(columns), self.width) < 2**31 else np.int64
         self.columns, self.starts, self.shape, self.ghosts = columns.astype(kind), starts.astype(kind), shape, ghosts
@@ -166,7 +165,6 @@ class ProductWith:
         return (product if self.transposed else transposed_product)(values, u, self.pattern)
 
 
-@opaque
 def sparse_matmul(A: Array, x: LocalArray) -> LocalArray:  # noqa: N803 the name of SciPy's argument
     """Return the product A x of a constant sparse matrix and an array, both of this rank.
 

@@ -112,14 +112,6 @@ def are_within(numbers: np.ndarray, bounds: np.ndarray) -> bool:
 # factorizations, `through_host` copies the arguments and results.
 
 
-def require_floats(call: str, value: Array, length: int) -> None:
-    """Raise a TypeError if an untraced value isn't an array of floats; `length`, of the last axis, is for the message."""
-    is_array = isinstance(value, np.ndarray) or is_device_array(value)
-    if not is_array or value.dtype.kind not in "fc":
-        kind = f"an array of dtype {value.dtype}" if is_array else type(value).__name__
-        raise TypeError(f"{call}: expected an array of floats of shape (..., {length}), but got {kind}.")
-
-
 def block_error(call: str, name: str, x: Array) -> Exception | None:
     """Return a TypeError if an untraced argument isn't an array of single- or double-precision numbers."""
     is_array = isinstance(x, np.ndarray) or is_device_array(x)

@@ -98,7 +98,7 @@ def _place_of_out(fun: Callable) -> int | None:
     return list(parameters).index("out") if known is not None and known.kind is known.POSITIONAL_OR_KEYWORD else None
 
 
-_COMPILED_PACKAGES = ("", "domain", "redistribution")
+_COMPILED_PACKAGES = ("", "domain", "linalg", "redistribution")
 _UNRECORDED = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Functions that look up a channel, and communicate by recorded operations only.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNRECORDED | set(

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from whole_grid import Exchange, factorisations, owned
 
 import mpiad
-import mpiad.domain.halo_messages
+import mpiad.domain.halo
 import mpiad.errors
 from mpiad.domain import Domain
 from mpiad.domain import boundary as boundaries
@@ -256,7 +256,7 @@ def test_fields_travel_in_one_message(rank, rank_rng, monkeypatch):
         sent.append((dest, tag))
         return mpiad.mpi_send(x, dest, tag, comm)
 
-    monkeypatch.setattr(mpiad.domain.halo_messages, "mpi_send", counting)
+    monkeypatch.setattr(mpiad.domain.halo, "mpi_send", counting)
     padded = domain.exchange(blocks, "edge")
     # One to each neighbour along each dimension, also where the one before is the one after.
     expected = [n for pair in domain.neighbours for n in {*pair} if n is not None and n != rank]

@@ -9,7 +9,7 @@ from whole_grid import Exchange
 
 import mpiad
 import mpiad.domain.field_exchange
-import mpiad.domain.halo_messages
+import mpiad.domain.halo
 import mpiad.errors
 from mpiad.domain import Domain
 from mpiad.testing import check_adjoint, check_grads
@@ -108,7 +108,7 @@ def test_several_fields_in_one_message(rank, rank_rng, monkeypatch):
         assert tag <= 32767
         return mpiad.mpi_send(x, dest, tag, comm)
 
-    monkeypatch.setattr(mpiad.domain.halo_messages, "mpi_send", counting)
+    monkeypatch.setattr(mpiad.domain.halo, "mpi_send", counting)
     padded = in_halves(domain, "edge")([field[(..., *domain.owned)] for field in fields])
     assert len(sent) == len(set(sent)) and rank not in sent
     for field, one in zip(fields, padded):
@@ -130,9 +130,9 @@ def test_messages_travel_while_the_rank_computes_in_both_directions(monkeypatch)
 
     def completed(values, incoming, backwards):
         events.append("add" if backwards else "put")
-        return mpiad.domain.halo_messages.complete(values, incoming, backwards)
+        return mpiad.domain.halo.complete(values, incoming, backwards)
 
-    monkeypatch.setattr(mpiad.domain.field_exchange, "post", noting("post", mpiad.domain.halo_messages.post))
+    monkeypatch.setattr(mpiad.domain.field_exchange, "post", noting("post", mpiad.domain.halo.post))
     monkeypatch.setattr(mpiad.domain.field_exchange, "complete", completed)
     compute = primitive(noting("compute", np.sin))
     defvjp(compute, lambda ans, x: noting("compute back", lambda g: g * anp.cos(x)))

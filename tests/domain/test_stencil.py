@@ -9,7 +9,7 @@ from scipy import ndimage
 import mpiad
 import mpiad.domain.stencil_sums
 from mpiad.domain import Domain
-from mpiad.domain.varying_stencil import varying_sum
+from mpiad.domain.stencils import varying_sum
 from mpiad.testing import check_adjoint, check_grads
 
 ROUNDING = 1e-12

@@ -192,6 +192,10 @@ def test_batches_and_compiled_constant_products(rank, rng):
     value, slope = fun(x)
     np.testing.assert_allclose(value, mpiad.mpi_allreduce(np.sum((whole @ x) ** 2)), 1e-12)
     np.testing.assert_allclose(slope, 2 * whole.T @ (whole @ x), 1e-12, 1e-12)
+    cubes = mpiad.jit(lambda x: anp.sum(sparse_matmul(a, x) ** 3), strict=True)
+    for _ in range(2):
+        _, _, product = mpiad.make_hvp(cubes, objective="sum")(x)
+        np.testing.assert_allclose(product(x), 6 * whole.T @ (whole @ x) ** 2, 1e-12, 1e-12)
 
 
 def test_refused_constant_products():

@@ -241,3 +241,21 @@ def test_what_is_refused(rank_rng, rank, size):
     with pytest.raises(ValueError, match=r"the matrix \(23, 23\) can't be factorized"):
         singular.solve(case.part(case.y, 0), method="direct")
     assert mpiad.mpi_allreduce(1) == size
+
+
+def test_products_in_compiled_functions(rank_rng, rank, size):
+    """Values, gradients and products with the Hessian, by x and by the values, against interpreted ones."""
+    case = Case(rank_rng, rank, size)
+    a, x = case.matrix, case.part(case.y, 0)
+
+    def loss(x, values):
+        y = a.with_values(values)
+        return mpiad.mpi_allreduce(anp.sum(anp.sin(y @ x) ** 2 * y.T.matvec(x)))
+
+    compiled = mpiad.jit(loss, strict=True)
+    for argnum, direction in ((0, x), (1, np.cos(np.arange(len(a.values))))):
+        *expected, product = mpiad.make_hvp(loss, argnum)(x, a.values)
+        for _ in range(2):
+            *found, compiled_product = mpiad.make_hvp(compiled, argnum)(x, a.values)
+            for one, other in zip([*found, compiled_product(direction)], [*expected, product(direction)]):
+                np.testing.assert_allclose(one, other, **CLOSE)

@@ -260,8 +260,8 @@ def test_batches_of_products(case, monkeypatch):
 def test_a_scan_whose_steps_share_the_factors(rank_rng, monkeypatch, checkpoints):
     """Three steps that call `factorized` with the params of the scan; the gradient with respect to k in closed form."""
     case, count = Case(rank_rng), []
-    computed = factorized_module.operator_rows
-    monkeypatch.setattr(factorized_module, "operator_rows", lambda *args: count.append(1) or computed(*args))
+    computed = factorized_module.probed_matrix
+    monkeypatch.setattr(factorized_module, "probed_matrix", lambda *args: count.append(1) or computed(*args))
     operator = case.matvec  # one object: the factors belong to it
 
     def step(u, number, k):

@@ -12,7 +12,7 @@ import mpiad.linalg.system
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.linalg import solve
-from mpiad.linalg.arnoldi import Arnoldi, CompiledArnoldi
+from mpiad.linalg.krylov import Arnoldi, CompiledArnoldi
 from mpiad.linalg.system import Settings, System
 from mpiad.testing import check_grads
 

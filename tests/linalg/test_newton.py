@@ -149,8 +149,8 @@ def test_the_derivative_where_the_start_is_the_root(case):
 
 def test_factors_save_products(case, monkeypatch):
     """One evaluation yields the products of a Jacobian with the fields of all nine colors."""
-    factored, computed = [], factorized_module.operator_rows
-    monkeypatch.setattr(factorized_module, "operator_rows", lambda *args: factored.append(1) or computed(*args))
+    factored, computed = [], factorized_module.probed_matrix
+    monkeypatch.setattr(factorized_module, "probed_matrix", lambda *args: factored.append(1) or computed(*args))
 
     def evaluations(**settings):
         before, case.settings = case.evaluations, {"jacobian": "sparse", "pattern": case.domain, **settings}

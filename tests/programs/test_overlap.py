@@ -9,7 +9,7 @@ from jitted import assert_same
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.domain.halo_messages import PreparedStage
+from mpiad.domain.halo import PreparedStage
 from mpiad.programs.overlap import actions_of
 from mpiad.programs.replay import Replay
 from mpiad.transport import channel

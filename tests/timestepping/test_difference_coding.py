@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpiad.timestepping import compiled_coding, snapshots
+from mpiad.timestepping import snapshots
 from mpiad.timestepping.snapshots import coded
 
 pytestmark = pytest.mark.serial
@@ -20,7 +20,7 @@ RANDOM = np.random.default_rng(0)
 def passes(request, monkeypatch):
     """Small fields take compiled passes, too, where they have rows of 32 entries, or NumPy's row by row."""
     monkeypatch.setattr(snapshots, "_WIDE", 100)
-    monkeypatch.setattr(compiled_coding, "_MIN_ENTRIES", 0 if request.param == "compiled" else 1 << 60)
+    monkeypatch.setattr(snapshots, "_MIN_ENTRIES", 0 if request.param == "compiled" else 1 << 60)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])

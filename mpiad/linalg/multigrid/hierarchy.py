@@ -298,8 +298,7 @@ class Level:
         return self.sums.state[:, 2 * self._count : self._coarse]
 
     def _fill(self, colors: list[Color], first: int = 0) -> None:
-        rows = {color: first + self.layout.row[color] for color in colors}
-        self._halo.fill({color: self.sums.state[:, row] for color, row in rows.items()})
+        self._halo.fill(self.sums.state, {color: first + self.layout.row[color] for color in colors})
 
     # ---- the sums
 

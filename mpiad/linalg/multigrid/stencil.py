@@ -15,31 +15,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.domain.halo import complete, post
+from mpiad.domain.routes import Index, Route
 from mpiad.linalg.multigrid.color_layout import Color, Distribution, Layout, neighbor_color
 from mpiad.linalg.multigrid.weighted_sums import Term
-from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import ArrayModule, empty_like
+from mpiad.transport.devices.device_arrays import ArrayModule
 
-# Message tags below the limit of 32767 that MPI guarantees.
-_TAG_UP, _TAG_DOWN = 32752, 32753
-
-
-class _Side(NamedTuple):
-    """One side of a block: index and parity of the sent layer (`own`), and of the received layer (`ghost`)."""
-
-    rank: Rank
-    axis: int
-    own: tuple[int, int]
-    ghost: tuple[int, int]
-    tag: int
-    tag_back: int
+_TAG = 32752  # MPI guarantees tags up to 32767
+Rows = Mapping[Color, int | slice]
+"""For each color, its row or rows of an array (..., rows, size)."""
 
 
 class LevelHalo:
@@ -48,61 +39,46 @@ class LevelHalo:
     def __init__(self, layout: Layout, distribution: Distribution, rank: Rank, comm: Comm):
         self._layout, self._rank, self._comm = layout, rank, comm
         position: Any = distribution.position(rank)
-        self._sides = [self._sides_along(axis, distribution, position) for axis in range(len(distribution.cuts))]
-        self._has_neighbors = any(self._sides)
+        # For each dimension and each neighbor, index and parity of sent layers, and of received layers.
+        self._neighbors: list[dict[Rank, tuple[list, list]]] = []
+        for axis, (low, high) in enumerate(zip(layout.box.low, layout.box.high)):
+            neighbors: dict[Rank, tuple[list, list]] = {}
+            for step, own, ghost in ((-1, low, low - 1), (1, high - 1, high)):
+                rank_there = distribution.neighbor(position, axis, step)
+                if rank_there is not None:
+                    # In the arrays of colors, indices are shifted by one, because of the halo.
+                    sent, received = ((index // 2 - layout.first[axis] + 1, index % 2) for index in (own, ghost))
+                    owned, ghosts = neighbors.setdefault(rank_there, ([], []))
+                    owned.append(sent)
+                    # A neighbor on both sides sends its first layer first, which is the layer after this block.
+                    ghosts.insert(0, received)
+            self._neighbors.append(neighbors)
 
-    def _sides_along(self, axis: int, distribution: Distribution, position: tuple[int, ...]) -> list[_Side]:
-        low, high = self._layout.box.low[axis], self._layout.box.high[axis]
-        first, sides = self._layout.first[axis], []
-        for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
-            rank = distribution.neighbor(position, axis, step)
-            if rank is not None:
-                # In the arrays of colors, indices are shifted by one, because of the halo.
-                sent, received = ((index // 2 - first + 1, index % 2) for index in (own, ghost))
-                sides.append(_Side(rank, axis, sent, received, *tags))
-        return sides
+    def fill(self, values: LocalArray, rows: Rows) -> None:
+        """Fill the halo, including corners, of some colors' rows (the same on all ranks) of an array (..., rows, size)."""
+        if not any(self._neighbors) or not rows:
+            return
+        whole = self._layout.whole(values)
+        # Dimensions are exchanged one after another: the layers that are sent along a dimension include the halo of
+        # earlier dimensions, and thus the corners. `suspended` marks the channel as unusable if an exception leaves a
+        # message pending.
+        with restoring_state(), suspended():
+            for axis, neighbors in enumerate(self._neighbors):
+                routes = []
+                for rank, layers in neighbors.items():
+                    owned, ghosts = (self._parts(axis, side, rows) for side in layers)
+                    if rank != self._rank:
+                        routes.append(Route(rank, owned, ghosts))
+                        continue
+                    # A single block along a periodic dimension is its own neighbor on both sides.
+                    for source, target in zip(owned, ghosts):
+                        whole[target] = whole[source]
+                complete(whole, post(whole, tuple(routes), False, _TAG, self._comm), False)
 
-    def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
-        """Fill the halo, including corners, of arrays (..., size) of some colors (the same on all ranks); collective."""
-        if self._has_neighbors and arrays:
-            whole = {color: self._layout.whole(array) for color, array in arrays.items()}
-            # Dimensions are exchanged one after another: the layers that are sent along a dimension include the halo of
-            # earlier dimensions, and thus the corners. `suspended` marks the channel as unusable if an exception leaves a
-            # message pending.
-            with restoring_state(), suspended():
-                for sides in self._sides:
-                    self._fill_along(whole, sides)
-
-    def _fill_along(self, whole: dict[Color, LocalArray], sides: list[_Side]) -> None:
-        pending = []
-        # If a periodic dimension has only one block, its rank is its own neighbor on both sides.
-        own_sides = [side for side in sides if side.rank == self._rank]
-        other_sides = [side for side in sides if side.rank != self._rank]
-        for side in other_sides:
-            ghosts = _layers(whole, side.axis, *side.ghost)
-            if ghosts:
-                like = empty_like(ghosts[0], (sum(layer.size for layer in ghosts),))
-                pending.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
-        for side in other_sides:
-            own = _layers(whole, side.axis, *side.own)
-            if own:
-                mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
-        # If the rank is its own neighbor, the layer before the block is a copy of the block's last layer, and the layer
-        # after the block is a copy of the first layer.
-        for side, other in zip(own_sides, reversed(own_sides)):
-            for ghost, own in zip(_layers(whole, side.axis, *side.ghost), _layers(whole, other.axis, *other.own)):
-                ghost[...] = own
-        for ghosts, request in pending:
-            received, start = mpi_wait(request), 0
-            for ghost in ghosts:
-                ghost[...] = received[start : start + ghost.size].reshape(ghost.shape)
-                start += ghost.size
-
-
-def _layers(whole: dict[Color, LocalArray], axis: int, index: int, parity: int) -> list[LocalArray]:
-    later_axes = len(next(iter(whole))) - axis - 1
-    layer = (..., index, *[slice(None)] * later_axes)
-    return [array[layer] for color, array in whole.items() if color[axis] == parity]
+    def _parts(self, axis: int, layers: list[tuple[int, int]], rows: Rows) -> tuple[Index, ...]:
+        before, after = [slice(None)] * axis, [slice(None)] * (len(self._neighbors) - axis - 1)
+        found = [(index, row) for index, parity in layers for color, row in rows.items() if color[axis] == parity]
+        return tuple((..., row, *before, index, *after) for index, row in found)
 
 
 Offset = tuple[int, ...]
@@ -186,7 +162,8 @@ def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
         group = [color for color in colors if sum(color) == odd]
         for color in group:
             _find_weights(stencil, color)
-        halo.fill({color: stencil.weights_of(color) for color in group})
+        first = stencil.weights
+        halo.fill(stencil.memory, {color: slice(first[color], first[color] + len(corners(color))) for color in group})
 
 
 def _find_weights(stencil: Stencil, color: Color) -> None:
@@ -219,14 +196,19 @@ def _couplings_along(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np
 
 def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     """Return the coarse operator PᵀAP, diagonal and couplings, on this rank's coarse points; collective."""
-    layout = stencil.layout
-    products = {color: _product(stencil, color) for color in layout.colors}
+    layout, ndim, first = stencil.layout, len(stencil.layout.shape), 0
+    # A P at the points, one row per color and neighboring coarse point; the rows by the offset in entries.
+    product, row_of_color = np.zeros((5**ndim, layout.size)), {}
+    for color in layout.colors:
+        coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in color])
+        row_of_color[color] = row_of = {steps: first + k for k, steps in enumerate(coarse)}
+        first += len(row_of)
+        _multiply(stencil, color, product, row_of)
     # Restriction reads the products of neighboring points, which other ranks may own.
-    halo.fill({color: rows for color, (rows, _) in products.items()})
-    ndim = len(layout.shape)
+    halo.fill(product, {color: slice(min(rows.values()), max(rows.values()) + 1) for color, rows in row_of_color.items()})
     out = np.zeros((3**ndim, layout.size))
     targets = [(0,) * ndim, *offsets(ndim)]
-    for color, (rows, row_of) in products.items():
+    for color, row_of in row_of_color.items():
         for k, corner in enumerate(corners(color)):
             # Restriction is the transpose of interpolation, so its offsets have opposite signs.
             entries = layout.shifted(corner, -1)
@@ -234,26 +216,20 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
                 # Keys of `row_of` are relative to the product's entry; `target` is relative to the coarse point.
                 row = row_of.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
-                    part = rows[row, entries]
+                    part = product[row, entries]
                     out[number, layout.inner] += part * stencil.weights_of(color)[k, entries] if any(color) else part
     out[1:] *= -1
     return layout.whole(out)[(slice(None), *layout.coarse())].copy()
 
 
-def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
-    """Return A P at a color's points, one row per neighboring coarse point, and the rows' numbers by offset in entries."""
-    layout, number = stencil.layout, stencil.layout.row[color]
-    coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in color])
-    row_of = {steps: k for k, steps in enumerate(coarse)}
-    rows = np.zeros((len(row_of), layout.size))
-    inner = rows[:, layout.inner]
-    zero = (0,) * len(color)
+def _multiply(stencil: Stencil, color: Color, product: np.ndarray, row_of: dict[tuple[int, ...], int]) -> None:
+    """Compute A P at a color's points, in the rows of neighboring coarse points."""
+    layout, number, zero = stencil.layout, stencil.layout.row[color], (0,) * len(color)
     # In the rows of A, each neighbor's value is replaced by its interpolation from coarse points.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, accumulate in terms:
         neighbor, steps = neighbor_color(color, offset)
         entries, factor = layout.shifted(steps), coefficient[number, layout.inner]
         for k, corner in enumerate(corners(neighbor)):
-            row = inner[row_of[tuple(s + t for s, t in zip(steps, corner))]]
+            row = product[row_of[tuple(s + t for s, t in zip(steps, corner))], layout.inner]
             accumulate(row, factor * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else factor, out=row)
-    return rows, row_of
