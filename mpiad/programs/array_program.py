@@ -143,8 +143,17 @@ def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
 SHORT = 8
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 BOOLEAN = np.dtype(bool)
+# The precision in which loops compute values of a dtype. A complex number is a pair of real numbers.
+PRECISIONS = {**{dtype: dtype for dtype in FLOATS}, **{np.result_type(dtype, np.complex64): dtype for dtype in FLOATS}}
 # The dtypes that loops compute with.
-COMPUTED = (*FLOATS, BOOLEAN)
+COMPUTED = (*PRECISIONS, BOOLEAN)
+
+
+def parts_of(dtype: np.dtype) -> int:
+    """Return the number of real numbers in an entry."""
+    return 2 if dtype.kind == "c" else 1
+
+
 # Kinds of nodes that loops don't compute.
 IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
@@ -207,8 +216,8 @@ class ArrayProgram:
         if kind in ("call", "communicate", "item", "input"):
             self.nodes.append(node)
             return len(self.nodes) - 1
-        # The key contains the digits of a float instead of the float, so that 0 differs from -0, and NaN equals itself.
-        mark = (type(data), data.hex()) if isinstance(data, float) else data
+        # The key contains the digits of a number instead of the number, so that 0 differs from -0, and NaN equals itself.
+        mark = (type(data), repr(data)) if isinstance(data, (float, complex)) else data
         key = (kind, node.inputs, node.shape, node.dtype, mark)
         if key not in self._known:
             self.nodes.append(node)
@@ -222,7 +231,7 @@ class ArrayProgram:
 
     def constant(self, value: Array) -> int:
         """Append a constant array."""
-        if value.dtype.kind in "fb" and (value.size == 1 or (value.size and not any(value.strides))):
+        if value.dtype.kind in "fcb" and (value.size == 1 or (value.size and not any(value.strides))):
             return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
         for place, known in enumerate(self.constants):
             if known is value:
@@ -230,7 +239,7 @@ class ArrayProgram:
         self.constants.append(value)
         return self.add("constant", (), value.shape, value.dtype, len(self.constants) - 1)
 
-    def number(self, value: float | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
+    def number(self, value: complex | np.number | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
         """Append an array whose entries are one number."""
         dtype = np.dtype(dtype)
         return self.add("number", (), shape, dtype, dtype.type(value).item())
@@ -359,7 +368,8 @@ class ArrayProgram:
             if node.kind not in IN_MEMORY and node.kind != "number":
                 # A boolean is computed in the precision of its operands.
                 operand_dtypes = [self.precision(y) or self.nodes[y].dtype for y in node.inputs]
-                found = [y for y in ([node.dtype] if node.dtype in FLOATS else operand_dtypes) if y in FLOATS]
+                dtypes = [node.dtype] if node.dtype in PRECISIONS else operand_dtypes
+                found = [PRECISIONS[y] for y in dtypes if y in PRECISIONS]
             self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
         return self._precisions[x]
 

@@ -127,7 +127,7 @@ _CUTS = frozenset({"communicate", "call"})
 _CALL, _KEEPING = 20, 8
 _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
-    at_least at_most where"""
+    at_least at_most where real imag"""
 _COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
 # Limits of an expression: its depth, and the numbers of arrays and eras (see `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4

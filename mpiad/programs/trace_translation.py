@@ -16,11 +16,12 @@ import numpy as np
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
+from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol
 from mpiad.programs.array_program import (
     BOOLEAN,
     COMPUTED,
-    FLOATS,
+    PRECISIONS,
     ArrayProgram,
     IndexMap,
     Slot,
@@ -89,7 +90,7 @@ class _Translation:
                 program.weak.add(number)
 
     def _translated_by_rule(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
-        # Loops don't compute complex or integer arrays.
+        # Loops don't compute integer arrays.
         if step.kind != "call" or any(dtype not in COMPUTED for _, dtype in specs):
             raise Unsupported
         rule = (_RULES.get(step.fun) or rule_of(step.fun)) if len(specs) == 1 or step.fun in SPLITTING else None
@@ -143,10 +144,12 @@ class _Translation:
             return x
         if isinstance(x, (bool, np.bool_)):
             return self.value(self.program.number(bool(x), (), bool))
-        if isinstance(x, (int, float, np.integer, np.floating)) and abs(x) < math.inf or isinstance(x, float):
+        finite = isinstance(x, (int, np.integer, np.inexact)) and abs(x) < math.inf
+        if finite or isinstance(x, (float, complex)):
             # A Python number takes the precision of the other operand.
-            kind = x.dtype if isinstance(x, np.floating) else dtype if dtype in FLOATS else np.dtype(np.float64)
-            return self.value(self.program.number(float(x), (), kind))
+            real = PRECISIONS.get(dtype, np.dtype(float))
+            kind = np.result_type(real, np.complex64) if isinstance(x, complex) else real
+            return self.value(self.program.number(x, (), x.dtype if isinstance(x, np.inexact) else kind))
         raise Unsupported
 
     def value(self, number: int) -> Value:
@@ -157,8 +160,11 @@ class _Translation:
         """Append an elementwise function of arguments, which are broadcast."""
         if self.dtype not in COMPUTED:
             raise Unsupported
-        dtypes = [self.dtype] if self.dtype in FLOATS else [x.dtype for x in args if isinstance(x, Value)]
+        dtypes = [self.dtype] if self.dtype in PRECISIONS else [x.dtype for x in args if isinstance(x, Value)]
         given = [self.of(x, np.result_type(*dtypes, np.float32)) for x in args]
+        if any(x.dtype.kind == "c" for x in given):  # not all functions are implemented for complex numbers
+            symbol = Symbol(builder := Builder(), builder.input("x"))
+            function(*[symbol.of_kind(x.dtype.kind) for x in given])
         shape = np.broadcast_shapes(*[x.shape for x in given])
         return self.value(self.program.elementwise([x.number for x in given], shape, self.dtype, (name, function)))
 
@@ -172,7 +178,7 @@ class _Translation:
     ) -> Value:
         """Append a reduction, without the axes of length 1 that `keepdims` adds; see `_translated_by_rule`."""
         # The recorder refuses `out`, and reductions of numbers.
-        if x.dtype not in FLOATS or dtype not in (None, x.dtype):
+        if x.dtype not in PRECISIONS or dtype not in (None, x.dtype) or x.dtype.kind == "c" and name != "add":
             raise Unsupported
         ndim = len(x.shape)
         axes = tuple(sorted({int(k) % ndim for k in (range(ndim) if axis is None else np.atleast_1d(axis))}))
@@ -232,7 +238,8 @@ def _viewed(function: Callable) -> Rule:
 
 
 def _cast(t: _Translation, x: Array, dtype: np.dtype) -> Value:
-    if _value(x).dtype not in COMPUTED:
+    # If a cast drops imaginary parts, NumPy warns.
+    if _value(x).dtype not in COMPUTED or x.dtype.kind == "c" and dtype.kind == "f":
         raise Unsupported
     name, function = ("truth", Symbol.truth) if dtype == BOOLEAN else ("cast", Symbol.as_number)
     return x if x.dtype == dtype else t.elementwise(name, function, x)
@@ -313,6 +320,14 @@ def _same(t: _Translation, x: Array, *_: Any, **__: Any) -> Value:
     return x
 
 
+def _real(t: _Translation, x: Array) -> Value:
+    return x if _value(x).dtype == t.dtype else t.elementwise("real", lambda z: z.real, x)
+
+
+def _conjugate_product(t: _Translation, x: Array, y: Array) -> Value:
+    return _product(t, t.computed(np.conjugate, x) if t.dtype.kind == "c" else x, y)
+
+
 def _diff(t: _Translation, x: Array, n: int = 1, axis: int = -1) -> Value:
     for _ in range(n):
         axis %= len(x.shape)
@@ -330,7 +345,7 @@ _RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
     take: _take, cast: _cast, with_entries: _with_entries, array_of: lambda t, x, *_, **__: t.array(x),
-    **dict.fromkeys((np.dot, np.vdot, np.inner, np.matmul), _product), np.copy: _same, np.real: _same,
+    **dict.fromkeys((np.dot, np.inner, np.matmul), _product), np.vdot: _conjugate_product, np.copy: _same, np.real: _real,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
     np.roll: _roll, np.diff: _diff,
 }  # fmt: skip
