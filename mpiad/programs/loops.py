@@ -30,13 +30,15 @@ from mpiad.programs.array_program import (
     PRECISIONS,
     Axis,
     IndexMap,
+    Lookup,
     broadcast,
     composed,
+    identity,
     parts_of,
     shifted,
     within,
 )
-from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read
+from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read, reads_of
 
 LANES = 16
 NAME = "loop"
@@ -63,7 +65,7 @@ class LoopText:
         self.folds = [
             (item, part) for item in loop.items if item.reduction for part in range(parts_of(self.nodes[item.of].dtype))
         ]
-        by_lanes = bool(loop.shape) and not any(fold.is_partial for fold, _ in self.folds)
+        by_lanes = bool(loop.shape) and all(item.fold == "number" for item, _ in self.folds)
         self.lanes = LANES * len(self.folds) * by_lanes  # length of the array of partial results, the last argument if > 0
         self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
         shape = loop.shape
@@ -179,10 +181,11 @@ class LoopText:
             if self.lanes:
                 made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
             else:
-                kept = [axis.source for axis in fold.place.map if axis.source is not None]
-                for depth, axis in enumerate(kept):
-                    made += indented([f"for i{axis} in range({self.loop.shape[axis]}):"], depth)
-                made += indented([f"{self.entry(*fold.place, part)} = {first}"], len(kept))
+                buffer = fold.place.buffer
+                shape = self.schedule.buffers[buffer].shape
+                for axis, n in enumerate(shape):
+                    made += indented([f"for i{axis} in range({n}):"], axis)
+                made += indented([f"{self.entry(buffer, identity(len(shape)), part)} = {first}"], len(shape))
         return made
 
     def _after(self) -> list[str]:
@@ -209,20 +212,23 @@ class LoopText:
         """Return the expression of an index along one axis, of which an array has `length` entries."""
         if axis.source is None:
             return str(min(max(axis.offset, 0), length - 1) if clamped else axis.offset)
-        text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
+        text = f"i{axis.source}"
+        if isinstance(axis.source, Lookup):
+            buffer, map = self.schedule.places[axis.source.node]
+            text = self.entry(buffer, composed(map, axis.source.map), clamped=clamped)
+        text = text if axis.stride == 1 else f"{axis.stride} * {text}"
         if axis.offset:
             text += f" {'+' if axis.offset > 0 else '-'} {abs(axis.offset)}"
-        ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
-        if clamped and min(ends) < 0:
-            text = f"max({text}, 0)"
-        if clamped and max(ends) >= length:
-            text = f"min({text}, {length - 1})"
+        if clamped and isinstance(axis.source, int):  # an index that is looked up is within the bounds
+            ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
+            text = f"max({text}, 0)" if min(ends) < 0 else text
+            text = f"min({text}, {length - 1})" if max(ends) >= length else text
         return text
 
 
 def _note(points: list[set[int]], axis: Axis, at: int) -> None:
     """Add the loop index at which the array index given by `axis` reaches `at`, or for a negative stride falls below it."""
-    if axis.source is None or not axis.stride:
+    if not isinstance(axis.source, int) or not axis.stride:
         return
     distance = at - axis.offset
     first = -(-distance // axis.stride) if axis.stride > 0 else -distance // -axis.stride + 1
@@ -314,8 +320,9 @@ class _LoopBody:
         if node.kind == "elementwise":
             given = [self.value(x, composed(broadcast(self.nodes[x].shape, node.shape), map)) for x in node.inputs]
             return node.data[1](*given).of_kind(node.dtype.kind)
-        if node.kind == "view":
-            return self.value(node.inputs[0], composed(node.data, map))
+        if node.kind in ("view", "gather"):
+            ((x, inner),) = reads_of(self.writer.schedule.program, node)
+            return self.value(x, composed(inner, map))
         if node.kind == "join":
             return self._joined(node.inputs, node.data, map)
         return self._updated(node.inputs, node.data, map)  # the remaining kind is "update"
@@ -354,7 +361,7 @@ class _LoopBody:
         # In the box without branches, all indices select the same branch, and the first one stands for the others.
         if axis.source is None:
             return axis.offset
-        return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset
+        return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset  # type: ignore[index]
 
     def _index(self, axis: Axis) -> Symbol:
         i = Symbol(self.builder, self.builder.input("i", axis.source))  # type: ignore[arg-type]

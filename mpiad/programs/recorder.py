@@ -626,6 +626,8 @@ def _placeholder(shape: Shape, dtype: DTypeLike) -> Array:
     """Return an array of arbitrary values; a large one has its own memory mapping, without pages until written."""
     # The heap would take pages that earlier arrays have written, and a trace keeps an array for each of its values.
     dtype, size = np.dtype(dtype), math.prod(shape)
+    if dtype.kind in "iu":  # they may be indices
+        return np.zeros(shape, dtype)
     pages = mmap(-1, size * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS) if size > _LARGE else None
     return np.ndarray(shape, dtype, pages)
 

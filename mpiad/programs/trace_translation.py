@@ -18,6 +18,7 @@ from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
 from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol
+from mpiad.differentiation.segment_sum import Segments, summed_by_segment
 from mpiad.programs.array_program import (
     BOOLEAN,
     COMPUTED,
@@ -30,7 +31,18 @@ from mpiad.programs.array_program import (
     without_memory,
 )
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, array_of, cast, mapped, take, with_entries
+from mpiad.programs.traced_array import (
+    Constant,
+    Ref,
+    Step,
+    TracedArray,
+    added_at,
+    array_of,
+    cast,
+    mapped,
+    take,
+    with_entries,
+)
 
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 
@@ -58,6 +70,49 @@ class _Translation:
             self.nodes[number] = self.program.input(shape, dtype)
             if number in recorder.weak:
                 self.program.weak.add(self.nodes[number])
+        # Checked indices, by the node of the array, the length of the axis, and the use as in `_checked_indices`. Arguments
+        # are checked before all loops, and once for all their uses.
+        self._indices: dict[tuple[int, int, int | None], int] = {}
+        uses: dict[tuple[int, int], list[int | None]] = {}
+        for step in recorder.steps:
+            number, length, use = self._index_of(step)
+            if number in recorder.inputs:
+                uses.setdefault((self.nodes[number], length), []).append(use)
+        for (n, length), found in uses.items():
+            made = self._checked(n, length, *dict.fromkeys(found))
+            self._indices |= {(n, length, use): made for use in found}
+
+    def _index_of(self, step: Step) -> tuple[int, int, int | None]:
+        """Return the traced array of indices of a step, the length of its axis, and its use; -1, 0, None if none."""
+        recorder = self.recorder
+        axis, index = None, Ref(-1)
+        if step.fun in (take, added_at):
+            axis, index = _array_in(step.args[1])
+        elif step.fun is summed_by_segment:
+            index = step.args[1]
+        if type(index) is not Ref or index.number < 0 or not is_index(*recorder.specs[index.number]):
+            return -1, 0, None
+        x = step.args[0]
+        shape = recorder.specs[x.number][0] if type(x) is Ref else recorder.constants[x.number].shape
+        return index.number, step.args[2] if axis is None else shape[axis], axis
+
+    def _checked(self, n: int, length: int, *uses: int | None) -> int:
+        """Append a call that checks indices; those of a constant are checked now."""
+        program, node = self.program, self.program.nodes[n]
+        dtype = np.dtype(np.int32 if length < 2**31 else np.int64)
+        if node.kind == "constant":
+            return program.constant(_checked_indices(program.constants[node.data], length, dtype, *uses))
+        call = Step("call", _checked_indices, (Slot(0), length, dtype, *uses), {}, (), program.site)  # type: ignore[arg-type]
+        return program.add("call", [n], node.shape, dtype, call)
+
+    def indices(self, x: Any, length: int, use: int | None) -> int:
+        """Return the node of checked indices; raise Unsupported for anything but an array of integers."""
+        if not isinstance(x, Value) or not is_index(x.shape, x.dtype):
+            raise Unsupported
+        key = x.number, length, use
+        if key not in self._indices:
+            self._indices[key] = self._checked(*key)
+        return self._indices[key]
 
     def outputs(self, outputs: Sequence[Any]) -> list[int]:
         program, found = self.program, []
@@ -210,7 +265,36 @@ class _Translation:
         return self.value(self.program.join([x.number for x in parts], axis))
 
 
+def is_index(shape: Shape, dtype: np.dtype) -> bool:
+    """Return whether an array may be an array of indices."""
+    return bool(shape) and dtype.kind in "iu"
+
+
+def _array_in(key: Any) -> tuple[int, Any]:
+    """Return the axis and the index in a key of one index and otherwise full slices; for other keys -1, None."""
+    parts = key if type(key) is tuple else (key,)
+    found = [pair for pair in enumerate(parts) if not (type(pair[1]) is slice and pair[1] == slice(None))]
+    return found[0] if len(found) == 1 else (-1, None)
+
+
+def _checked_indices(indices: Array, length: int, dtype: np.dtype, *uses: int | None) -> Array:
+    """Return indices from 0 to length - 1 for loops; `uses`: the axes of gathers, and None for a segment sum."""
+    wide = indices if indices.dtype.itemsize >= dtype.itemsize else indices.astype(dtype)
+    # As unsigned numbers, negative ones are large.
+    if wide.size and wide.view(f"u{wide.dtype.itemsize}").max() >= length:
+        for axis in uses:
+            if axis is None:
+                Segments(wide, length).require_range()
+            else:  # NumPy raises its error
+                np.broadcast_to(np.int8(0), (*[1] * axis, length))[(*[slice(None)] * axis, indices)]
+        wide = np.where(wide < 0, wide + length, wide)
+    return wide.astype(dtype)
+
+
 def _take(t: _Translation, x: Array, key: Index) -> Value:
+    axis, index = _array_in(key)
+    if isinstance(index, Value) and index.shape:
+        return t.value(t.program.gather(_computed(x).number, t.indices(index, x.shape[axis], axis), axis))
     return _value(x).view(*_of_key(x, key))
 
 
@@ -271,7 +355,7 @@ def _with_entries(t: _Translation, x: Array, key: Index, value: Any) -> Value:
     value = t.array(value)
     while len(value.shape) > len(made) and value.shape[0] == 1:
         value = value.reshape(value.shape[1:])
-    unit = tuple([1 if axis.source is None else made[axis.source] for axis in map])
+    unit = tuple([made[axis.source] if isinstance(axis.source, int) else 1 for axis in map])
     block = value.broadcast_to(made).reshape(unit)
     return t.value(t.program.update(x.number, block.number, [axis.offset for axis in map]))
 
@@ -292,6 +376,25 @@ def _roll(t: _Translation, x: Value, shift: Any, axis: Any = None) -> Value:
         by = by % n if n else 0
         if by:
             x = t.join([x.slice(along, n - by, n), x.slice(along, 0, n - by)], along)
+    return x
+
+
+def _added_at(t: _Translation, x: Array, key: Index, values: Array) -> Value:
+    axis, index = _array_in(key)
+    indices = t.indices(index, _computed(x).shape[axis], axis)
+    whole = t.array(values).broadcast_to((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
+    sums = t.value(t.program.segment_sum(whole.number, indices, axis, x.shape[axis]))
+    node = t.program.nodes[x.number]
+    return sums if node.kind == "number" and not node.data else t.computed(np.add, x, sums)
+
+
+def _segment_sum(t: _Translation, x: Array, index: Value, count: int) -> Value:
+    return t.value(t.program.segment_sum(_computed(x).number, t.indices(index, count, None), 0, count))
+
+
+def _computed(x: Any) -> Value:
+    if _value(x).dtype not in PRECISIONS:
+        raise Unsupported
     return x
 
 
@@ -344,7 +447,8 @@ _RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
-    take: _take, cast: _cast, with_entries: _with_entries, array_of: lambda t, x, *_, **__: t.array(x),
+    take: _take, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
+    array_of: lambda t, x, *_, **__: t.array(x),
     **dict.fromkeys((np.dot, np.inner, np.matmul), _product), np.vdot: _conjugate_product, np.copy: _same, np.real: _real,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
     np.roll: _roll, np.diff: _diff,
