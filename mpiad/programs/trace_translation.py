@@ -70,7 +70,7 @@ class _Translation:
             self.nodes[number] = self.program.input(shape, dtype)
             if number in recorder.weak:
                 self.program.weak.add(self.nodes[number])
-        # Checked indices, by the node of the array, the length of the axis, and the use as in `_checked_indices`. Arguments
+        # Checked indices, by the node of the array, the length of the axis, and the use as in `checked_indices`. Arguments
         # are checked before all loops, and once for all their uses.
         self._indices: dict[tuple[int, int, int | None], int] = {}
         uses: dict[tuple[int, int], list[int | None]] = {}
@@ -101,8 +101,8 @@ class _Translation:
         program, node = self.program, self.program.nodes[n]
         dtype = np.dtype(np.int32 if length < 2**31 else np.int64)
         if node.kind == "constant":
-            return program.constant(_checked_indices(program.constants[node.data], length, dtype, *uses))
-        call = Step("call", _checked_indices, (Slot(0), length, dtype, *uses), {}, (), program.site)  # type: ignore[arg-type]
+            return program.constant(checked_indices(program.constants[node.data], length, dtype, *uses))
+        call = Step("call", checked_indices, (Slot(0), length, dtype, *uses), {}, (), program.site)  # type: ignore[arg-type]
         return program.add("call", [n], node.shape, dtype, call)
 
     def indices(self, x: Any, length: int, use: int | None) -> int:
@@ -277,7 +277,7 @@ def _array_in(key: Any) -> tuple[int, Any]:
     return found[0] if len(found) == 1 else (-1, None)
 
 
-def _checked_indices(indices: Array, length: int, dtype: np.dtype, *uses: int | None) -> Array:
+def checked_indices(indices: Array, length: int, dtype: np.dtype, *uses: int | None) -> Array:
     """Return indices from 0 to length - 1 for loops; `uses`: the axes of gathers, and None for a segment sum."""
     wide = indices if indices.dtype.itemsize >= dtype.itemsize else indices.astype(dtype)
     # As unsigned numbers, negative ones are large.

@@ -181,7 +181,7 @@ def test_fluxes_are_one_loop_over_edges_and_one_over_cells():
     jitted = mpiad.jit(lambda x, left, right: x - 0.1 * divergence(x, left, right)[0], strict=True)
     steps = jitted.program(X, LEFT, RIGHT).loops.splitlines()
     assert [step.split(":")[0].split(" ->")[0] for step in steps] == [
-        "_checked_indices", "_checked_indices", f"loop over [{EDGES}]", f"loop over [{NODES}]"
+        "checked_indices", "checked_indices", f"loop over [{EDGES}]", f"loop over [{NODES}]"
     ]  # fmt: skip
     (entry,) = jitted._cache.entries.values()
     schedule = entry.replays.schedule
