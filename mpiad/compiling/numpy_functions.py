@@ -75,6 +75,14 @@ def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
     return choose(x == y, 0.5 * x + 0.5 * y + math.log(2.0), x.maximum(y) + (-abs(x - y)).exp().log1p())
 
 
+def _is_infinite(x: Symbol) -> Symbol:
+    return abs(x).call("equal", math.inf)
+
+
+def _is_finite(x: Symbol) -> Symbol:
+    return abs(x) < math.inf
+
+
 _UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     function: _direct(name) for name in OPERATIONS if isinstance(function := OPERATIONS[name].function, np.ufunc)
 } | {
@@ -93,8 +101,8 @@ _UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     np.floor_divide: _floor_divide,
     np.heaviside: lambda x, y: choose(x != x, x, choose(x == 0.0, y, choose(x > 0.0, 1.0, 0.0))),
     np.isnan: lambda x: x != x,
-    np.isinf: lambda x: abs(x) == math.inf,
-    np.isfinite: lambda x: abs(x) < math.inf,
+    np.isinf: lambda x: _is_infinite(x.real) | _is_infinite(x.imag) if x.is_complex else _is_infinite(x),
+    np.isfinite: lambda x: _is_finite(x.real) & _is_finite(x.imag) if x.is_complex else _is_finite(x),
     np.logical_xor: lambda x, y: x.truth() ^ y.truth(),
     np.bitwise_and: lambda x, y: x & y,
     np.bitwise_or: lambda x, y: x | y,

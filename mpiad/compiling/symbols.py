@@ -230,6 +230,10 @@ class Symbol:
         """Return a boolean as 0 or 1, and a number unchanged."""
         return self.chosen(1.0, 0.0) if self.is_boolean else self
 
+    def of_kind(self, kind: str) -> Symbol:
+        """Return the value as an entry of an array whose dtype is of this kind; a real entry drops the imaginary part."""
+        return self.truth() if kind == "b" else self.real.plus_i(self.imag) if kind == "c" else self.real
+
     def truth(self) -> Symbol:
         """Return whether the value isn't 0."""
         return self if self.is_boolean else self.call("not_equal", 0.0)

@@ -90,9 +90,9 @@ class Segments:
         """Return the sums (count, ...) of values (n, ...)."""
         recorder = _recorder(values, self.numbers)
         if recorder is not None:
-            return recorder.call(_summed, (values, self.numbers, self.count), {})
+            return recorder.call(summed_by_segment, (values, self.numbers, self.count), {})
         if not self._checked:
-            self._require_range()
+            self.require_range()
         xp = arrays_of(values)
         if xp is None:
             return _added(values, self.numbers, self.count)
@@ -101,7 +101,8 @@ class Segments:
         padded[..., :-1] = entries
         return xp.contiguous(np.moveaxis(self.of_padded(padded), -1, 0))
 
-    def _require_range(self) -> None:
+    def require_range(self) -> None:
+        """Raise a ValueError for a number that isn't a segment's."""
         numbers = self._host
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.count:
             first = int(np.flatnonzero((numbers < 0) | (numbers >= self.count))[0])
@@ -160,7 +161,8 @@ def _recorder(*arrays: Array) -> Any:
     return next((xp.recorder for xp in found if xp is not None and xp.takes_host_arrays), None)
 
 
-def _summed(values: np.ndarray, numbers: np.ndarray, count: int) -> np.ndarray:
+def summed_by_segment(values: np.ndarray, numbers: np.ndarray, count: int) -> np.ndarray:
+    """Return `segment_sum` of arrays on the host."""
     return Segments(numbers, count, checked=False)(values)
 
 

@@ -68,6 +68,8 @@ class Communicating(Recorded):
 
     # Whether the result always has the shape and dtype of the first argument.
     preserves_spec = False
+    # Whether the shape and dtype of the result depend only on the arguments' shapes, dtypes and constants.
+    fixes_spec = False
 
     def __init__(self, fun: Function):
         super().__init__(getattr(fun, "__name__", "operator"))

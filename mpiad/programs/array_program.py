@@ -7,6 +7,8 @@ Kinds of nodes, and in parentheses the contents of `Node.data`:
 - "number": an array of equal entries (their value).
 - "elementwise": an elementwise function of arrays that are broadcast (its name, and a function of `Symbol`s).
 - "view": entries of one array (the `IndexMap` that selects them).
+- "gather": entries of an array at indices along an axis (the `IndexMap` that selects them before, and the axis).
+- "segment_sum": the transpose: sums of the entries of an array that have the same index (the axis of the result).
 - "reshape": the entries of one array in another shape.
 - "join": a concatenation of arrays (the axis).
 - "update": the first array, with a block replaced by the second array (the first indices of the block).
@@ -33,13 +35,23 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.traced_array import Step
 from mpiad.transport.core.calls import Site
 
-# Affine maps from the indices of a result to indices of the source that it reads: slices, transposes, broadcasts.
+# Affine maps from the indices of a result to indices of the source that it reads: slices, transposes, broadcasts. In
+# gathers and segment sums, an index of the source is an entry of an array of indices.
+
+
+class Lookup(NamedTuple):
+    """An entry of an array of indices: the array's node, and the map from indices of the result to indices of the array."""
+
+    node: int
+    map: tuple[Axis, ...]
 
 
 class Axis(NamedTuple):
     """The index along one axis of the source: `stride` times the index along the result's axis `source`, plus `offset`."""
 
-    source: int | None  # axis of the result (not of the source); None if the index is constant, and then the stride is 0
+    # An axis of the result (not of the source), or an index that is looked up; None if the index is constant, and then the
+    # stride is 0.
+    source: int | Lookup | None
     stride: int
     offset: int
 
@@ -61,9 +73,25 @@ def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
     """Return the composition of two maps: `inner` reads the source, and `outer` reads the result of `inner`."""
     axes = []
     for source, stride, offset in inner:
-        through = Axis(None, 0, 0) if source is None else outer[source]
+        if isinstance(source, Lookup):
+            through = Axis(Lookup(source.node, composed(source.map, outer)), 1, 0)
+        else:
+            through = Axis(None, 0, 0) if source is None else outer[source]
         axes.append(Axis(through.source, stride * through.stride, stride * through.offset + offset))
     return tuple(axes)
+
+
+def looked_up(index: int, along: int, axis: int, ndim: int) -> IndexMap:
+    """Return the map of a gather from an array of `ndim` axes: a node with `along` axes has the indices along `axis`."""
+    lookup = Lookup(index, tuple([Axis(axis + k, 1, 0) for k in range(along)]))
+    return tuple([
+        Axis(lookup, 1, 0) if k == axis else Axis(k if k < axis else k + along - 1, 1, 0) for k in range(ndim)
+    ])  # fmt: skip
+
+
+def with_lanes(map: IndexMap) -> IndexMap:
+    """Return the map of arrays with one more axis, the first one."""
+    return (Axis(0, 1, 0), *[axis if axis.source is None else axis._replace(source=axis.source + 1) for axis in map])  # type: ignore[operator]
 
 
 def shifted(map: IndexMap, axis: int, by: int) -> IndexMap:
@@ -132,7 +160,9 @@ def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
         if source is None:
             if shape[k] != 1:
                 return None
-        elif (stride, offset) != (1, 0) or made[source] != shape[k] or back[source].source is not None:
+        elif isinstance(source, Lookup) or (stride, offset) != (1, 0):
+            return None
+        elif made[source] != shape[k] or back[source].source is not None:
             return None
         else:
             back[source] = Axis(k, 1, 0)
@@ -143,8 +173,17 @@ def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
 SHORT = 8
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 BOOLEAN = np.dtype(bool)
+# The precision in which loops compute values of a dtype. A complex number is a pair of real numbers.
+PRECISIONS = {**{dtype: dtype for dtype in FLOATS}, **{np.result_type(dtype, np.complex64): dtype for dtype in FLOATS}}
 # The dtypes that loops compute with.
-COMPUTED = (*FLOATS, BOOLEAN)
+COMPUTED = (*PRECISIONS, BOOLEAN)
+
+
+def parts_of(dtype: np.dtype) -> int:
+    """Return the number of real numbers in an entry."""
+    return 2 if dtype.kind == "c" else 1
+
+
 # Kinds of nodes that loops don't compute.
 IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
@@ -207,8 +246,8 @@ class ArrayProgram:
         if kind in ("call", "communicate", "item", "input"):
             self.nodes.append(node)
             return len(self.nodes) - 1
-        # The key contains the digits of a float instead of the float, so that 0 differs from -0, and NaN equals itself.
-        mark = (type(data), data.hex()) if isinstance(data, float) else data
+        # The key contains the digits of a number instead of the number, so that 0 differs from -0, and NaN equals itself.
+        mark = (type(data), repr(data)) if isinstance(data, (float, complex)) else data
         key = (kind, node.inputs, node.shape, node.dtype, mark)
         if key not in self._known:
             self.nodes.append(node)
@@ -222,7 +261,7 @@ class ArrayProgram:
 
     def constant(self, value: Array) -> int:
         """Append a constant array."""
-        if value.dtype.kind in "fb" and (value.size == 1 or (value.size and not any(value.strides))):
+        if value.dtype.kind in "fcb" and (value.size == 1 or (value.size and not any(value.strides))):
             return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
         for place, known in enumerate(self.constants):
             if known is value:
@@ -230,7 +269,7 @@ class ArrayProgram:
         self.constants.append(value)
         return self.add("constant", (), value.shape, value.dtype, len(self.constants) - 1)
 
-    def number(self, value: float | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
+    def number(self, value: complex | np.number | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
         """Append an array whose entries are one number."""
         dtype = np.dtype(dtype)
         return self.add("number", (), shape, dtype, dtype.type(value).item())
@@ -292,6 +331,32 @@ class ArrayProgram:
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
             start = stop
         return self.join(made, axis)
+
+    def gather(self, x: int, index: int, axis: int) -> int:
+        """Append the entries of an array at indices, the entries of a node, along an axis."""
+        node, indices = self.nodes[x], self.nodes[index].shape
+        shape, map = (*node.shape[:axis], *indices, *node.shape[axis + 1 :]), identity(len(node.shape))
+        if node.kind == "number" or not math.prod(shape):
+            return self.number(node.data if node.kind == "number" else 0, shape, node.dtype)
+        if node.kind == "view":
+            (x,), map = node.inputs, node.data
+        return self.add("gather", (x, index), shape, node.dtype, (map, axis))
+
+    def segment_sum(self, x: int, index: int, axis: int, count: int) -> int:
+        """Append the transpose of `gather`: sums of the entries of an array, of which `count` are along the axis."""
+        node, along = self.nodes[x], len(self.nodes[index].shape)
+        shape = (*node.shape[:axis], count, *node.shape[axis + along :])
+        if not math.prod(node.shape):
+            return self.number(0, shape, node.dtype)
+        # The parts of a join along a short axis are summed in one loop without branches.
+        if node.kind == "join" and node.data >= axis + along and node.shape[node.data] <= SHORT:
+            return self.join([self.segment_sum(part, index, axis, count) for part in node.inputs], node.data - along + 1)
+        return self.add("segment_sum", (x, index), shape, node.dtype, axis)
+
+    def sums_of(self, n: int) -> IndexMap:
+        """Return the map from the indices of the entries that a segment sum adds to indices of the sums."""
+        node = self.nodes[n]
+        return looked_up(node.inputs[1], len(self.nodes[node.inputs[1]].shape), node.data, len(node.shape))
 
     def reshape(self, x: int, shape: Shape) -> int:
         """Append an array in another shape: a view if only axes of length 1 are added or removed."""
@@ -359,7 +424,8 @@ class ArrayProgram:
             if node.kind not in IN_MEMORY and node.kind != "number":
                 # A boolean is computed in the precision of its operands.
                 operand_dtypes = [self.precision(y) or self.nodes[y].dtype for y in node.inputs]
-                found = [y for y in ([node.dtype] if node.dtype in FLOATS else operand_dtypes) if y in FLOATS]
+                dtypes = [node.dtype] if node.dtype in PRECISIONS else operand_dtypes
+                found = [PRECISIONS[y] for y in dtypes if y in PRECISIONS]
             self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
         return self._precisions[x]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.programs.array_program import COMPUTED, ArrayProgram, Axis, Node, Slot, broadcast
+from mpiad.programs.array_program import COMPUTED, ArrayProgram, Node, Slot, broadcast, with_lanes
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.message_numbers import is_numbered
 from mpiad.programs.replay import Replays
@@ -89,8 +89,12 @@ class Batched:
             aligned = [self._aligned(x, len(shape)) for x in node.inputs]
             return program.add("elementwise", aligned, shape, node.dtype, node.data)
         if node.kind == "view":
-            axes = [axis if axis.source is None else axis._replace(source=axis.source + 1) for axis in node.data]
-            return program.view(inputs[0], (Axis(0, 1, 0), *axes), shape)
+            return program.view(inputs[0], with_lanes(node.data), shape)
+        if node.kind == "gather":
+            reads, axis = node.data
+            return program.add("gather", inputs, shape, node.dtype, (with_lanes(reads), axis + 1))
+        if node.kind == "segment_sum":
+            return program.add("segment_sum", inputs, shape, node.dtype, node.data + 1)
         if node.kind == "reshape":
             return program.reshape(inputs[0], shape)
         if node.kind == "join":

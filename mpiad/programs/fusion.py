@@ -27,6 +27,7 @@ from mpiad.programs.array_program import (
     IN_MEMORY,
     ArrayProgram,
     IndexMap,
+    Lookup,
     Node,
     Slot,
     beginning_at,
@@ -35,6 +36,7 @@ from mpiad.programs.array_program import (
     identity,
     inverse,
     long_axes,
+    looked_up,
     moved,
     shifted,
     to_long,
@@ -78,9 +80,12 @@ class Item(NamedTuple):
     reduction: str = ""  # name of the operation that reduces the array along some or all axes; "" if there is none
 
     @property
-    def is_partial(self) -> bool:
-        """Whether the array is reduced to more than one number."""
-        return bool(self.reduction) and any(axis.source is not None for axis in self.place.map)
+    def fold(self) -> str:
+        """Whether the array is reduced to a "number", along "axes", or by "segments"; "" if it isn't reduced."""
+        sources = [axis.source for axis in self.place.map if axis.source is not None]
+        if not self.reduction or not sources:
+            return "number" if self.reduction else ""
+        return "segments" if any(isinstance(source, Lookup) for source in sources) else "axes"
 
 
 class Loop(NamedTuple):
@@ -122,12 +127,15 @@ def working_in_place(node: Node) -> Any:
 # Kinds of nodes that Python runs ("cuts"), which read and write whole arrays.
 _CUTS = frozenset({"communicate", "call"})
 
+# Kinds of nodes that are computed by a loop over the entries of their first operand.
+_BY_SOURCE = frozenset({"reduce", "reshape", "segment_sum"})
+
 # Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, and `_KEEPING` for storing an
 # entry and reading it again.
 _CALL, _KEEPING = 20, 8
 _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
-    at_least at_most where"""
+    at_least at_most where real imag"""
 _COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
 # Limits of an expression: its depth, and the numbers of arrays and eras (see `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
@@ -185,7 +193,7 @@ class Materialization:
             if n in forced or repeated > _KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
-                shape = self.nodes[node.inputs[0]].shape if node.kind in ("reduce", "reshape") else node.shape
+                shape = self.nodes[node.inputs[0]].shape if node.kind in _BY_SOURCE else node.shape
                 uses[n] = {_Use(cut, long_axes(shape), to_long(shape))}
             for x, map in reads_of(self.program, node):
                 uses[x].update([use._replace(map=composed(map, use.map)) for use in uses[n]])
@@ -231,8 +239,10 @@ class Materialization:
         forced = self.program.stored & set(self.needed)
         for n in self.needed:
             node = self.nodes[n]
-            if node.kind == "reduce":
+            if node.kind in ("reduce", "segment_sum"):
                 forced.add(n)
+            elif node.kind == "gather":
+                forced.add(node.inputs[0])
             elif node.kind == "reshape":
                 forced.update((n, node.inputs[0]))
             elif node.kind == "elementwise":
@@ -282,7 +292,12 @@ def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]
         own = identity(len(node.shape))
         yield base, own
         yield block, within(own, node.data)
-    elif node.kind in ("reduce", "reshape"):
+    elif node.kind == "gather":
+        x, index = node.inputs
+        map, axis = node.data
+        along = len(program.nodes[index].shape)
+        yield x, composed(map, looked_up(index, along, axis, len(node.shape) - along + 1))
+    elif node.kind in _BY_SOURCE:
         yield node.inputs[0], identity(len(program.nodes[node.inputs[0]].shape))
 
 
@@ -462,18 +477,22 @@ class Schedule:
         node = self.nodes[n]
         copies = n in self.places
         is_whole = place.map == identity(len(node.shape)) and self.buffers[place.buffer].shape == node.shape
-        if not copies and node.kind in ("reduce", "reshape") and not is_whole:
+        if not copies and node.kind in _BY_SOURCE and not is_whole:
             self._keep(n, items)
             copies = True
         if is_readable and not copies:
             self._place(n, place)
-        if not copies and node.kind in ("reduce", "reshape"):
-            (x,) = node.inputs
+        if not copies and node.kind in _BY_SOURCE:
+            x = node.inputs[0]
             shape = self.nodes[x].shape
+            reads = to_long(shape)
             if node.kind == "reduce":
-                (name, axes), reads = node.data, to_long(shape)
+                name, axes = node.data
                 kept = tuple([reads[k] for k in range(len(shape)) if k not in axes])
                 items.append(Item(n, x, reads, Place(place.buffer, kept), reduction=name))
+            elif node.kind == "segment_sum":
+                sums = Place(place.buffer, composed(self.program.sums_of(n), reads))
+                items.append(Item(n, x, reads, sums, reduction="add"))
             else:
                 alias = self._buffer("alias", shape, node.dtype, place.buffer)
                 self._put(x, Place(alias, identity(len(shape))), is_readable, items)
@@ -527,16 +546,18 @@ class Schedule:
             buffers = {self._root(item.place.buffer) for item in pending}
             waiting |= {n for n in wholes if self._root(self.places[n].buffer) in buffers}
             shape: Shape | None = None
-            precision, has_partial_fold = None, False
+            precision, fold = None, ""
             for item in pending:
                 own_shape, own_precision = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
-                if shape is not None and (own_shape != shape or item.is_partial or has_partial_fold):
+                if shape is not None and (own_shape != shape or "axes" in (item.fold, fold)):
+                    continue
+                if item.fold and fold and item.fold != fold:
                     continue
                 if own_precision is not None and precision is not None and own_precision != precision:
                     continue  # a loop computes in one precision, and doesn't round values to another one
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
-                    shape, precision, has_partial_fold = own_shape, precision or own_precision, item.is_partial
+                    shape, precision, fold = own_shape, precision or own_precision, fold or item.fold
                     if not item.reduction and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:

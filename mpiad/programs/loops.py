@@ -23,9 +23,22 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.program import OPERATIONS, Builder
 from mpiad.compiling.source import indented, lines, number
-from mpiad.compiling.symbols import Symbol, choose
-from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, shifted, within
-from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read
+from mpiad.compiling.symbols import Symbol, choose, number_of
+from mpiad.programs.array_program import (
+    BOOLEAN,
+    FLOATS,
+    PRECISIONS,
+    Axis,
+    IndexMap,
+    Lookup,
+    broadcast,
+    composed,
+    identity,
+    parts_of,
+    shifted,
+    within,
+)
+from mpiad.programs.fusion import Loop, Place, Schedule, nodes_read, reads_of
 
 LANES = 16
 NAME = "loop"
@@ -45,11 +58,14 @@ class LoopText:
         self._read: set[int] = set()
         self.written = {item.place.buffer for item in loop.items}
         program = schedule.program
-        found = {program.precision(item.of) or self.nodes[item.of].dtype for item in loop.items} & set(FLOATS)
+        found = {program.precision(item.of) or PRECISIONS.get(self.nodes[item.of].dtype) for item in loop.items} - {None}
         single, double = FLOATS
         self.real = single if found == {single} else double
-        self.folds = [item for item in loop.items if item.reduction]
-        by_lanes = bool(loop.shape) and not any(fold.is_partial for fold in self.folds)
+        # The real numbers that are reduced: an item, and 0 for a real number or the real part, 1 for the imaginary part.
+        self.folds = [
+            (item, part) for item in loop.items if item.reduction for part in range(parts_of(self.nodes[item.of].dtype))
+        ]
+        by_lanes = bool(loop.shape) and all(item.fold == "number" for item, _ in self.folds)
         self.lanes = LANES * len(self.folds) * by_lanes  # length of the array of partial results, the last argument if > 0
         self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
         shape = loop.shape
@@ -93,7 +109,8 @@ class LoopText:
     def _kind(self, buffer: int) -> str:
         found = self.schedule.buffers[buffer]
         axes = max(len(found.shape), 1)
-        return f"{'boolean' if found.dtype == bool else found.dtype.name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
+        name = "boolean" if found.dtype == bool else PRECISIONS.get(found.dtype, found.dtype).name
+        return f"{name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
 
     def _boxes(self) -> tuple[Box, Array | None]:
         """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
@@ -152,61 +169,66 @@ class LoopText:
     def _folded(self, lane: str) -> list[str]:
         """Return the lines that combine the values f0, f1, ... with the partial results at index `lane`."""
         made = []
-        for k, fold in enumerate(self.folds):
-            target = f"w[{LANES * k} + {lane}]" if self.lanes else self.entry(fold.place.buffer, fold.place.map)
+        for k, (fold, part) in enumerate(self.folds):
+            target = f"w[{LANES * k} + {lane}]" if self.lanes else self.entry(*fold.place, part)
             made.append(f"{target} = {OPERATIONS[fold.reduction].text.format(target, f'f{k}')}")
         return made
 
     def _before(self) -> list[str]:
         made = []
-        for k, fold in enumerate(self.folds):
+        for k, (fold, part) in enumerate(self.folds):
             first = number(_FIRST[fold.reduction])
             if self.lanes:
                 made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
             else:
-                kept = [axis.source for axis in fold.place.map if axis.source is not None]
-                for depth, axis in enumerate(kept):
-                    made += indented([f"for i{axis} in range({self.loop.shape[axis]}):"], depth)
-                made += indented([f"{self.entry(fold.place.buffer, fold.place.map)} = {first}"], len(kept))
+                buffer = fold.place.buffer
+                shape = self.schedule.buffers[buffer].shape
+                for axis, n in enumerate(shape):
+                    made += indented([f"for i{axis} in range({n}):"], axis)
+                made += indented([f"{self.entry(buffer, identity(len(shape)), part)} = {first}"], len(shape))
         return made
 
     def _after(self) -> list[str]:
         made = []
-        for k, fold in enumerate(self.folds if self.lanes else ()):
+        for k, (fold, part) in enumerate(self.folds if self.lanes else ()):
             width = LANES
             while width > 1:
                 width //= 2
                 both = OPERATIONS[fold.reduction].text.format(f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]")
                 made += [f"for l in range({width}):", *indented([f"w[{LANES * k} + l] = {both}"])]
-            made.append(f"{self.entry(fold.place.buffer, fold.place.map)} = w[{LANES * k}]")
+            made.append(f"{self.entry(*fold.place, part)} = w[{LANES * k}]")
         return made
 
-    def entry(self, buffer: int, map: IndexMap, clamped: bool = False) -> str:
-        """Return the expression of an entry of a buffer; `clamped`: whether its indices are moved into the bounds."""
+    def entry(self, buffer: int, map: IndexMap, part: int = 0, clamped: bool = False) -> str:
+        """Return the expression of a part of an entry; `clamped`: whether the entry's indices are moved into the bounds."""
         name = self.buffers.setdefault(buffer, f"a{len(self.buffers)}")
         if not map:
-            return f"{name}[0]"
-        shape = self.schedule.buffers[buffer].shape
-        return f"{name}[{', '.join(self._index(axis, n, clamped) for axis, n in zip(map, shape))}]"
+            return f"{name}[{part}]"
+        _, shape, dtype, _ = self.schedule.buffers[buffer]
+        *rows, last = [self._index(axis, n, clamped) for axis, n in zip(map, shape)]
+        return f"{name}[{', '.join([*rows, last if parts_of(dtype) == 1 else f'2 * ({last}) + {part}'])}]"
 
     def _index(self, axis: Axis, length: int, clamped: bool) -> str:
         """Return the expression of an index along one axis, of which an array has `length` entries."""
         if axis.source is None:
             return str(min(max(axis.offset, 0), length - 1) if clamped else axis.offset)
-        text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
+        text = f"i{axis.source}"
+        if isinstance(axis.source, Lookup):
+            buffer, map = self.schedule.places[axis.source.node]
+            text = self.entry(buffer, composed(map, axis.source.map), clamped=clamped)
+        text = text if axis.stride == 1 else f"{axis.stride} * {text}"
         if axis.offset:
             text += f" {'+' if axis.offset > 0 else '-'} {abs(axis.offset)}"
-        ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
-        if clamped and min(ends) < 0:
-            text = f"max({text}, 0)"
-        if clamped and max(ends) >= length:
-            text = f"min({text}, {length - 1})"
+        if clamped and isinstance(axis.source, int):  # an index that is looked up is within the bounds
+            ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
+            text = f"max({text}, 0)" if min(ends) < 0 else text
+            text = f"min({text}, {length - 1})" if max(ends) >= length else text
         return text
 
 
 def _note(points: list[set[int]], axis: Axis, at: int) -> None:
     """Add the loop index at which the array index given by `axis` reaches `at`, or for a negative stride falls below it."""
-    if axis.source is None or not axis.stride:
+    if not isinstance(axis.source, int) or not axis.stride:
         return
     distance = at - axis.offset
     first = -(-distance // axis.stride) if axis.stride > 0 else -distance // -axis.stride + 1
@@ -241,24 +263,22 @@ class _LoopBody:
     def __init__(self, writer: LoopText, box: Box | None):
         self.writer, self.nodes, self.box = writer, writer.nodes, box
         self.builder = Builder()
-        self.loads: dict[tuple[int, IndexMap], int] = {}
+        self.loads: dict[tuple[int, IndexMap, int], int] = {}  # numbers of the parts of entries (see `LoopText.entry`)
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
 
     def text(self) -> list[str]:
         """Return the lines that load, compute and store; they assign the values to be folded to f0, f1, ..."""
         loop, writer = self.writer.loop, self.writer
-        outputs, targets, folds = [], [], 0
+        outputs, targets = [], []
         for item in loop.items:
-            if item.reduction:
-                outputs.append(self.value(item.of, item.reads).as_number().number)
-                targets.append(f"f{folds}")
-                folds += 1
-            else:
-                read = item.copies and item.node not in loop.inside
-                made = self._load(item.node, item.reads) if read else self.value(item.node, item.reads)
-                outputs.append(made.number)
-                targets.append(writer.entry(item.place.buffer, item.place.map))
-        writer.loads.update(self.loads)
+            read = item.copies and item.node not in loop.inside
+            made = self._load(item.node, item.reads) if read else self.value(item.of, item.reads)
+            made = made.as_number() if item.reduction else made
+            for part, x in enumerate((made.real, made.imag) if made.is_complex else (made,)):
+                outputs.append(x.number)
+                place = f"f{writer.folds.index((item, part))}" if item.reduction else writer.entry(*item.place, part)
+                targets.append(place)
+        writer.loads.update((buffer, map) for buffer, map, _ in self.loads)
         groups = {"x": len(self.loads), "i": len(loop.shape)}
         program = self.builder.program(groups, outputs)
         # The two bodies use different names, since a variable has one type in the whole kernel.
@@ -266,15 +286,16 @@ class _LoopBody:
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
         used = {value for op, _, value in program.instructions if op == "input"}
         made_lines = []
-        for (buffer, map), place in self.loads.items():
+        for (buffer, map, part), place in self.loads.items():
             if ("x", place) in used:
-                made_lines.append(f"{x}{place} = {self._converted(buffer, writer.entry(buffer, map, self.box is None))}")
+                text = writer.entry(buffer, map, part, clamped=self.box is None)
+                made_lines.append(f"{x}{place} = {self._converted(buffer, text)}")
         made_lines += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in used]
         return made_lines + lines(program, names, targets, dtype=writer.real, prefix=v)
 
     def _converted(self, buffer: int, text: str) -> str:
-        dtype = self.writer.schedule.buffers[buffer].dtype
-        return text if dtype in (BOOLEAN, self.writer.real) else f"np.{self.writer.real.name}({text})"
+        dtype, real = self.writer.schedule.buffers[buffer].dtype, self.writer.real
+        return text if dtype == BOOLEAN or PRECISIONS.get(dtype) == real else f"np.{real.name}({text})"
 
     def value(self, n: int, map: IndexMap) -> Symbol:
         """Return the symbol for an entry of node n; `map` computes its index from the loop's indices."""
@@ -285,21 +306,23 @@ class _LoopBody:
 
     def _load(self, n: int, map: IndexMap) -> Symbol:
         place = self.writer.place_of(n)
-        key = place.buffer, composed(place.map, map)
-        number = self.builder.input("x", self.loads.setdefault(key, len(self.loads)))
-        made = Symbol(self.builder, number)
-        return made.truth() if self.nodes[n].dtype == bool else made
+        key, dtype = (place.buffer, composed(place.map, map)), self.nodes[n].dtype
+        real, *imag = [
+            Symbol(self.builder, self.builder.input("x", self.loads.setdefault((*key, part), len(self.loads))))
+            for part in range(parts_of(dtype))
+        ]
+        return real.plus_i(*imag) if imag else real.of_kind(dtype.kind)
 
     def _computed(self, n: int, map: IndexMap) -> Symbol:
         node = self.nodes[n]
         if node.kind == "number":
-            return Symbol(self.builder, self.builder.constant(node.data if node.dtype == bool else float(node.data)))
+            return Symbol(self.builder, number_of(self.builder, node.data)).of_kind(node.dtype.kind)
         if node.kind == "elementwise":
             given = [self.value(x, composed(broadcast(self.nodes[x].shape, node.shape), map)) for x in node.inputs]
-            made = node.data[1](*given)
-            return made.truth() if node.dtype == bool else made.as_number()
-        if node.kind == "view":
-            return self.value(node.inputs[0], composed(node.data, map))
+            return node.data[1](*given).of_kind(node.dtype.kind)
+        if node.kind in ("view", "gather"):
+            ((x, inner),) = reads_of(self.writer.schedule.program, node)
+            return self.value(x, composed(inner, map))
         if node.kind == "join":
             return self._joined(node.inputs, node.data, map)
         return self._updated(node.inputs, node.data, map)  # the remaining kind is "update"
@@ -338,7 +361,7 @@ class _LoopBody:
         # In the box without branches, all indices select the same branch, and the first one stands for the others.
         if axis.source is None:
             return axis.offset
-        return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset
+        return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset  # type: ignore[index]
 
     def _index(self, axis: Axis) -> Symbol:
         i = Symbol(self.builder, self.builder.input("i", axis.source))  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.programs.array_program import Lookup
 from mpiad.programs.fusion import Loop, Schedule, root_of
 from mpiad.programs.loops import Box, LoopText, as_rows, cut
 from mpiad.programs.traced_array import Step
@@ -157,6 +158,8 @@ def _inner(
         if schedule.buffers[b].shape != schedule.buffers[buffer].shape:
             return None
         for (source, stride, offset), (low, high) in zip(map[len(map) - len(unchanged) :], unchanged):
+            if isinstance(source, Lookup):
+                return None
             if source is None:
                 if not low <= offset < high:
                     return None

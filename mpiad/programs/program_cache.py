@@ -104,8 +104,7 @@ def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None]) 
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             found = traced(recorder)
-            # For complex numbers a warning must be logged, which the trace that runs the function does.
-            return None if found is None or recorder.complex_line() else Entry(recorder, *found, watch)
+            return None if found is None else Entry(recorder, *found, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
         recorder.raise_own(error)
         return None
@@ -216,10 +215,6 @@ class ProgramCache:
             if calls.is_raised_by_user(error):
                 raise
             self.give_up(key, error)
-            return
-        line = recorder.complex_line()
-        if line:
-            self.warn("%s computes with complex numbers: %s: NumPy runs such operations; the others are compiled.", line)
 
     def _watch(self, key: Hashable, given: Arguments, optional: bool = False) -> Watch | None:
         watch = self._read(key, given, given.constants(), optional)

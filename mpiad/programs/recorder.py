@@ -35,6 +35,7 @@ from mpiad.programs.playback import logged, message_counts
 from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
     CONTROL_FLOW,
+    PYTHON_NUMBERS,
     Abandoned,
     Constant,
     Ref,
@@ -225,7 +226,7 @@ class Recorder:
         for place in given.traced:
             value = getval(leaves[place])
             number = value if isinstance(value, (np.ndarray, np.generic)) else np.asarray(value)[()]
-            leaves[place] = self.input(number, type(value) in (int, float))
+            leaves[place] = self.input(number, type(value) in PYTHON_NUMBERS)
         return leaves
 
     def input(self, value: Any, weak: bool = False) -> Any:
@@ -411,11 +412,6 @@ class Recorder:
     def communicates(self) -> bool:
         """Whether the function has communicated, possibly in an untraced function."""
         return self._any_within or self.communications > 0
-
-    def complex_line(self) -> str:
-        """Return the first line with an elementwise complex operation; "" if there is none."""
-        ufuncs = [step for step in self.steps if isinstance(step.fun, np.ufunc)]
-        return next((step.site.text for step in ufuncs if any(self.specs[out][1].kind == "c" for out in step.outs)), "")
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
         """Remember a channel with pending messages for `mark`."""
@@ -607,7 +603,7 @@ class ShapeRecorder(Recorder):
         needs_run = operation is RECV and any(envelope.number is None for envelope in envelopes)
         if operation in (ALLTOALL, BCAST, EXCHANGE, RECV) and params.spec is not None and not needs_run:
             return like(params.spec)
-        if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
+        if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind in "fc":
             return like(Spec(x.shape, x.dtype))
         if operation is OBJECTIVE and params.problem is None:
             return np.float64(1.0)
@@ -630,6 +626,8 @@ def _placeholder(shape: Shape, dtype: DTypeLike) -> Array:
     """Return an array of arbitrary values; a large one has its own memory mapping, without pages until written."""
     # The heap would take pages that earlier arrays have written, and a trace keeps an array for each of its values.
     dtype, size = np.dtype(dtype), math.prod(shape)
+    if dtype.kind in "iu":  # they may be indices
+        return np.zeros(shape, dtype)
     pages = mmap(-1, size * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS) if size > _LARGE else None
     return np.ndarray(shape, dtype, pages)
 

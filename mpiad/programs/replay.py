@@ -21,7 +21,7 @@ from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
-from mpiad.programs.array_program import Node, Slot, described, operation_of
+from mpiad.programs.array_program import Node, Slot, described, operation_of, parts_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
@@ -104,7 +104,7 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
     if isinstance(fun, Operation):  # this rank may not know the shape of the broadcast array
         known = fun is not BCAST or node.data.args[1].spec is not None
     else:
-        known = fun.in_place is not None or fun.preserves_spec
+        known = fun.in_place is not None or fun.preserves_spec or fun.fixes_spec
     return not known and node.dtype != object
 
 
@@ -131,7 +131,8 @@ class _KernelBlocks:
                     shape, root = schedule.buffers[b].shape, root_of(schedule.buffers, b)
                     self._places.setdefault(root, []).append(len(words))
                     is_padded = root in allocations and schedule.buffers[root].shape == shape
-                    words += [0, *shape[:-1], allocations[root].pitch if is_padded else (shape or (1,))[-1]]
+                    pitch = allocations[root].pitch if is_padded else (shape or (1,))[-1]
+                    words += [0, *shape[:-1], pitch * parts_of(schedule.buffers[b].dtype)]
                 for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
                     self._held.append(np.ascontiguousarray(array))
                     words += [self._held[-1].ctypes.data, *array.shape]

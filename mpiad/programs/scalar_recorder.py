@@ -132,7 +132,7 @@ class ScalarRecorder:
         try:
             self.shape, self.dtype = made.shape, made.dtype
             found = rule(self, *args, **kwargs).number.ravel().tolist()
-            return TracedArray(self, _as_array([*map(_OF_KIND[made.dtype.kind], found)], made.shape), made)
+            return TracedArray(self, _as_array([x.of_kind(made.dtype.kind) for x in found], made.shape), made)
         except Unsupported as error:
             self.refuse(f"it calls {name} with {error}")
         except TypeError as error:  # the rule doesn't have a parameter, and Python's message names it
@@ -206,11 +206,6 @@ def _cast(t: ScalarRecorder, x: TracedArray, dtype: np.dtype) -> TracedArray:
         t.refuse(f"it makes {dtype} of traced values{' that are complex' * (x.dtype.kind == 'c')}")
     return x
 
-
-# The symbol of an entry of an array, by the kind of its dtype.
-_OF_KIND: dict[str, Callable[[Symbol], Symbol]] = {
-    "b": Symbol.truth, **dict.fromkeys("iuf", Symbol.as_number), "c": lambda x: x.real.plus_i(x.imag)
-}  # fmt: skip
 
 _RULES: dict[Callable, Rule] = {
     cast: _cast,

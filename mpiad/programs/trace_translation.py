@@ -16,11 +16,13 @@ import numpy as np
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
+from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol
+from mpiad.differentiation.segment_sum import Segments, summed_by_segment
 from mpiad.programs.array_program import (
     BOOLEAN,
     COMPUTED,
-    FLOATS,
+    PRECISIONS,
     ArrayProgram,
     IndexMap,
     Slot,
@@ -29,7 +31,18 @@ from mpiad.programs.array_program import (
     without_memory,
 )
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, array_of, cast, mapped, take, with_entries
+from mpiad.programs.traced_array import (
+    Constant,
+    Ref,
+    Step,
+    TracedArray,
+    added_at,
+    array_of,
+    cast,
+    mapped,
+    take,
+    with_entries,
+)
 
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 
@@ -57,6 +70,49 @@ class _Translation:
             self.nodes[number] = self.program.input(shape, dtype)
             if number in recorder.weak:
                 self.program.weak.add(self.nodes[number])
+        # Checked indices, by the node of the array, the length of the axis, and the use as in `checked_indices`. Arguments
+        # are checked before all loops, and once for all their uses.
+        self._indices: dict[tuple[int, int, int | None], int] = {}
+        uses: dict[tuple[int, int], list[int | None]] = {}
+        for step in recorder.steps:
+            number, length, use = self._index_of(step)
+            if number in recorder.inputs:
+                uses.setdefault((self.nodes[number], length), []).append(use)
+        for (n, length), found in uses.items():
+            made = self._checked(n, length, *dict.fromkeys(found))
+            self._indices |= {(n, length, use): made for use in found}
+
+    def _index_of(self, step: Step) -> tuple[int, int, int | None]:
+        """Return the traced array of indices of a step, the length of its axis, and its use; -1, 0, None if none."""
+        recorder = self.recorder
+        axis, index = None, Ref(-1)
+        if step.fun in (take, added_at):
+            axis, index = _array_in(step.args[1])
+        elif step.fun is summed_by_segment:
+            index = step.args[1]
+        if type(index) is not Ref or index.number < 0 or not is_index(*recorder.specs[index.number]):
+            return -1, 0, None
+        x = step.args[0]
+        shape = recorder.specs[x.number][0] if type(x) is Ref else recorder.constants[x.number].shape
+        return index.number, step.args[2] if axis is None else shape[axis], axis
+
+    def _checked(self, n: int, length: int, *uses: int | None) -> int:
+        """Append a call that checks indices; those of a constant are checked now."""
+        program, node = self.program, self.program.nodes[n]
+        dtype = np.dtype(np.int32 if length < 2**31 else np.int64)
+        if node.kind == "constant":
+            return program.constant(checked_indices(program.constants[node.data], length, dtype, *uses))
+        call = Step("call", checked_indices, (Slot(0), length, dtype, *uses), {}, (), program.site)  # type: ignore[arg-type]
+        return program.add("call", [n], node.shape, dtype, call)
+
+    def indices(self, x: Any, length: int, use: int | None) -> int:
+        """Return the node of checked indices; raise Unsupported for anything but an array of integers."""
+        if not isinstance(x, Value) or not is_index(x.shape, x.dtype):
+            raise Unsupported
+        key = x.number, length, use
+        if key not in self._indices:
+            self._indices[key] = self._checked(*key)
+        return self._indices[key]
 
     def outputs(self, outputs: Sequence[Any]) -> list[int]:
         program, found = self.program, []
@@ -89,7 +145,7 @@ class _Translation:
                 program.weak.add(number)
 
     def _translated_by_rule(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
-        # Loops don't compute complex or integer arrays.
+        # Loops don't compute integer arrays.
         if step.kind != "call" or any(dtype not in COMPUTED for _, dtype in specs):
             raise Unsupported
         rule = (_RULES.get(step.fun) or rule_of(step.fun)) if len(specs) == 1 or step.fun in SPLITTING else None
@@ -143,10 +199,12 @@ class _Translation:
             return x
         if isinstance(x, (bool, np.bool_)):
             return self.value(self.program.number(bool(x), (), bool))
-        if isinstance(x, (int, float, np.integer, np.floating)) and abs(x) < math.inf or isinstance(x, float):
+        finite = isinstance(x, (int, np.integer, np.inexact)) and abs(x) < math.inf
+        if finite or isinstance(x, (float, complex)):
             # A Python number takes the precision of the other operand.
-            kind = x.dtype if isinstance(x, np.floating) else dtype if dtype in FLOATS else np.dtype(np.float64)
-            return self.value(self.program.number(float(x), (), kind))
+            real = PRECISIONS.get(dtype, np.dtype(float))
+            kind = np.result_type(real, np.complex64) if isinstance(x, complex) else real
+            return self.value(self.program.number(x, (), x.dtype if isinstance(x, np.inexact) else kind))
         raise Unsupported
 
     def value(self, number: int) -> Value:
@@ -157,8 +215,11 @@ class _Translation:
         """Append an elementwise function of arguments, which are broadcast."""
         if self.dtype not in COMPUTED:
             raise Unsupported
-        dtypes = [self.dtype] if self.dtype in FLOATS else [x.dtype for x in args if isinstance(x, Value)]
+        dtypes = [self.dtype] if self.dtype in PRECISIONS else [x.dtype for x in args if isinstance(x, Value)]
         given = [self.of(x, np.result_type(*dtypes, np.float32)) for x in args]
+        if any(x.dtype.kind == "c" for x in given):  # not all functions are implemented for complex numbers
+            symbol = Symbol(builder := Builder(), builder.input("x"))
+            function(*[symbol.of_kind(x.dtype.kind) for x in given])
         shape = np.broadcast_shapes(*[x.shape for x in given])
         return self.value(self.program.elementwise([x.number for x in given], shape, self.dtype, (name, function)))
 
@@ -172,7 +233,7 @@ class _Translation:
     ) -> Value:
         """Append a reduction, without the axes of length 1 that `keepdims` adds; see `_translated_by_rule`."""
         # The recorder refuses `out`, and reductions of numbers.
-        if x.dtype not in FLOATS or dtype not in (None, x.dtype):
+        if x.dtype not in PRECISIONS or dtype not in (None, x.dtype) or x.dtype.kind == "c" and name != "add":
             raise Unsupported
         ndim = len(x.shape)
         axes = tuple(sorted({int(k) % ndim for k in (range(ndim) if axis is None else np.atleast_1d(axis))}))
@@ -204,7 +265,36 @@ class _Translation:
         return self.value(self.program.join([x.number for x in parts], axis))
 
 
+def is_index(shape: Shape, dtype: np.dtype) -> bool:
+    """Return whether an array may be an array of indices."""
+    return bool(shape) and dtype.kind in "iu"
+
+
+def _array_in(key: Any) -> tuple[int, Any]:
+    """Return the axis and the index in a key of one index and otherwise full slices; for other keys -1, None."""
+    parts = key if type(key) is tuple else (key,)
+    found = [pair for pair in enumerate(parts) if not (type(pair[1]) is slice and pair[1] == slice(None))]
+    return found[0] if len(found) == 1 else (-1, None)
+
+
+def checked_indices(indices: Array, length: int, dtype: np.dtype, *uses: int | None) -> Array:
+    """Return indices from 0 to length - 1 for loops; `uses`: the axes of gathers, and None for a segment sum."""
+    wide = indices if indices.dtype.itemsize >= dtype.itemsize else indices.astype(dtype)
+    # As unsigned numbers, negative ones are large.
+    if wide.size and wide.view(f"u{wide.dtype.itemsize}").max() >= length:
+        for axis in uses:
+            if axis is None:
+                Segments(wide, length).require_range()
+            else:  # NumPy raises its error
+                np.broadcast_to(np.int8(0), (*[1] * axis, length))[(*[slice(None)] * axis, indices)]
+        wide = np.where(wide < 0, wide + length, wide)
+    return wide.astype(dtype)
+
+
 def _take(t: _Translation, x: Array, key: Index) -> Value:
+    axis, index = _array_in(key)
+    if isinstance(index, Value) and index.shape:
+        return t.value(t.program.gather(_computed(x).number, t.indices(index, x.shape[axis], axis), axis))
     return _value(x).view(*_of_key(x, key))
 
 
@@ -232,7 +322,8 @@ def _viewed(function: Callable) -> Rule:
 
 
 def _cast(t: _Translation, x: Array, dtype: np.dtype) -> Value:
-    if _value(x).dtype not in COMPUTED:
+    # If a cast drops imaginary parts, NumPy warns.
+    if _value(x).dtype not in COMPUTED or x.dtype.kind == "c" and dtype.kind == "f":
         raise Unsupported
     name, function = ("truth", Symbol.truth) if dtype == BOOLEAN else ("cast", Symbol.as_number)
     return x if x.dtype == dtype else t.elementwise(name, function, x)
@@ -264,7 +355,7 @@ def _with_entries(t: _Translation, x: Array, key: Index, value: Any) -> Value:
     value = t.array(value)
     while len(value.shape) > len(made) and value.shape[0] == 1:
         value = value.reshape(value.shape[1:])
-    unit = tuple([1 if axis.source is None else made[axis.source] for axis in map])
+    unit = tuple([made[axis.source] if isinstance(axis.source, int) else 1 for axis in map])
     block = value.broadcast_to(made).reshape(unit)
     return t.value(t.program.update(x.number, block.number, [axis.offset for axis in map]))
 
@@ -285,6 +376,25 @@ def _roll(t: _Translation, x: Value, shift: Any, axis: Any = None) -> Value:
         by = by % n if n else 0
         if by:
             x = t.join([x.slice(along, n - by, n), x.slice(along, 0, n - by)], along)
+    return x
+
+
+def _added_at(t: _Translation, x: Array, key: Index, values: Array) -> Value:
+    axis, index = _array_in(key)
+    indices = t.indices(index, _computed(x).shape[axis], axis)
+    whole = t.array(values).broadcast_to((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
+    sums = t.value(t.program.segment_sum(whole.number, indices, axis, x.shape[axis]))
+    node = t.program.nodes[x.number]
+    return sums if node.kind == "number" and not node.data else t.computed(np.add, x, sums)
+
+
+def _segment_sum(t: _Translation, x: Array, index: Value, count: int) -> Value:
+    return t.value(t.program.segment_sum(_computed(x).number, t.indices(index, count, None), 0, count))
+
+
+def _computed(x: Any) -> Value:
+    if _value(x).dtype not in PRECISIONS:
+        raise Unsupported
     return x
 
 
@@ -313,6 +423,14 @@ def _same(t: _Translation, x: Array, *_: Any, **__: Any) -> Value:
     return x
 
 
+def _real(t: _Translation, x: Array) -> Value:
+    return x if _value(x).dtype == t.dtype else t.elementwise("real", lambda z: z.real, x)
+
+
+def _conjugate_product(t: _Translation, x: Array, y: Array) -> Value:
+    return _product(t, t.computed(np.conjugate, x) if t.dtype.kind == "c" else x, y)
+
+
 def _diff(t: _Translation, x: Array, n: int = 1, axis: int = -1) -> Value:
     for _ in range(n):
         axis %= len(x.shape)
@@ -329,8 +447,9 @@ _RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
-    take: _take, cast: _cast, with_entries: _with_entries, array_of: lambda t, x, *_, **__: t.array(x),
-    **dict.fromkeys((np.dot, np.vdot, np.inner, np.matmul), _product), np.copy: _same, np.real: _same,
+    take: _take, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
+    array_of: lambda t, x, *_, **__: t.array(x),
+    **dict.fromkeys((np.dot, np.inner, np.matmul), _product), np.vdot: _conjugate_product, np.copy: _same, np.real: _real,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
     np.roll: _roll, np.diff: _diff,
 }  # fmt: skip

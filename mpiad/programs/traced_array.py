@@ -24,6 +24,9 @@ from mpiad.transport.devices.device_arrays import register_arrays
 
 # The data of a trace: its steps, and traced arrays.
 
+# The types of numbers that take the precision of the other operand.
+PYTHON_NUMBERS = frozenset({int, float, complex})
+
 
 class Ref(NamedTuple):
     """A reference to a traced value, by number, among the arguments of a step."""
@@ -126,7 +129,7 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
             return NotImplemented
         given = (other, self) if swapped else (self, other)
         made = self.recorder.call(ufunc, given, {})
-        is_weak = other.weak if isinstance(other, TracedArray) else type(other) in (int, float)
+        is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS
         return self.recorder.weaken(made) if self.weak and is_weak else made
 
     return method

@@ -282,7 +282,7 @@ def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
 
 defvjp(fourier_transform, lambda ans, x, chain: lambda g: fourier_transform(g, chain.transposed))
 defjvp(fourier_transform, lambda g, ans, x, chain: fourier_transform(g, chain))
-fourier_transform.batched_adjoint = True
+fourier_transform.batched_adjoint = fourier_transform.fixes_spec = True
 
 
 @dataclass(frozen=True)

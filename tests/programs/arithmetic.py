@@ -20,9 +20,13 @@ def on_arrays(single):
         sin=anp.sin, cos=anp.cos, exp=anp.exp, tanh=anp.tanh, real=anp.real, imag=anp.imag, conj=anp.conj,
         concatenate=anp.concatenate, stack=anp.stack, reshape=anp.reshape, dot=anp.dot, total=anp.sum,
         rot90=anp.rot90, rollaxis=anp.rollaxis, transpose=anp.transpose, swapaxes=anp.swapaxes,
-        stop=mpiad.stop_gradient,
+        stop=mpiad.stop_gradient, segment_sum=mpiad.segment_sum,
         constant=lambda x: np.asarray(x, real),
     )  # fmt: skip
+
+
+SOURCES, ENDS = np.array([2, 0, 1, 0, 2]), np.array([0, -1, -3, 1, 0], np.int32)
+"""The edges of a graph of three nodes: unsorted indices, some repeated, some negative."""
 
 
 FORMS = (
@@ -40,8 +44,10 @@ FORMS = (
     lambda num, a, b: num.transpose(num.stack([a, a - b, num.tanh(b)]))[2] * a,
     lambda num, a, b: num.swapaxes(num.sin(a)[:, None] + b, 0, 1)[::-1, ::2][:, 1],
     lambda num, a, b: num.reshape(num.transpose(num.reshape(num.concatenate([a * b, b]), (2, 3))), (6,), order="F")[1:6:2],
+    lambda num, a, b: num.sin(a)[ENDS[:3]] * b,
+    lambda num, a, b: num.segment_sum((a[SOURCES] - b[ENDS]) * num.sin(a[ENDS]), SOURCES, 3),
 )
-"""Functions of two registers; one depends on neither. Of the last six NumPy makes views of temporary arrays."""
+"""Functions of two registers; one depends on neither. Of six NumPy makes views of temporary arrays."""
 
 
 def pattern(rows, columns):
