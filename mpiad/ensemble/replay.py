@@ -27,7 +27,7 @@ from mpiad.ensemble.field_jacobian import JacobianProgram
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_operators import advanced, replaced, rows_of, solved, values_of
+from mpiad.ensemble.step_operators import replaced, rows_of, solved, sum_of_stages, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
@@ -58,7 +58,7 @@ class StepReplay:
 
     def _sum(self, u: Array, h: Array | float, weights: tuple[float, ...]) -> Array:
         stages, chosen = _nonzero(weights, self._run.coefficients.real)
-        return advanced(u, h, chosen, *[self._k[j] for j in stages]) if stages else u
+        return sum_of_stages(u, h, chosen, *[self._k[j] for j in stages]) if stages else u
 
     def weights(self, x: Array) -> Array:
         """Return the interpolant's weights at fractions x of the step, shape (stages, m), or (stages, s, 1, m)."""
@@ -73,7 +73,7 @@ class StepReplay:
         u, h, stages = self._u, self._size, self._k[used]
         if type(columns) is not slice:
             u, h, stages = u[:, columns], h[columns], [k[:, columns] for k in stages]
-        return advanced(u, h, weights[used], *stages)
+        return sum_of_stages(u, h, weights[used], *stages)
 
     def event(self, located: LocatedEvent, exact: bool) -> tuple[Array, Array]:
         """Return states and times of an event; see `event_at`."""
@@ -226,11 +226,10 @@ class Replay:
         """Return the results of a visit, given the states before it and the inputs of its columns."""
         run, columns = self._run, self._run.doubled(len(visit.t))
         inputs = inputs._replace(leaves=list(map(shortened, inputs.leaves)))
-        t, h = self._times(sweep, visit, inputs)
-        given = u, inputs.leaves, t, h
+        (t, h), u, leaves = self._times(sweep, visit, inputs), shortened(u), inputs.leaves
         if type(columns) is not slice:
-            given = u[:, columns], run.batch.p.chosen(columns, inputs.leaves), t[columns], h[columns]
-        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, *given)
+            u, t, h, leaves = u[:, columns], t[columns], h[columns], run.batch.p.chosen(columns, leaves)
+        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h)
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
         for located in sweep.located(visit):
@@ -350,7 +349,7 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
                     # Visits are aligned at the ends of trajectories, so shorter trajectories begin later.
                     entering = states[:, sweep.ids[before:width]]
                     u = concatenate([u, entering], axis=1) if before else entering
-                found = replay.visited(sweep, visit, u, own.of(run, slice(0, width)))
+                found = replay.visited(sweep, visit, u, own if width == len(sweep.ids) else own.of(run, slice(0, width)))
                 u = found.u
                 if run.jumps and timed:
                     own = own._replace(shift=replaced(own.shift, slice(0, width), found.shift))
