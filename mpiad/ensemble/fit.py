@@ -445,7 +445,7 @@ def fit(
     plan = planned(given) if used is None else planned_together(used, given)
     count, m = plan.start.shape
     # "auto" compiles if the number of states and of their tangents, m per trajectory, is large enough.
-    compiler = Compiler(plan.options, count * (1 + m), mpi is not None)
+    compiler = Compiler(plan.options.compile, plan.options.backend, count * (1 + m), mpi is not None)
     if mpi is None or used is None:
         found = share = _share(given, plan, compiler, range(count))
     else:

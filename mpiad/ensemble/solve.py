@@ -203,7 +203,7 @@ def solve(
     mpi_channel = None if single else used
     if isinstance(problem, ODEProblem):
         options = options._replace(problem=EnsembleProblem(problem), backend=EnsembleSerial())
-    compiler = Compiler(options, 0 if single else count, mpi_channel is not None)
+    compiler = Compiler(compile, options.backend, 0 if single else count, mpi_channel is not None)
     if mpi_channel is not None:
         sol = _over_ranks(options, compiler, mpi_channel)
     else:

@@ -19,10 +19,12 @@ trajectory don't depend on its lane or on other settings of the kernel. Only pow
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from mpiad.compiling.source import indented
+from mpiad.compiling.program import Program
+from mpiad.compiling.source import are_simple, indented
 from mpiad.ensemble import events as event_location
 from mpiad.ensemble.compiled.jump_text import jump_lines
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, U, filled
@@ -506,12 +508,12 @@ def fields_of(spec: KernelSpec) -> Fields:
     return layout_of(spec, FIELDS)[0]
 
 
-def forward_source(spec: KernelSpec, wide: bool) -> str:
+def forward_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
     fields, steps, names = layout_of(spec, FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
     full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
-    names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "stages": _stages(spec, steps)}
+    names |= {"wide": are_simple(programs), "fields": ", ".join(fields), "full": full, "stages": _stages(spec, steps)}
     names |= {"row": "event_count", "stored": ""}
     return fields.resolved(filled(_KERNEL, names | parts_of(spec, steps, names, power_lines)))
 

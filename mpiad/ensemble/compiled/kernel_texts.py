@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
-from mpiad.compiling.source import are_simple, function_source, numbered
+from mpiad.compiling.source import function_source, numbered
 from mpiad.ensemble.compiled.cuda.cuda_kernels import PRELUDE, cuda_forward_text, cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
@@ -26,12 +26,14 @@ def kernel_text(
     # NVRTC and nvcc need no headers to compile the text in "c". Compiled as C++ for a CPU, it loops over the trajectories.
     on_gpu, forward = language == "c", kernel == "forward"
     programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted, on_gpu)
+    if on_gpu:
+        text = cuda_forward_text(spec) if forward else cuda_reverse_text(spec)
+    else:
+        text = (forward_source if forward else reverse_source)(spec, programs.values())
     functions = [_function(one, name, spec, traced.names, language) for name, one in programs.items()]
     if on_gpu:
-        prelude = "\n".join(filled(PRELUDE, {"real": "float" if spec.single else "double"}))
-        return "\n\n".join([prelude, *functions, cuda_forward_text(spec) if forward else cuda_reverse_text(spec)]) + "\n"
-    source = forward_source if forward else reverse_source
-    return "\n\n".join([*functions, source(spec, are_simple(programs.values()))])
+        functions.insert(0, "\n".join(filled(PRELUDE, {"real": "float" if spec.single else "double"})))
+    return "\n\n".join([*functions, text]) + "\n" * on_gpu
 
 
 def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:

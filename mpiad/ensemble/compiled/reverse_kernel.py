@@ -24,10 +24,12 @@ The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from mpiad.compiling.source import indented, number
+from mpiad.compiling.program import Program
+from mpiad.compiling.source import are_simple, indented, number
 from mpiad.ensemble.compiled.jump_text import jumps_back
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
@@ -254,10 +256,11 @@ def fields_of(spec: KernelSpec) -> Fields:
     return layout_of(spec, FIELDS)[0]
 
 
-def reverse_source(spec: KernelSpec, wide: bool) -> str:
+def reverse_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     fields, steps, names = layout_of(spec, FIELDS)
-    names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else "", "crossed": []}
+    names |= {"wide": are_simple(programs), "fields": ", ".join(fields), "crossed": []}
+    names["rounded"] = "np.float32" if spec.single else ""
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
     names |= jumps_back(spec, steps, names)
     names |= parts_of(spec, steps, names)
