@@ -23,7 +23,7 @@ from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
-from mpiad.ensemble.device_run import DeviceRun
+from mpiad.ensemble.device_rounds import DeviceRun
 from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, traced_times
