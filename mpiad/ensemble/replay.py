@@ -7,7 +7,7 @@ tangents and for derivatives of second and higher order. `adjoint` transposes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.products import jvp
@@ -76,15 +76,24 @@ class StepReplay:
         return sum_of_stages(u, h, weights[used], *stages)
 
     def event(self, located: LocatedEvent, exact: bool) -> tuple[Array, Array]:
-        """Return states and times of an event; see `event_at`."""
+        """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
+        # By the implicit function theorem, one Newton step from the fractions x of the steps gives first derivatives. With
+        # `exact`, second and third derivatives are also correct.
         count, run = len(located.columns), self._run
         every = two_at_least(count) if run.xp is None else slice(None)
         columns = _without_repetitions(located.columns, self._u.shape[1]) if count > 1 else located.columns[every]
-        condition, leaves = run.settings.events[located.event].condition, run.batch.p.chosen(columns, self._leaves)
+        condition, p = (
+            run.settings.events[located.event].condition,
+            run.batch.p.build(run.batch.p.chosen(columns, self._leaves)),
+        )
+        t, h, x = self.t[columns], self.h[columns], located.x[every]
         state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
-        of_step = run.batch.p.build(leaves), self.t[columns], self.h[columns]
-        state, time = event_at(condition, state_at, *of_step, located.x[every], exact)
-        return state[:, :count], time[:count]
+        value = lambda x: condition(state_at(x), p, t + x * h)  # noqa: E731
+        # The slope is computed again in each Newton step, so that each step squares the error.
+        for _ in range(_ROOT_STEPS if exact else 1):
+            residual, slope = jvp(value, x, np.ones_like(getval(x)))
+            x = x - (residual - getval(residual)) / (slope if exact else getval(slope))
+        return state_at(x)[:, :count], (t + x * h)[:count]
 
 
 def _without_repetitions(columns: Columns, count: int) -> Columns:
@@ -94,23 +103,6 @@ def _without_repetitions(columns: Columns, count: int) -> Columns:
     mask = np.zeros(count, bool)
     mask[columns] = True
     return slice(None) if mask.all() else mask
-
-
-def event_at(
-    condition: Function, state_at: Callable[[Array], Array], p: Tree, t: Array, h: Array, x: Array, exact: bool
-) -> tuple[Array, Array]:
-    """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
-    # By the implicit function theorem, one Newton step from the fractions x of the steps gives first derivatives. With
-    # `exact`, second and third derivatives are also correct.
-
-    def value(x: Array) -> Array:
-        return condition(state_at(x), p, t + x * h)
-
-    # The slope is computed again in each Newton step, so that each step squares the error.
-    for _ in range(_ROOT_STEPS if exact else 1):
-        residual, slope = jvp(value, x, np.ones_like(getval(x)))
-        x = x - (residual - getval(residual)) / (slope if exact else getval(slope))
-    return state_at(x), t + x * h
 
 
 @lru_cache(256)

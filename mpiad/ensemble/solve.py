@@ -5,8 +5,8 @@ batch by batch; `_solved` prepares one batch of plain arrays and its settings, f
 `_by_arrays`. There `Compiler` traces f and calls a CPU kernel (`kernel_solver.Solver.solved`), or else the backend's loop
 over steps in NumPy (`working_set.integrate`). Both return an `Outcome`, from which `solution_of` makes the solution.
 
-If inputs are traced, the steps are recorded. `differentiable` makes the results a function of the traced inputs: kernels have
-their adjoint in `compiled.reverse_sweep`, arrays in `adjoint`, and tangents are in `directions`.
+If inputs are traced, the steps are recorded. `differentiable` makes the results a function of the traced inputs: the
+adjoint of a kernel is in `compiled.reverse_sweep`, that of arrays in `adjoint`, and tangents are in `directions`.
 """
 
 from __future__ import annotations
