@@ -259,13 +259,13 @@ if crossings[{event_row}, 1] == {e}{differentiated}:
         when by_lanes: $tn = $t + $h
         when not by_lanes: ends = False
         when timed:
-            $t_bar = {time_bar} + by_time * factor
+            $t_bar = {time_bar} + {double}(by_time) * factor
             $size_moves = 0.0
-        each c: bar_{c} = $cotangent[{c}] + factor * g_{c}
+        each c: bar_{c} = {rounded}({double}($cotangent[{c}]) + factor * {double}(g_{c}))
         each c: $cotangent[{c}] = {zero}
-    when not terminal: each c: bar_{c} = factor * g_{c}
-    each wanted_p: $p_bar[{wanted_p}] += factor * by{wanted_p}
-    each wanted_s: $s_bar[{wanted_s}] += factor * by{wanted_varying+wanted_s}
+    when not terminal: each c: bar_{c} = {rounded}(factor * {double}(g_{c}))
+    each wanted_p: $p_bar[{wanted_p}] += factor * {double}(by{wanted_p})
+    each wanted_s: $s_bar[{wanted_s}] += factor * {double}(by{wanted_varying+wanted_s})
     each c:
         $value[{c}] += bar_{c}
         each used:
@@ -301,7 +301,6 @@ def reverse_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     fields, steps, names = layout_of(spec, FIELDS)
     names |= {"wide": are_simple(programs), "fields": ", ".join(fields)}
-    names["rounded"] = "np.float32" if spec.single else ""
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
     names |= {"event_row": "event[l]", "next_event": "event[l] -= 1", "differentiated": ""}
     names["in_step"] = "event[l] >= event_first[i] and np.int64(crossings[event[l], 2]) == step[l]"
@@ -332,21 +331,24 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
 
 def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: dict[bool, str]) -> list[str]:
     """Return the lines for the events of a step."""
-    d, h, real, last, row = spec.d, steps.h, steps.rounded, spec.stages, names["event_row"]
+    # The fraction of the step and the derivatives of a root are double, also if states are float32.
+    d, doubled, last, row = spec.d, steps.doubled, spec.stages, names["event_row"]
     state = filled(_STEP_AGAIN, names | {"step_end": "$t + $h"}) if names["by_lanes"] else []
     state += [f"x = crossings[{row}, 3]"]
     if last in steps.used():
         state.append(steps.call(f"k{last}", f"y{last}", last))
     state += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
-    slopes = [" + ".join(f"{real(f'r{i}')} * k{i}_{c}" for i in steps.used()) for c in range(d)]
+    rates = [" + ".join(f"r{i} * {doubled(f'k{i}_{c}')}" for i in steps.used()) for c in range(d)]
     outputs = [*steps.state("g"), *numbered("by", spec.wanted_varying + spec.wanted_shared), "by_time"]
-    state_bar = " + ".join(f"$cotangent[{c}] * rate_{c}" for c in range(d))
-    names = names | {"slope": f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}", "events": []}
-    names |= {"state": state, "rates": [f"rate_{c} = ({slope}) * {h}" for c, slope in enumerate(slopes)]}
+    state_bar = " + ".join(f"{doubled(f'$cotangent[{c}]')} * rate_{c}" for c in range(d))
+    slope = " + ".join(f"{doubled(f'g_{c}')} * rate_{c}" for c in range(d))
+    names = names | {"slope": f"{slope} + {doubled('by_time')} * h", "events": []}
+    names |= {"state": state, "rates": [f"rate_{c} = ({rate}) * h" for c, rate in enumerate(rates)]}
     for e, (terminal, _) in enumerate(spec.events):
         event = {"e": e, "terminal": terminal, "timed_value": spec.timed and not terminal, "time_bar": time_bars[terminal]}
-        event["gradient"] = steps.called(outputs, f"slopes{e}", "at", real(f"crossings[{row}, 4]"), [steps.number(1.0)])
-        event["fraction_bar"] = f"{f'{state_bar} + ' if terminal else ''}{real(time_bars[terminal])} * {h}"
+        time = steps.rounded(f"crossings[{row}, 4]")
+        event["gradient"] = steps.called(outputs, f"slopes{e}", "at", time, [steps.number(1.0)])
+        event["fraction_bar"] = f"{f'{state_bar} + ' if terminal else ''}{time_bars[terminal]} * h"
         if not names["by_lanes"]:
             event["differentiated"] = " and ends" if terminal else f" and {time_bars[False]} != 0.0"
         names["events"] += filled(_EVENT, names | event)
