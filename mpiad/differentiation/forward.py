@@ -117,9 +117,9 @@ class TangentTape(LibraryTape):
 
 
 class BundleNode(TangentNode):
-    """A node of a forward-mode trace; `g` is a list with one tangent per direction, None for a zero tangent."""
+    """A node of a forward-mode trace; `g` has one tangent per direction: a list, with None for zero, or one array."""
 
-    __slots__ = ()
+    __slots__ = ("whole",)  # an array of the value and all tangents, if it exists
 
     def __init__(
         self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
@@ -128,9 +128,9 @@ class BundleNode(TangentNode):
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
         self.tape = tape
-        rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
         # Inputs of other traces are constants.
         inputs = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
+        rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
         self.g = []
         for direction in range(len(parents[0].g)):
             nonzero = [(k, tangents[direction]) for k, tangents in inputs if tangents[direction] is not None]
@@ -169,5 +169,5 @@ class Bundle:
             node = value._node
             value = value._value
             if getattr(node, "tape", None) is self._tape:
-                return value, node.g
+                return value, list(node.g)
         return value, None

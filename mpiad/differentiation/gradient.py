@@ -8,18 +8,22 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
+from mpiad.device import to_host
 from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
-from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
 from mpiad.differentiation.objective import check_objective, problem_with, reduce_objective, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_derivative, trace_backwards, variables_of
 from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport import channel
+from mpiad.pytrees import named_leaves
+from mpiad.transport import Channel, channel
+from mpiad.transport.core.replication import require_replicated
+from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
+from mpiad.transport.watch import watch_settings
 
 
 def value_and_grad(
@@ -193,3 +197,30 @@ def shared_sum(gradients: list[Array], comm: Comm) -> list[Array]:
         for i, part in zip(members, whole.parts(total)):
             out[i] = part if specs[i].shape else part[()]
     return out
+
+
+# Checks that a shared variable and the objective are the same on all ranks.
+#
+# The checks run only under ``MPIAD_DEBUG=1``, since each check needs an additional reduction. If the copies of a variable
+# differ, for example after initialization with different random seeds, the gradient is wrong for all copies.
+
+_BROADCAST = "Broadcast the variable once before the first step, and make the same updates on all ranks."
+
+
+def require_equal_copies(variables: Variables, channel: Channel, call: str) -> None:
+    """Under ``MPIAD_DEBUG=1``, raise a ReplicationError on all ranks if the copies of a shared argument differ."""
+    if watch_settings.debug():
+        claim = f"{call}: shared=True says that all ranks hold the same variable x"
+        leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
+        checked_on_replay(require_replicated, channel, leaves, claim, _BROADCAST)
+
+
+def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
+    """Under ``MPIAD_DEBUG=1``, raise a ReplicationError on all ranks if J differs between ranks."""
+    if watch_settings.debug():
+        claim = f"{call}: J must be the same on all ranks"
+        advice = (
+            "Reductions of this MPI round differently on different ranks. If the program branches on J, let one rank "
+            "choose, and broadcast its choice."
+        )
+        checked_on_replay(require_replicated, channel, named_leaves(value, "J"), claim, advice)

@@ -11,8 +11,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
 from mpiad.device.assembly import stack
-from mpiad.differentiation.copies import require_equal_copies
-from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
+from mpiad.differentiation.gradient import cotangents_of_variables, require_equal_copies, shared_sum
 from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.errors import RequestError

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
-from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import (
     cotangents_of_variables,
     grad,
+    require_equal_copies,
     several_cotangents_of_variables,
     shared_sum,
     value_and_grad,

@@ -24,7 +24,9 @@ from mpiad.differentiation.tape import OrderedNode
 
 _ndarray = np.ndarray
 # Exact types only, since subclasses of ndarray may define other operators.
-_untraced = frozenset({float, int, np.float64, np.ndarray})
+_numbers = frozenset({float, int, np.float64})
+_untraced = _numbers | {np.ndarray}
+_indices = frozenset({int, tuple})
 _new = object.__new__
 _getitem: Any = ArrayBox.__getitem__
 _NO_KEYWORDS: dict = {}
@@ -92,22 +94,27 @@ class BundleBox(_Box):
     __slots__ = ()
 
     def __getitem__(self, idx: Index) -> Array:
-        """Return an element with its tangents."""
+        """Return a part of the array with its tangents."""
         node, value = self._node, self._value
-        plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
-        if plain and type(node) is BundleNode and node.tape.record is not None:
-            return _new_box(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)
+        if type(node) is BundleNode and type(value) is _ndarray and type(idx) in _indices and node.tape.record is not None:
+            part, gs = value[idx], node.g
+            if type(part) is _ndarray:  # not a number
+                if type(gs) is _ndarray and isinstance(idx, int):
+                    return bundle_box(part, gs[:, idx], node.tape, self._trace)
+                return bundle_box(part, [None if g is None else g[idx] for g in gs], node.tape, self._trace)
         return _getitem(self, idx)
 
     def __neg__(self) -> Array:
         """Return the negative."""
         node, value = self._node, self._value
         if type(node) is BundleNode and type(value) is _ndarray and node.tape.record is not None:
-            return _new_box(-value, [None if g is None else -g for g in node.g], node.tape, self._trace)
+            tangents = -node.g if type(node.g) is _ndarray else [None if g is None else -g for g in node.g]
+            return bundle_box(-value, tangents, node.tape, self._trace)
         return anp.negative(self)
 
 
-def _new_box(value: Array, tangents: list[Array], tape: object, trace: int) -> BundleBox:
+def bundle_box(value: Array, tangents: list[Array] | Array, tape: object, trace: int) -> BundleBox:
+    """Return an array with tangents in several directions."""
     node, box = _new(BundleNode), _new(BundleBox)
     node.tape, node.g = tape, tangents
     box._value, box._trace, box._node = value, trace, node
@@ -121,19 +128,23 @@ def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable
         node, x, kind = self._node, self._value, type(other)
         if type(node) is BundleNode and type(x) is _ndarray and node.tape.record is not None:
             if kind in _untraced:
-                z = ufunc(x, other)
-                return _new_box(z, [None if g is None else first(g, x, other, z) for g in node.g], node.tape, self._trace)
+                z, gs = ufunc(x, other), node.g
+                if type(gs) is _ndarray and (kind in _numbers or other.shape == x.shape):
+                    return bundle_box(z, first(gs, x, other, z), node.tape, self._trace)
+                return bundle_box(z, [None if g is None else first(g, x, other, z) for g in gs], node.tape, self._trace)
             if kind in _bundle_boxes and other._trace == self._trace and type(other._value) is _ndarray:
                 partner, y = other._node, other._value
                 if type(partner) is BundleNode and partner.tape is node.tape:
                     z = ufunc(x, y)
+                    if type(node.g) is type(partner.g) is _ndarray and x.shape == y.shape:
+                        return bundle_box(z, both(node.g, partner.g, x, y, z), node.tape, self._trace)
                     tangents = [
                         both(g, h, x, y, z) if g is not None and h is not None
                         else first(g, x, y, z) if g is not None
                         else None if h is None else second(h, x, y, z)
                         for g, h in zip(node.g, partner.g)
                     ]  # fmt: skip
-                    return _new_box(z, tangents, node.tape, self._trace)
+                    return bundle_box(z, tangents, node.tape, self._trace)
         return fun(self, other)
 
     return method
@@ -145,8 +156,10 @@ def _right_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callabl
     def method(self: Any, other: Array) -> Array:
         node, y, kind = self._node, self._value, type(other)
         if kind in _untraced and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
-            z = ufunc(other, y)
-            return _new_box(z, [None if h is None else second(h, other, y, z) for h in node.g], node.tape, self._trace)
+            z, hs = ufunc(other, y), node.g
+            if type(hs) is _ndarray and (kind in _numbers or other.shape == y.shape):
+                return bundle_box(z, second(hs, other, y, z), node.tape, self._trace)
+            return bundle_box(z, [None if h is None else second(h, other, y, z) for h in hs], node.tape, self._trace)
         return fun(other, self)
 
     return method
@@ -164,8 +177,9 @@ for _name, _fun, _ufunc, _tangent in (
     setattr(ShortcutBox, f"__r{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, True))
     setattr(BundleBox, f"__{_name}__", _left_operator(_fun, _ufunc, _tangent))
     setattr(BundleBox, f"__r{_name}__", _right_operator(_fun, _ufunc, _tangent))
-# Autograd recognizes values of these types as traced, but makes boxes of its own types for results.
+# Autograd recognizes values of these types as traced, but makes boxes of its own type for results and inner traces.
 Box.types.update({ShortcutBox, BundleBox})
+Box.type_mappings.update({ShortcutBox: ArrayBox, BundleBox: ArrayBox})
 
 
 def shortened(x: Array) -> Array:

@@ -148,7 +148,8 @@ class _SolvedRun:
             return contracted(run, argnums, args, parts)
         bars = self._adjoint(seeds, [k - LEAVES for k in argnums if k >= LEAVES], not _TIMES.isdisjoint(argnums))
         getters = {U0: lambda: bars.u0, START: lambda: run.on_host(bars.start), END: lambda: run.on_host(bars.end)}
-        getters[DUE] = lambda: _padded(bars.due, args[DUE])
+        # `bars.due` has only the first rows.
+        getters[DUE] = lambda: np.pad(bars.due, ((0, len(args[DUE]) - len(bars.due)), (0, 0)))
         return {k: getters[k]() if k < LEAVES else bars.leaves[k - LEAVES] for k in argnums}
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -206,10 +207,3 @@ class _SolvedRun:
 
 
 _TIMES = {START, END, DUE}
-
-
-def _padded(cotangents: Array, due: Array) -> Array:
-    """Return the cotangents of all rows of `due`, given those of the first rows."""
-    found = np.zeros_like(due)
-    found[: len(cotangents)] = cotangents
-    return found

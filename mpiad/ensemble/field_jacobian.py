@@ -19,7 +19,7 @@ from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, evaluated, simplify
 from mpiad.device.transfer import to_host
 from mpiad.ensemble.batch import Batch, is_on_device
-from mpiad.ensemble.compiled.trace import ParameterPacking, packing_of, trace, verify
+from mpiad.ensemble.compiled.trace import ParameterPacking, packing_of, program_of
 from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
@@ -95,9 +95,7 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
 
     def derive(_: bool) -> _Derived | str:
         try:
-            program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
-            verify(program, batch)
-            return derivative(program)
+            return derivative(program_of(batch))
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 

@@ -19,7 +19,7 @@ from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.step_operators import rows_of
+from mpiad.ensemble.step_operators import rows_like
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.core.tracing import restoring_state
 
@@ -83,9 +83,7 @@ class Field:
             return self._each(u, leaves, t)
         value = self._f(u if self._shape else u[0], self._build(leaves), t)
         rows = value if self._shape and isinstance(value, (list, tuple)) else [value]
-        if len(rows) == 1 and anp.shape(rows[0]) == u.shape:
-            return rows[0]
-        return rows_of(getval(u), *rows)
+        return rows[0] if len(rows) == 1 and anp.shape(rows[0]) == u.shape else rows_like(u, *rows)
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivatives of flattened states, by one call of f per trajectory."""

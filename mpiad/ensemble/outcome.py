@@ -134,7 +134,6 @@ class Outcome:
     tapes: list[Any] = field(default_factory=list)  # the steps in the layout of a kernel
     last: Array | None = None  # int, shape (N,); the index of each trajectory's last row in `tapes`, or -1
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
-    crossings: Any = None  # the events located by a kernel, one per row: see `kernel_spec`
     record: Any = None  # the recorded steps of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
     jumps: list[Any] = field(default_factory=list)  # the changes of states by events, if steps are recorded
@@ -248,7 +247,7 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
     outcome.jumps = [*acting.started, *outcome.jumps]
     ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
-    table = outcome.event_table  # after a kernel, a view of `crossings`
+    table = outcome.event_table
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
     steps, saved = outcome.save_step, outcome.saved

@@ -8,6 +8,7 @@ number of iterations of the step loop.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,8 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Comm
+from mpiad._typing import Array, Comm, Tree
+from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
 from mpiad.ensemble.rank_outcomes import RankOutcomes
@@ -25,7 +27,10 @@ from mpiad.ensemble.reduction import widened
 from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.primitives.allgather import gather_pieces
-from mpiad.transport import Channel
+from mpiad.primitives.cotangents import spec_like
+from mpiad.pytrees import flatten, is_variable
+from mpiad.transport import Channel, Spec
+from mpiad.transport.core.agreement import raise_first
 from mpiad.transport.devices.device_arrays import is_device_array
 
 
@@ -72,6 +77,35 @@ def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm
     everything = mpi_allgather(anp.array(own) if own else np.empty(0), axis=0, comm=comm)
     times = iter(everything if isbox(everything) else everything.tolist())
     return {i: [(event, next(times)) for event, _ in outcomes.events[i]] for i in sorted(outcomes.events)}
+
+
+class _Placeholder:
+    """Placeholder for a numeric leaf; the numbers of all leaves are sent in one array."""
+
+    def __init__(self, leaf: Array):
+        self.spec = Spec(*spec_like(leaf)[:2])
+
+
+def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
+    """Return the pytrees of all ranks; collective, and differentiable with respect to their numbers."""
+    leaves, build = flatten(tree)
+    numbers = [leaf for leaf in leaves if is_variable(leaf)]
+    places = [_Placeholder(leaf) if is_variable(leaf) else leaf for leaf in leaves]
+    # The pytree with placeholders is pickled first, so that all ranks can raise an error.
+    try:
+        pickled, error = pickle.dumps(build(places), pickle.HIGHEST_PROTOCOL), None
+    except Exception as found:  # noqa: BLE001 raised on all ranks together
+        text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
+        advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
+        pickled, error = b"", TypeError(f"solve: {text}. {advice}")
+    pickles = used.data.allgather(pickled)
+    if not all(pickles):
+        raise_first(used, error)
+    flat = [flatten(pickle.loads(text)) for text in pickles]
+    everything = Concatenation([part.spec for parts, _ in flat for part in parts if isinstance(part, _Placeholder)])
+    own = Concatenation([spec_like(number) for number in numbers]).vector(numbers).astype(everything.dtype)
+    found = iter(everything.parts(mpi_allgather(own, axis=0, comm=comm)))
+    return [make([next(found)[()] if isinstance(part, _Placeholder) else part for part in parts]) for parts, make in flat]
 
 
 @dataclass

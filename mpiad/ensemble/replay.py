@@ -7,7 +7,7 @@ tangents and for derivatives of second and higher order. `adjoint` transposes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.products import jvp
@@ -27,7 +27,7 @@ from mpiad.ensemble.field_jacobian import JacobianProgram
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_operators import advanced, replaced, rows_of, solved, values_of
+from mpiad.ensemble.step_operators import replaced, rows_of, solved, sum_of_stages, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
@@ -58,7 +58,7 @@ class StepReplay:
 
     def _sum(self, u: Array, h: Array | float, weights: tuple[float, ...]) -> Array:
         stages, chosen = _nonzero(weights, self._run.coefficients.real)
-        return advanced(u, h, chosen, *[self._k[j] for j in stages]) if stages else u
+        return sum_of_stages(u, h, chosen, *[self._k[j] for j in stages]) if stages else u
 
     def weights(self, x: Array) -> Array:
         """Return the interpolant's weights at fractions x of the step, shape (stages, m), or (stages, s, 1, m)."""
@@ -73,18 +73,27 @@ class StepReplay:
         u, h, stages = self._u, self._size, self._k[used]
         if type(columns) is not slice:
             u, h, stages = u[:, columns], h[columns], [k[:, columns] for k in stages]
-        return advanced(u, h, weights[used], *stages)
+        return sum_of_stages(u, h, weights[used], *stages)
 
     def event(self, located: LocatedEvent, exact: bool) -> tuple[Array, Array]:
-        """Return states and times of an event; see `event_at`."""
+        """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
+        # By the implicit function theorem, one Newton step from the fractions x of the steps gives first derivatives. With
+        # `exact`, second and third derivatives are also correct.
         count, run = len(located.columns), self._run
         every = two_at_least(count) if run.xp is None else slice(None)
         columns = _without_repetitions(located.columns, self._u.shape[1]) if count > 1 else located.columns[every]
-        condition, leaves = run.settings.events[located.event].condition, run.batch.p.chosen(columns, self._leaves)
+        condition, p = (
+            run.settings.events[located.event].condition,
+            run.batch.p.build(run.batch.p.chosen(columns, self._leaves)),
+        )
+        t, h, x = self.t[columns], self.h[columns], located.x[every]
         state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
-        of_step = run.batch.p.build(leaves), self.t[columns], self.h[columns]
-        state, time = event_at(condition, state_at, *of_step, located.x[every], exact)
-        return state[:, :count], time[:count]
+        value = lambda x: condition(state_at(x), p, t + x * h)  # noqa: E731
+        # The slope is computed again in each Newton step, so that each step squares the error.
+        for _ in range(_ROOT_STEPS if exact else 1):
+            residual, slope = jvp(value, x, np.ones_like(getval(x)))
+            x = x - (residual - getval(residual)) / (slope if exact else getval(slope))
+        return state_at(x)[:, :count], (t + x * h)[:count]
 
 
 def _without_repetitions(columns: Columns, count: int) -> Columns:
@@ -94,23 +103,6 @@ def _without_repetitions(columns: Columns, count: int) -> Columns:
     mask = np.zeros(count, bool)
     mask[columns] = True
     return slice(None) if mask.all() else mask
-
-
-def event_at(
-    condition: Function, state_at: Callable[[Array], Array], p: Tree, t: Array, h: Array, x: Array, exact: bool
-) -> tuple[Array, Array]:
-    """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
-    # By the implicit function theorem, one Newton step from the fractions x of the steps gives first derivatives. With
-    # `exact`, second and third derivatives are also correct.
-
-    def value(x: Array) -> Array:
-        return condition(state_at(x), p, t + x * h)
-
-    # The slope is computed again in each Newton step, so that each step squares the error.
-    for _ in range(_ROOT_STEPS if exact else 1):
-        residual, slope = jvp(value, x, np.ones_like(getval(x)))
-        x = x - (residual - getval(residual)) / (slope if exact else getval(slope))
-    return state_at(x), t + x * h
 
 
 @lru_cache(256)
@@ -226,11 +218,10 @@ class Replay:
         """Return the results of a visit, given the states before it and the inputs of its columns."""
         run, columns = self._run, self._run.doubled(len(visit.t))
         inputs = inputs._replace(leaves=list(map(shortened, inputs.leaves)))
-        t, h = self._times(sweep, visit, inputs)
-        given = u, inputs.leaves, t, h
+        (t, h), u, leaves = self._times(sweep, visit, inputs), shortened(u), inputs.leaves
         if type(columns) is not slice:
-            given = u[:, columns], run.batch.p.chosen(columns, inputs.leaves), t[columns], h[columns]
-        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, *given)
+            u, t, h, leaves = u[:, columns], t[columns], h[columns], run.batch.p.chosen(columns, leaves)
+        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h)
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
         for located in sweep.located(visit):
@@ -350,7 +341,7 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
                     # Visits are aligned at the ends of trajectories, so shorter trajectories begin later.
                     entering = states[:, sweep.ids[before:width]]
                     u = concatenate([u, entering], axis=1) if before else entering
-                found = replay.visited(sweep, visit, u, own.of(run, slice(0, width)))
+                found = replay.visited(sweep, visit, u, own if width == len(sweep.ids) else own.of(run, slice(0, width)))
                 u = found.u
                 if run.jumps and timed:
                     own = own._replace(shift=replaced(own.shift, slice(0, width), found.shift))

@@ -386,13 +386,14 @@ class Run:
         return [ids, event, number, *rows[3:], ends]
 
     @cached_property
-    def _crossing_rows(self) -> Array:
+    def crossing_rows(self) -> Array:
+        """The rows of `crossings` in the table of events."""
         return np.flatnonzero(self.live[self._event_columns[0]] & ~self._event_columns[-1])
 
     @cached_property
     def crossings(self) -> Crossings:
         """The events that are neither terminal nor act, in trajectories that didn't fail."""
-        return Crossings(*(column[self._crossing_rows] for column in self._event_columns[:5]))
+        return Crossings(*(column[self.crossing_rows] for column in self._event_columns[:5]))
 
     @cached_property
     def stops(self) -> Crossings:
@@ -411,7 +412,7 @@ class Run:
     def _crossed_rows(self) -> Array:
         """The rows of `crossed` in the table of events."""
         acts = np.array([event.acts for event in self.settings.events], bool)
-        return np.append(self._crossing_rows, self.stop_rows[acts[self.stops.event]])
+        return np.append(self.crossing_rows, self.stop_rows[acts[self.stops.event]])
 
     @property
     def acting_row(self) -> Array:
@@ -460,11 +461,3 @@ class Run:
     def ends_at_events(self) -> Array:
         """The trajectories, not ended by events, whose states an event has changed at the end of tspan."""
         return np.flatnonzero(self.cut & ~self.terminated) if self.jumps is not None else np.empty(0, int)
-
-    @cached_property
-    def ending_events(self) -> Array:
-        """The event that ended each trajectory, or -1: array of int, shape (N,)."""
-        ids, event, *_, terminal = self._event_columns
-        events = np.full(self.batch.size, -1)
-        events[ids[terminal]] = event[terminal]  # the last of simultaneous events
-        return np.where(self.terminated, events, -1)

@@ -1,9 +1,17 @@
-"""`solve`: the solution of an ODE, or of an ensemble of ODEs."""
+"""`solve`: the solution of an ODE, or of an ensemble of ODEs.
+
+`solve` checks its options; `_over_ranks` divides an ensemble among ranks, and gathers the results; `_ensemble` solves it
+batch by batch; `_solved` prepares one batch of plain arrays and its settings, for a GPU's kernel (`solved_on_gpu`) or
+`_by_arrays`. There `Compiler` traces f and calls a CPU kernel (`kernel_solver.Solver.solved`), or else the backend's loop
+over steps in NumPy (`working_set.integrate`). Both return an `Outcome`, from which `solution_of` makes the solution.
+
+If inputs are traced, the steps are recorded. `differentiable` makes the results a function of the traced inputs: the
+adjoint of a kernel is in `compiled.reverse_sweep`, that of arrays in `adjoint`, and tangents are in `directions`.
+"""
 
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,16 +22,15 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Comm, Tree
+from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
-from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, save_times, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
-from mpiad.ensemble.device_run import DeviceRun
+from mpiad.ensemble.device_rounds import DeviceRun
 from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, traced_times
@@ -33,7 +40,7 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
-from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded
+from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded, trees_of_all
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Progress, Settings
@@ -42,42 +49,9 @@ from mpiad.ensemble.solve_options import SolveOptions, check_combinations, check
 from mpiad.ensemble.step_observers import EventColumns
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
-from mpiad.primitives import mpi_allgather
-from mpiad.primitives.cotangents import spec_like
 from mpiad.progress import progress_bar
-from mpiad.pytrees import flatten, is_variable
-from mpiad.transport import Channel, Spec, channel
-from mpiad.transport.core.agreement import raise_first, raising_together
-
-
-class _Placeholder:
-    """Placeholder for a numeric leaf; the numbers of all leaves are sent in one array."""
-
-    def __init__(self, leaf: Array):
-        self.spec = Spec(*spec_like(leaf)[:2])
-
-
-def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
-    """Return the pytrees of all ranks; collective, and differentiable with respect to their numbers."""
-    leaves, build = flatten(tree)
-    numbers = [leaf for leaf in leaves if is_variable(leaf)]
-    places = [_Placeholder(leaf) if is_variable(leaf) else leaf for leaf in leaves]
-    # The pytree with placeholders is pickled first, so that all ranks can raise an error.
-    try:
-        pickled, error = pickle.dumps(build(places), pickle.HIGHEST_PROTOCOL), None
-    except Exception as found:  # noqa: BLE001 raised on all ranks together
-        text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
-        advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
-        pickled, error = b"", TypeError(f"solve: {text}. {advice}")
-    pickles = used.data.allgather(pickled)
-    if not all(pickles):
-        raise_first(used, error)
-    flat = [flatten(pickle.loads(text)) for text in pickles]
-    everything = Concatenation([part.spec for parts, _ in flat for part in parts if isinstance(part, _Placeholder)])
-    own = Concatenation([spec_like(number) for number in numbers]).vector(numbers).astype(everything.dtype)
-    found = iter(everything.parts(mpi_allgather(own, axis=0, comm=comm)))
-    return [make([next(found)[()] if isinstance(part, _Placeholder) else part for part in parts]) for parts, make in flat]
-
+from mpiad.transport import Channel, channel
+from mpiad.transport.core.agreement import raising_together
 
 _log = logging.getLogger("mpiad")
 
@@ -203,7 +177,7 @@ def solve(
     mpi_channel = None if single else used
     if isinstance(problem, ODEProblem):
         options = options._replace(problem=EnsembleProblem(problem), backend=EnsembleSerial())
-    compiler = Compiler(options, 0 if single else count, mpi_channel is not None)
+    compiler = Compiler(compile, options.backend, 0 if single else count, mpi_channel is not None)
     if mpi_channel is not None:
         sol = _over_ranks(options, compiler, mpi_channel)
     else:

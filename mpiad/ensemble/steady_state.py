@@ -369,7 +369,8 @@ def steady_state(
         solution = _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
     else:
         options = _checked(given)
-        solution = _find(given, options, Compiler(options, options.trajectories), range(options.trajectories))
+        compiler = Compiler(options.compile, options.backend, options.trajectories)
+        solution = _find(given, options, compiler, range(options.trajectories))
         report("steady_state", "trajectories", solution.retcode)
     if not isinstance(problem, ODEProblem):
         return solution
@@ -378,7 +379,7 @@ def steady_state(
 
 def _over_ranks(given: SimpleNamespace, mpi: EnsembleMPI, used: Channel) -> SteadyStateSolution:
     options = _checked_together(used, given)
-    compiler = Compiler(options, options.trajectories, together=True)
+    compiler = Compiler(options.compile, options.backend, options.trajectories, together=True)
     bounds = mpi.bounds(options.trajectories, used.size)
     with raising_together(used, Exception):
         share = _find(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))

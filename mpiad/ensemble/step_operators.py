@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -18,8 +19,15 @@ from mpiad._typing import Array
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Program, evaluated
 from mpiad.device.assembly import concatenate, stack
+from mpiad.differentiation.forward import BundleNode
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
+from mpiad.differentiation.shortcuts import BundleBox, bundle_box
 from mpiad.ensemble.column_lu import ColumnLU
+
+
+def _applied(operator: Any, *args: Any) -> Array:
+    """Apply an operator, without autograd's search for traced arguments if there are none, which takes more time."""
+    return operator(*args) if any(map(isbox, args)) else operator.fun(*args)
 
 
 @primitive
@@ -43,7 +51,7 @@ def _rows_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -
 
 def _rows_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
     tangents = dict(zip(argnums, gs))
-    return rows_of(getval(ans), *[tangents.get(k, 0.0) for k in range(1, len(args))])
+    return _applied(rows_of, getval(ans), *[tangents.get(k, 0.0) for k in range(1, len(args))])
 
 
 @primitive
@@ -111,14 +119,13 @@ def _advanced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
     if chosen:
         start = np.zeros_like(getval(u)) if found is None else found
         own = [weights[j] for j in chosen] if isinstance(weights, list) else weights[chosen]
-        values = start, h, own, *[tangents[j + 3] for j in chosen]
-        found = (advanced if any(map(isbox, values)) else advanced.fun)(*values)
+        found = _applied(advanced, start, h, own, *[tangents[j + 3] for j in chosen])
     factors = [(tangents[1], weights)] if 1 in tangents else []
     factors += [(h, tangents[2])] if 2 in tangents else []
     for size, rates in factors:
         change = size * sum(rates[i] * k[i] for i in range(len(k)))
         found = change if found is None else found + change
-    return found if anp.shape(found) == anp.shape(ans) else found + np.zeros_like(getval(ans))
+    return found + np.zeros_like(getval(ans)) if anp.ndim(found) < anp.ndim(ans) else found
 
 
 @primitive
@@ -153,7 +160,7 @@ def _values_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args:
     program, *groups = args
     names = list(program.groups)
     wanted = tuple(names[k - 1] for k in argnums)
-    return values_of(_derivative_of(program, False, wanted), *groups, concatenate(list(gs)))
+    return _applied(values_of, _derivative_of(program, False, wanted), *groups, concatenate(list(gs)))
 
 
 Places = tuple[Sequence[int], Sequence[int]]  # the rows and the columns of entries of matrices
@@ -195,7 +202,7 @@ def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args:
         own = [[e for e, row in enumerate(rows) if row == i] for i in range(len(ans))]
         sums = rows_of(getval(ans), *[sum(terms[e] for e in chosen) if chosen else 0.0 for chosen in own])
         change = sums if change is None else change + sums
-    return solved(lu, places, entries, h, change, transposed)
+    return _applied(solved, lu, places, entries, h, change, transposed)
 
 
 for _operator, _vjp, _jvp in (
@@ -209,3 +216,62 @@ for _operator, _vjp, _jvp in (
     defjvp_argnums(_operator, _jvp)
     # mpiad's traces call their own rules without the checks of autograd's.
     VJP_RULES[_operator], JVP_RULES[_operator] = _vjp, _jvp
+
+
+# In a `Bundle` the states and stages of a step are stored with all their tangents in one array (`BundleNode.whole`), so one
+# evaluation computes the value and the tangents of an operator. Otherwise the overhead of the calls would dominate.
+
+
+def rows_like(u: Array, *rows: Array) -> Array:
+    """Return an array of the shape and dtype of u from its rows, as `rows_of` does; u and the rows may be traced."""
+    if type(u) is not BundleBox or type(u._value) is not np.ndarray:
+        return rows_of(getval(u), *rows)
+    tape = u._node.tape
+    whole = np.zeros((1 + len(u._node.g), *u._value.shape), u._value.dtype)
+    zero = set(range(1, len(whole)))  # the tangents without any nonzero row
+    for i, row in enumerate(rows):
+        if not isbox(row):
+            whole[0, i] = row
+            continue
+        node = row._node
+        if type(node) is not BundleNode or node.tape is not tape or tape.record is None or isbox(row._value):
+            return rows_of(u._value, *rows)
+        whole[0, i] = row._value
+        if type(node.g) is np.ndarray:
+            whole[1:, i] = node.g
+            zero.clear()
+            continue
+        for j, g in enumerate(node.g, 1):
+            if isbox(g):
+                return rows_of(u._value, *rows)
+            if g is not None:
+                whole[j, i] = g
+                zero.discard(j)
+    return rows_of(u._value, *rows) if zero else _box_of(whole, u)
+
+
+def sum_of_stages(u: Array, h: Array | float, weights: Array | Sequence[Array], *k: Array) -> Array:
+    """Return `advanced(u, h, weights, *k)`."""
+    if type(u) is BundleBox and not isbox(h) and not isbox(weights):
+        wholes = [_whole(x, u._node.tape) for x in (u, *k)]
+        if all(x is not None for x in wholes):
+            return _box_of(advanced.fun(wholes[0], h, weights, *wholes[1:]), u)
+    return advanced(u, h, weights, *k)
+
+
+def _whole(x: Any, tape: Any) -> Array | None:
+    """Return x and its tangents on a tape as one array; None if some are zero, traced, or on another tape."""
+    node = getattr(x, "_node", None)
+    if type(node) is not BundleNode or node.tape is not tape or tape.record is None:
+        return None
+    if not hasattr(node, "whole"):
+        if any(type(part) is not np.ndarray for part in (x._value, *node.g)):
+            return None
+        node.whole = np.stack([x._value, *node.g])
+    return node.whole
+
+
+def _box_of(whole: Array, like: Any) -> Array:
+    box = bundle_box(whole[0], whole[1:], like._node.tape, like._trace)
+    box._node.whole = whole
+    return box

@@ -3,7 +3,7 @@
 All derivatives of a solve are computed in sweeps, by the adjoint backwards and by replays forwards. Two kinds exist:
 
 - On the host (`run.SortedSweep`) steps have been sorted, and a visit has the columns that took a step.
-- On a device (`device_run`) a visit is a round of the solve, with all columns of a block; columns without an
+- On a device (`device_rounds`) a visit is a round of the solve, with all columns of a block; columns without an
   accepted step have steps of size zero, since selecting columns would synchronize the device. A column may save
   several values in one step, each in a slot; unused values are written to a slot that is never read.
 

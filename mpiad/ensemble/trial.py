@@ -23,7 +23,7 @@ from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.devices.device_arrays import arrays_of
 
 # Relative size of the perturbation; bound on relative rounding errors, in units of the machine precision.
-MOVED, _ROUNDINGS = 0.01, 1e4
+_MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
@@ -86,7 +86,7 @@ def _perturbed(x: Array, size: Array) -> Array:
     xp = arrays_of(x)
     # With equal factors a sum over columns might not change.
     factors = np.abs(np.cos((np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)))
-    others = (x + MOVED * size * factors).astype(x.dtype)
+    others = (x + _MOVED * size * factors).astype(x.dtype)
     others[..., -1] = x[..., -1]
     return locked(others)
 

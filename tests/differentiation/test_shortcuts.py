@@ -9,7 +9,7 @@ import pytest
 
 import mpiad
 from mpiad.differentiation.forward import Bundle
-from mpiad.differentiation.shortcuts import ShortcutBox, shortened
+from mpiad.differentiation.shortcuts import ShortcutBox, bundle_box, shortened
 
 pytestmark = pytest.mark.serial
 
@@ -82,3 +82,35 @@ def test_several_tangents_of_two_variables():
         _, tangents = bundle.parts(shortened(one) * shortened(other) + anp.exp(one))
     np.testing.assert_allclose(tangents[0], X * y + X * np.exp(X))
     np.testing.assert_allclose(tangents[1], X * y)
+
+
+def test_all_tangents_in_one_array():
+    """Operators of arrays whose tangents form one array, also with operands of other shapes."""
+    along, y = np.stack([np.cos(X), np.ones_like(X)]), X[0] + 2.0
+
+    def f(x):
+        first, second = x[0], x[1]
+        return (
+            first * second / (2.0 + first)
+            - (first - y) * 3.0
+            + y * second
+            - (-second) / y
+            + (y - first)
+            + first * y[:, None]
+            + x[:, :1][0]
+        )
+
+    with Bundle() as bundle:
+        tape = bundle.variable(X, list(along))._node.tape
+        value, tangents = bundle.parts(f(bundle_box(X, along, tape, tape.number)))
+    assert tangents is not None
+    for tangent, direction in zip(tangents, along):
+        expected = mpiad.jvp(f, X, direction)
+        np.testing.assert_allclose(value, expected[0])
+        np.testing.assert_allclose(tangent, expected[1], rtol=1e-13)
+
+
+def test_inner_trace():
+    """A value with faster operators can be the variable of an inner trace."""
+    square = mpiad.grad(lambda x: anp.sum(shortened(x) * mpiad.grad(lambda y: anp.sum(y**3))(shortened(x))))
+    np.testing.assert_allclose(square(X), 9 * X**2, rtol=1e-13)

@@ -26,7 +26,7 @@ from mpiad.ensemble import (
     fit,
     remake,
 )
-from mpiad.ensemble.sensitivity import SensitivitySolve
+from mpiad.ensemble.fit import SensitivitySolve
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 TIMES = np.linspace(0.0, 5.0, 20)

@@ -26,7 +26,6 @@ from mpiad.differentiation.rules import (
     rearrangements,
     reductions,
     repetition,
-    reshaping,
     stacking,
     transforms,
     where,
@@ -36,7 +35,7 @@ from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
 __all__ = ["JVP_RULES", "VJP_RULES"]
 
 _FAMILIES = (
-    arithmetic, stacking, einsum, elementwise, extrema, indexing, padding, powers, matrix_products, reductions, reshaping,
+    arithmetic, stacking, einsum, elementwise, extrema, indexing, padding, powers, matrix_products, reductions,
     where, moments, rearrangements, repetition, factorizations, transforms,
 )  # fmt: skip
 

@@ -22,10 +22,19 @@ from autograd.numpy import linalg
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
-from mpiad.differentiation.rules.constant_arrays import identity, lower_triangle
 from mpiad.differentiation.rules.expansion import kept_shape
 from mpiad.differentiation.rules.moments import slope_jvp, slope_vjp
-from mpiad.differentiation.rules.protocol import DEVICE_VJPS, Argnums, Primitive, Vjp, bound, checked, refusal
+from mpiad.differentiation.rules.protocol import (
+    DEVICE_VJPS,
+    Argnums,
+    Primitive,
+    Vjp,
+    bound,
+    checked,
+    identity,
+    lower_triangle,
+    refusal,
+)
 
 
 def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

@@ -14,9 +14,8 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.rules.broadcasting import fitted
-from mpiad.differentiation.rules.constant_arrays import arrays_like
 from mpiad.differentiation.rules.expansion import kept_shape
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, arrays_like, bound
 
 _NAMES = "a axis dtype out ddof keepdims"
 

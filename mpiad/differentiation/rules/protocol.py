@@ -180,3 +180,29 @@ def one_negated(g: Array) -> tuple[Array]:
 def two_unchanged(g: Array) -> tuple[Array, Array]:
     """Pass the cotangent to both arguments."""
     return (g, g)
+
+
+# Constant arrays on the same device as a given array, or on the host.
+
+
+def arrays_like(x: Array) -> Array:
+    """Return the module with `full` and `arange` for the device of `x`, which may be traced."""
+    return arrays_of(getval(x)) or np
+
+
+def identity(like: Array, rows: int, columns: int | None = None, k: int = 0) -> Array:
+    """Return a matrix with ones on the k-th diagonal, shape (rows, columns), in the real dtype of `like`."""
+    arrays = arrays_like(like)
+    i, j = arrays.arange(rows)[:, None], arrays.arange(rows if columns is None else columns)[None, :]
+    return (j - i == k).astype(_real(like))
+
+
+def lower_triangle(like: Array, n: int) -> Array:
+    """Return a matrix with ones below the diagonal, shape (n, n), in the real dtype of `like`."""
+    i = arrays_like(like).arange(n)
+    return (i[None, :] < i[:, None]).astype(_real(like))
+
+
+def _real(like: Array) -> Array:
+    dtype = getval(like).dtype
+    return dtype.char.lower() if dtype.kind == "c" else dtype

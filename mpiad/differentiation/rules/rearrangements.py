@@ -1,4 +1,4 @@
-"""Derivatives of functions that split arrays, subtract neighbors, or rearrange elements."""
+"""Derivatives of functions that split arrays, subtract neighbors, transpose, shift or rearrange elements, or cast."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
+from autograd.numpy.numpy_wrapper import _astype
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
-from mpiad.differentiation.rules.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import (
+    BOX_TYPES,
     Argnums,
     Primitive,
     Vjp,
+    arrays_like,
     bound,
     inherited_vjp,
+    linear_jvp,
     one_unchanged,
     refusal,
 )
@@ -131,6 +134,29 @@ def _rearrangement_jvp(
     return anp.reshape(gs[0], (-1,))[indices_of(fun, ans, args, kwargs)]
 
 
+def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Apply the inverse transposition to the cotangent."""
+    axes = args[1] if len(args) > 1 else kwargs.get("axes")
+    if axes is None:
+        return lambda g: (g.T,)
+    if not isinstance(axes, (tuple, list)):
+        return inherited_vjp(anp.transpose, argnums, ans, args, kwargs)
+    # Autograd's rule doesn't support negative axes.
+    axes = [axis % len(axes) for axis in axes]
+    inverse = tuple(sorted(range(len(axes)), key=axes.__getitem__))
+    return lambda g: ((anp if type(g) in BOX_TYPES else np).transpose(g, inverse),)
+
+
+def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Shift the cotangent in the opposite direction."""
+    if argnums != (0,):
+        return inherited_vjp(anp.roll, argnums, ans, args, kwargs)
+    bound = dict(zip(("a", "shift", "axis"), args), **kwargs)
+    shift, axis = bound["shift"], bound.get("axis")
+    opposite = [-s for s in shift] if isinstance(shift, (tuple, list)) else -shift
+    return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, opposite, axis=axis),)
+
+
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
 VJPS = {
@@ -141,11 +167,14 @@ VJPS = {
     anp.dsplit: partial(_split_vjp, 2),
     anp.diff: diff_vjp,
     anp.gradient: gradient_vjp,
+    anp.transpose: transpose_vjp,
+    anp.roll: roll_vjp,
     **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},
     **{fun: partial(_rearrangement_vjp, fun, _sorted_indices) for fun in _SORTING},
 }
 JVPS = {
     anp.diff: diff_jvp,
+    _astype: partial(linear_jvp, _astype),
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
     **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }

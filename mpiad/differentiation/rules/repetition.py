@@ -10,8 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
-from mpiad.differentiation.rules.constant_arrays import arrays_like
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, bound, refusal
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, arrays_like, bound, refusal
 
 
 def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

@@ -10,8 +10,7 @@ from autograd.numpy import fft
 
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.broadcasting import fitted
-from mpiad.differentiation.rules.constant_arrays import arrays_like
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound, linear_jvp, refusal
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, arrays_like, bound, linear_jvp, refusal
 
 _TWO_DIMENSIONAL = (fft.fft2, fft.ifft2, fft.rfft2, fft.irfft2)
 _ADJOINT_NORMS = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}

@@ -19,13 +19,15 @@ trajectory don't depend on its lane or on other settings of the kernel. Only pow
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from mpiad.compiling.source import indented
+from mpiad.compiling.program import Program
+from mpiad.compiling.source import are_simple, indented
 from mpiad.ensemble import events as event_location
 from mpiad.ensemble.compiled.jump_text import jump_lines
-from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, U, filled
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Power, Steps
 from mpiad.ensemble.jumps import LEAST
@@ -178,11 +180,7 @@ if $fraction[{e}] < np.inf and $fraction[{e}] <= first{stored}:
     crossings[{row}, 2] = $number
     crossings[{row}, 3] = $fraction[{e}]
     crossings[{row}, 4] = $sign * min($now + $fraction[{e}] * $size, tn)
-    when by_lanes:
-        crossings[{row}, 5] = $sign * $now
-        crossings[{row}, 6] = $sign * $size
-        each c: crossings[{row}, {table_u+c}] = $u[{c}]
-        {row} += 1
+    when by_lanes: {row} += 1
     when not by_lanes:
         crossings[{row}, 5] = head
         head = {row}
@@ -204,7 +202,7 @@ def _output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, 
             f"if $fraction[{e}] > first and {_changed(spec, e)} and not ({near_root}):",
             f"    $fraction[{e}] = first",
         ]
-    names = names | {"coinciding": coinciding, "terminal": any(ends for ends, _ in spec.events), "table_u": U}
+    names = names | {"coinciding": coinciding, "terminal": any(ends for ends, _ in spec.events)}
     names |= {"cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
     names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
     names |= _event_lines(spec, steps, names) | {"saving": filled(_SAVING, names)}
@@ -506,12 +504,12 @@ def fields_of(spec: KernelSpec) -> Fields:
     return layout_of(spec, FIELDS)[0]
 
 
-def forward_source(spec: KernelSpec, wide: bool) -> str:
+def forward_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
     fields, steps, names = layout_of(spec, FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
     full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
-    names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "stages": _stages(spec, steps)}
+    names |= {"wide": are_simple(programs), "fields": ", ".join(fields), "full": full, "stages": _stages(spec, steps)}
     names |= {"row": "event_count", "stored": ""}
     return fields.resolved(filled(_KERNEL, names | parts_of(spec, steps, names, power_lines)))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpiad.compiling.source import numbered
 from mpiad.ensemble import jumps
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec, U, filled
+from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, KernelSpec, filled
 from mpiad.ensemble.compiled.step_text import Steps
 
 # Applies the affects of events at the end of a step, and sets the next goal, the time at which steps must end. `code` is
@@ -146,7 +146,7 @@ if abs(now_) <= max({AT_ROOT} * abs(condition_before), {OF_WAY} * abs(linear * e
 def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel; `names`: the values of the placeholders."""
     finite = " and ".join(f"np.isfinite(w_{c})" for c in range(spec.d))
-    names = vars(jumps) | names | {"state": filled(_STATE, names), "state_column": U + spec.d, "finite": finite}
+    names = vars(jumps) | names | {"state": filled(_STATE, names), "state_column": EVENT_COLUMNS, "finite": finite}
     names["conditions_after"], at_conditions, affects = [], [], []
     for e in range(len(spec.events)):
         event = {"e": e, "value": steps.condition(e, "value", "u", "t"), "both_directions": e in spec.sided}
@@ -224,40 +224,16 @@ else:
     jump_time_bar[{last_jump}] += $h_bar
 """
 
-# Propagates cotangents through the root of a condition that ended a step: the state at the root is interpolated in the
-# full step, at a fraction whose derivatives are those in `KernelStops`.
-_STOP_BACK = """
-if {stop_step} == step[l]:
-    stop = {stop}
-    time_bar = $t_bar + stop_time_bar[stop]
-    factor = -({quotient})
-    stop_factor[stop] = factor
-    $t_bar = time_bar + stop_row[stop, 2] * factor
-    $size_moves = 0.0
-    $tn = $t + $h
-    $has_arrivals = 1.0
-    x = stop_row[stop, 0]
-    @weights
-    each c:
-        value = $cotangent[{c}] + stop_row[stop, {gradient+c}] * factor
-        $cotangent[{c}] = 0.0
-        $value[{c}] += value
-        each used: $arrival[{used}, {c}] += w{used} * value
-    {stop} -= 1
-    {next_stop}
-"""
-
 
 def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, Any]:
     """Return the placeholders of the reverse kernel for events that acted; `names`: the other placeholders."""
-    # The rows of `jump`, with an entry per lane: next jump of the backward sweep, last processed jump, next stop
-    # (a root that ended a step), and the numbers of steps before the next jump and the next stop; -1 if none exists.
+    # The rows of `jump`, with an entry per lane: next jump of the backward sweep, last processed jump, and number of steps
+    # before the next jump; -1 if none exists.
     components = range(spec.d)
-    last_jump, stop, jump_step, stop_step = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))
-    names = names | {"jumping": spec.jumps is not None, "jump_step": jump_step, "stop_step": stop_step}
+    last_jump, jump_step = (f"jump[{row * spec.lanes} + l]" for row in (1, 2))
+    names = names | {"jumping": spec.jumps is not None, "jump_step": jump_step}
     names["next_jump"] = f"{jump_step} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
-    names["next_stop"] = f"{stop_step} = stop_number[{stop}] if {stop} >= stop_first[i] else -1"
-    names |= {"stop": stop, "last_jump": last_jump, "add_size_cotangent": filled(_SIZE_COTANGENT, {"last_jump": last_jump})}
+    names |= {"last_jump": last_jump, "add_size_cotangent": filled(_SIZE_COTANGENT, {"last_jump": last_jump})}
     time, affects = steps.rounded("jump_time[j]"), []
     back = [*steps.state("y"), *numbered("e", spec.wanted_varying + spec.wanted_shared), *(["te"] if spec.timed else [])]
     for k, (e, given) in enumerate(spec.jumps or ()):
@@ -265,7 +241,4 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
         affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    at_given_time = {float(given)}"]
     drift = " + ".join(f"k0_{c} * $cotangent[{c}]" for c in components)
     jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
-    terms = ["stop_row[stop, 1] * time_bar", *(f"stop_row[stop, {3 + c}] * $cotangent[{c}]" for c in components)]
-    stop_names = {"quotient": " + ".join(terms), "weights": steps.weights(), "gradient": 3 + spec.d}
-    names["jump_back"] = filled(_JUMP_BACK, names | jump)
-    return names | {"stop_back": filled(_STOP_BACK, names | stop_names)}
+    return names | {"jump_back": filled(_JUMP_BACK, names | jump)}

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpiad._typing import Function
-from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.resources import cores
 
@@ -34,9 +33,8 @@ def refuse_mass_on_device(settings: Settings) -> None:
 class Compiler:
     """The kernels that one call of `solve` compiles; `count`: the size of the whole ensemble, or 0 for a single problem."""
 
-    def __init__(self, options: SolveOptions, count: int, together: bool = False):
-        self.compile, self.backend = options.compile, options.backend
-        self._count, self.together = count, together
+    def __init__(self, compile: str | bool, backend: EnsembleAlgorithm, count: int, together: bool = False):
+        self.compile, self.backend, self._count, self.together = compile, backend, count, together
         self.kernels: dict[str, str] = {}  # their texts, by the names "forward" and "reverse"
         # Warnings about f, which are stored until `log_warnings` if several ranks solve the ensemble (`together`).
         self._pending: list[tuple[Function, str]] = []

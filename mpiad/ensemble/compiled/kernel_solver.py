@@ -23,7 +23,7 @@ from mpiad.compiling.arguments import (
 from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec, U, kernel_spec_of
+from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import kernel_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
@@ -88,8 +88,8 @@ class Solver:
         if spec.events:
             rows = np.concatenate(run.crossings)
             rows = rows[in_order(rows.T)]
-            outcome.crossings, outcome.event_table = rows[:, : U + spec.d], rows[:, :5].T
-            at_conditions = rows[:, U + spec.d :]  # the states at events, if recorded
+            outcome.event_table = rows[:, :EVENT_COLUMNS].T
+            at_conditions = rows[:, EVENT_COLUMNS:]  # the states at events, if recorded
         if settings.acting is not None:
             if spec.record:
                 outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
@@ -129,8 +129,8 @@ class Solver:
             part.spec = self.spec
             yield rows, part
 
-    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel for the `wanted` parameters, and its spec; `stops`: whether roots have ended steps."""
+    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, events: bool) -> tuple[Any, KernelSpec]:
+        """Return the reverse kernel for the `wanted` parameters, and its spec; `events`: whether there are any at roots."""
         names = self.traced.names
         varying, shared = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
@@ -143,7 +143,7 @@ class Solver:
             affects=None,
             acting=(),
             jumps=tuple((e, e in (self.spec.affects or ())) for e in acts) if jumps else None,
-            stops=stops,
+            events=self.spec.events if events else (),
         )
         return self._function("reverse", spec, (*varying, *shared)), spec
 
@@ -200,8 +200,8 @@ class _Launch:
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
-        # If events act in a recorded solve, a row has two states: see `kernel_spec`.
-        crossings = np.empty((_EVENT_ROWS + most_events, U + spec.d * (2 if spec.record and spec.acting else 1)))
+        columns = EVENT_COLUMNS + (spec.d if spec.record and spec.acting else 0)
+        crossings = np.empty((_EVENT_ROWS + most_events, columns))
         ids, time_index = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
         lane = *fields_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter

@@ -24,11 +24,10 @@ from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 
-# The rows of the table of events that CPU kernels write. A row has the trajectory, the event, the step (from 0), the
-# fraction of the step at which the event lies, and its time; then the time before the step (column T), the signed size of
-# the step (H), and the real components of the state before the step (from U on). If events act in a recorded solve, the
-# components of the state at the event follow.
-T, H, U = 5, 6, 7
+# The number of columns of the table of events that CPU kernels write: the trajectory, the event, the step (from 0), the
+# fraction of the step at which the event lies, and its time. If events act in a recorded solve, the components of the state
+# at the event follow.
+EVENT_COLUMNS = 5
 
 
 class KernelSpec(NamedTuple):
@@ -63,7 +62,6 @@ class KernelSpec(NamedTuple):
     ending: tuple[int, ...] = ()  # the events that act and end the trajectory
     # In the adjoint of a solve in which events act: these events, and whether each one occurs at given times.
     jumps: tuple[tuple[int, bool], ...] | None = None
-    stops: bool = False  # whether an adjoint contains steps that ended at roots of conditions
 
     @property
     def dtype(self) -> np.dtype:

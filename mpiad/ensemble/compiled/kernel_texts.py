@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
-from mpiad.compiling.source import are_simple, function_source, numbered
+from mpiad.compiling.source import function_source, numbered
 from mpiad.ensemble.compiled.cuda.cuda_kernels import PRELUDE, cuda_forward_text, cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
@@ -25,13 +25,17 @@ def kernel_text(
     """Return the text of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`."""
     # NVRTC and nvcc need no headers to compile the text in "c". Compiled as C++ for a CPU, it loops over the trajectories.
     on_gpu, forward = language == "c", kernel == "forward"
-    programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted, on_gpu)
+    programs = _forward_programs(traced, spec) if forward else _reverse_programs(traced, spec, wanted)
+    if on_gpu:
+        text = cuda_forward_text(spec) if forward else cuda_reverse_text(spec)
+    else:
+        # Gradients of conditions aren't computed in loops over lanes.
+        in_loops = [program for name, program in programs.items() if not name.startswith("slopes")]
+        text = (forward_source if forward else reverse_source)(spec, in_loops)
     functions = [_function(one, name, spec, traced.names, language) for name, one in programs.items()]
     if on_gpu:
-        prelude = "\n".join(filled(PRELUDE, {"real": "float" if spec.single else "double"}))
-        return "\n\n".join([prelude, *functions, cuda_forward_text(spec) if forward else cuda_reverse_text(spec)]) + "\n"
-    source = forward_source if forward else reverse_source
-    return "\n\n".join([*functions, source(spec, are_simple(programs.values()))])
+        functions.insert(0, "\n".join(filled(PRELUDE, {"real": "float" if spec.single else "double"})))
+    return "\n\n".join([*functions, text]) + "\n" * on_gpu
 
 
 def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:
@@ -47,7 +51,7 @@ def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Prog
     return programs | {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None and spec.affects is not None}
 
 
-def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...], on_gpu: bool) -> dict[str, Program]:
+def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> dict[str, Program]:
     """Return f, its first and second derivatives, and those of conditions and affects, by the names that kernels use."""
     program = traced.program
     wrt_time: Wanted = {"state": None, "parameter": wanted, "time": None}
@@ -56,8 +60,7 @@ def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
     if spec.tableau.implicit:
         programs["jacobian"] = jacobian_program(program).program
         programs["curvature"] = second_adjoint_program(program, wrt)
-    # On CPUs the gradients of conditions are computed by arrays.
-    programs |= {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(traced.conditions) if on_gpu}
+    programs |= {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(traced.conditions) if spec.events}
     return programs | {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
 
 

@@ -24,10 +24,12 @@ The parts of the kernel for one trajectory are also printed for GPUs: see `cuda_
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from mpiad.compiling.source import indented, number
+from mpiad.compiling.program import Program
+from mpiad.compiling.source import are_simple, indented, number, numbered
 from mpiad.ensemble.compiled.jump_text import jumps_back
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
@@ -42,8 +44,8 @@ def reverse(
     p_bar: float64[:, ::1], s_bar: float64[::1], start_bar: float64[::1], stop_bar: float64[::1],
     when jumping:
         jump: int64[::1], jump_first: int64[::1], jump_number: int64[::1], jump_kind: int64[::1], jump_time: float64[::1],
-        jump_state: {real}[:, ::1], jump_time_bar: float64[::1], stop_first: int64[::1], stop_number: int64[::1],
-        stop_row: float64[:, ::1], stop_time_bar: float64[::1], stop_factor: float64[::1],
+        jump_state: {real}[:, ::1], jump_time_bar: float64[::1],
+    when events: event: int64[::1], event_first: int64[::1], crossings: float64[:, ::1],
 ):
     # Fields of b: {fields}
     aligned_stack()
@@ -97,9 +99,7 @@ when jumping:
     jump[l] = jump_first[i + 1] - 1
     {last_jump} = -1
     {next_jump}
-when stops:
-    {stop} = stop_first[i + 1] - 1
-    {next_stop}
+when events: event[l] = event_first[i + 1] - 1
 """
 
 # Starts the backward sweep of trajectory i.
@@ -132,7 +132,7 @@ when inside:
         each arriving: each i: each c: ${arriving}[{i}, {c}] = 0.0
     $has_arrivals = 0.0
 when jumping: @jump_back
-when stops: @stop_back
+when events: @crossed
 while time_index[l] >= 0 and save_step[i, time_index[l]] == step[l]:
     @saved
 row[l] = previous[now]
@@ -186,21 +186,26 @@ vacant_lanes += 1
 $live = 0.0
 """
 
-_BACK = """
+# Recomputes the stages of a step. The stages of a step that an event has cut short extend to the end of the full step.
+_STEP_AGAIN = """
 each c: y0_{c} = $u[{c}]
 each p: p{p} = $p{p}
 t = $t
 h = $h
-tn = $tn
-live = $live
+tn = {step_end}
 @rounded_step
+@again
+"""
+
+_BACK = """
+@step_again
+live = $live
 when timed:
     t_bar = 0.0
     h_bar = 0.0
-@again
+when not by_lanes: @crossed
 # The last stage is f at the new state, so its contribution is added to the cotangent of that state first.
 each c: total_{c} = $cotangent[{c}]
-@crossed
 @pulled_last
 when timed: each c: h_bar = fma(total_{c}, m{last}_{c}, h_bar)
 each c: z{last}_{c} = total_{c}
@@ -231,6 +236,44 @@ when timed:
     when between: each c: h_bar = fma(z{i}_{c}, m{i}_{c}, h_bar)
 """
 
+# Processes the events of a step, with the stages of the step. By the implicit function theorem, the cotangent of an event's
+# time gives cotangents of the state at the event, which is treated like a saved state, of the parameters and of time.
+_CROSSED = """
+while {in_step}:
+    $has_arrivals = 1.0
+    @state
+    @rates
+    @events
+    {next_event}
+"""
+
+# A step that an event has cut short is differentiated as a full step, in which the fraction of the event moves. On GPUs: if
+# two terminal events coincide, only the last has ended the trajectory; and if the time of a nonterminal event isn't
+# differentiated, its condition may have slope zero.
+_EVENT = """
+if crossings[{event_row}, 1] == {e}{differentiated}:
+    {gradient}
+    slope = {slope}
+    factor = -({fraction_bar}) / slope
+    when terminal:
+        when by_lanes: $tn = $t + $h
+        when not by_lanes: ends = False
+        when timed:
+            $t_bar = {time_bar} + {double}(by_time) * factor
+            $size_moves = 0.0
+        each c: bar_{c} = {rounded}({double}($cotangent[{c}]) + factor * {double}(g_{c}))
+        each c: $cotangent[{c}] = {zero}
+    when not terminal: each c: bar_{c} = {rounded}(factor * {double}(g_{c}))
+    each wanted_p: $p_bar[{wanted_p}] += factor * {double}(by{wanted_p})
+    each wanted_s: $s_bar[{wanted_s}] += factor * {double}(by{wanted_varying+wanted_s})
+    each c:
+        $value[{c}] += bar_{c}
+        each used:
+            $arrival[{used}, {c}] += w{used} * bar_{c}
+            when timed_value:
+                $rate[{used}, {c}] += r{used} * bar_{c}
+                $rate_x[{used}, {c}] += x * r{used} * bar_{c}
+"""
 
 FIELDS = """
 cotangent[{d}] u[{d}]
@@ -254,19 +297,24 @@ def fields_of(spec: KernelSpec) -> Fields:
     return layout_of(spec, FIELDS)[0]
 
 
-def reverse_source(spec: KernelSpec, wide: bool) -> str:
+def reverse_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     fields, steps, names = layout_of(spec, FIELDS)
-    names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else "", "crossed": []}
+    names |= {"wide": are_simple(programs), "fields": ", ".join(fields)}
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
+    names |= {"event_row": "event[l]", "next_event": "event[l] -= 1", "differentiated": ""}
+    names["in_step"] = "event[l] >= event_first[i] and np.int64(crossings[event[l], 2]) == step[l]"
+    # The step that ends at an event also ends there for the variable $t_bar, the cotangent of the time after the step.
+    bar = f"({'$t_bar + ' if spec.timed else ''}crossings[event[l], 5])"
     names |= jumps_back(spec, steps, names)
-    names |= parts_of(spec, steps, names)
+    names |= parts_of(spec, steps, names, {True: bar, False: "crossings[event[l], 5]"})
     names |= {"enter": filled(_ENTER, names), "fetch": filled(_FETCH, names), "leave": filled(_LEAVE, names)}
     return fields.resolved(filled(_KERNEL, names))
 
 
-def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the lines for the start of a trajectory, a saved state and a step; `names`: values of the placeholders."""
+def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: dict[bool, str]) -> dict[str, list[str]]:
+    """Return the lines for the start of a trajectory, a saved state, events and a step; `names`: values of placeholders."""
+    # `time_bars`: the cotangents of the times of events that end steps (True), and of other events.
     names = names | {"moving": steps.moving_stages, "zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
     pulled = {i: _pulled(spec, steps, i, names) for i in steps.pulled_stages}
     pulled_last = pulled.pop(spec.stages, [])
@@ -275,7 +323,36 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str,
         pulled_last = ["if $has_arrivals > 0.0:", *indented(pulled_last)]
     names |= {"rounded_step": steps.rounded_step(), "again": steps.again(), "pulled_last": pulled_last}
     names["pulled"] = [line for i in reversed(pulled) for line in pulled[i]]
-    return {name: filled(part, names) for name, part in (("start", _START), ("saved", _SAVED), ("back", _BACK))}
+    names["step_again"] = filled(_STEP_AGAIN, names | {"step_end": "$tn"})
+    names["crossed"] = _crossed(spec, steps, names, time_bars) if spec.events else []
+    parts = {"start": filled(_START, names), "saved": filled(_SAVED, names), "back": filled(_BACK, names)}
+    return parts | {"crossed": names["crossed"]}
+
+
+def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: dict[bool, str]) -> list[str]:
+    """Return the lines for the events of a step."""
+    # The fraction of the step and the derivatives of a root are double, also if states are float32.
+    d, doubled, last, row = spec.d, steps.doubled, spec.stages, names["event_row"]
+    state = filled(_STEP_AGAIN, names | {"step_end": "$t + $h"}) if names["by_lanes"] else []
+    state += [f"x = crossings[{row}, 3]"]
+    if last in steps.used():
+        state.append(steps.call(f"k{last}", f"y{last}", last))
+    state += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
+    rates = [" + ".join(f"r{i} * {doubled(f'k{i}_{c}')}" for i in steps.used()) for c in range(d)]
+    outputs = [*steps.state("g"), *numbered("by", spec.wanted_varying + spec.wanted_shared), "by_time"]
+    state_bar = " + ".join(f"{doubled(f'$cotangent[{c}]')} * rate_{c}" for c in range(d))
+    slope = " + ".join(f"{doubled(f'g_{c}')} * rate_{c}" for c in range(d))
+    names = names | {"slope": f"{slope} + {doubled('by_time')} * h", "events": []}
+    names |= {"state": state, "rates": [f"rate_{c} = ({rate}) * h" for c, rate in enumerate(rates)]}
+    for e, (terminal, _) in enumerate(spec.events):
+        event = {"e": e, "terminal": terminal, "timed_value": spec.timed and not terminal, "time_bar": time_bars[terminal]}
+        time = steps.rounded(f"crossings[{row}, 4]")
+        event["gradient"] = steps.called(outputs, f"slopes{e}", "at", time, [steps.number(1.0)])
+        event["fraction_bar"] = f"{f'{state_bar} + ' if terminal else ''}{time_bars[terminal]} * h"
+        if not names["by_lanes"]:
+            event["differentiated"] = " and ends" if terminal else f" and {time_bars[False]} != 0.0"
+        names["events"] += filled(_EVENT, names | event)
+    return filled(_CROSSED, names)
 
 
 def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:

@@ -224,6 +224,8 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
     names = {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": spec.dtype.name, "by_lanes": by_lanes,
+        # Functions that convert doubles to the precision of states, and the opposite.
+        "rounded": "np.float32" if spec.single else "", "double": "np.float64" if spec.single else "",
         # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),

@@ -26,7 +26,6 @@ from mpiad.compiling.program import Program, Untraceable, evaluated, place_of
 from mpiad.compiling.symbols import Symbol
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.trial import MOVED
 from mpiad.programs.scalar_recorder import ScalarRecorder
 from mpiad.pytrees import is_variable
 from mpiad.transport.core.calls import site_of_trace
@@ -123,10 +122,24 @@ Called: TypeAlias = Callable[[Array, Any, Array], Array]
 _COLUMNS = 5  # number of trajectories in the comparison of a program with f
 # Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
 _TOLERANCE = 1e4
+_MOVED = 0.01  # relative size of the perturbation of complex states in this comparison
 
 # For each function, the programs confirmed by a second trace. The number of programs is limited, since constants may vary.
 _MAX_REPEATED = 16
 _repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+
+
+def program_of(
+    batch: Batch, fun: Function | None = None, called: Called | None = None, result: Shape | None = None
+) -> Program:
+    """Return the verified program of a batch's f, or of `fun` as evaluated by `called` for several columns."""
+    fun = fun or batch.f
+    program = trace(fun, batch.shape, batch.p, batch.u0.dtype, result)
+    # The times of events are double, but a program has one precision.
+    if called is not None and program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
+        raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(fun))
+    verify(program, batch, fun, called)
+    return program
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
@@ -245,8 +258,8 @@ def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symb
     return found
 
 
-def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
-    """Raise Untraceable if a program differs at a few initial states from f, or from `fun` as evaluated by `called`."""
+def verify(program: Program, batch: Batch, fun: Function, called: Called | None = None) -> None:
+    """Raise Untraceable if a program of `fun` differs at a few initial states from f, or from ``called``."""
     # They differ if f checks the types of its arguments, and computes something else with traced arrays than with numbers.
     if not batch.size:
         return
@@ -272,7 +285,7 @@ def verify(program: Program, batch: Batch, fun: Function | None = None, called: 
         raise Untraceable(
             f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
             "it look at the types of its arguments, or at state that changes between calls?",
-            place_of(fun or batch.f),
+            place_of(fun),
         )
 
 
@@ -281,6 +294,6 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
     u, t = batch.u0[:, ids], batch.start[ids].astype(real_dtype(batch.u0.dtype))
     if is_complex(u):
         # At real u, f agrees even with a trace that has lost imaginary parts: for example, np.imag of symbols is zero.
-        u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
+        u[:, 1:] += _MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t

@@ -19,9 +19,9 @@ from autograd.tracer import isbox
 from mpiad._typing import Function, Shape
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, without_floats
-from mpiad.compiling.program import Program, Untraceable, exact, place_of
+from mpiad.compiling.program import Program, Untraceable, exact
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.trace import Called, ParameterPacking, identity_of, names_of, packing_of, trace, verify
+from mpiad.ensemble.compiled.trace import Called, ParameterPacking, identity_of, names_of, packing_of, program_of
 from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")
@@ -187,11 +187,7 @@ def _program_of(
     """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` evaluates for several columns."""
     instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
     try:
-        program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)
-        # The times of events are double, but a program has one precision.
-        if called is not None and program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
-            raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))
-        verify(program, batch, f, called)
+        program = program_of(batch, f, called, result)
     except Untraceable as error:
         if must:
             raise TypeError(f"solve: compile=True, but {name} can't be compiled: {error}.") from error

@@ -9,7 +9,7 @@ from traced_right_hand_sides import SYSTEMS
 
 from mpiad.compiling.program import Untraceable
 from mpiad.ensemble.batch import Batch, Parameters
-from mpiad.ensemble.compiled.trace import trace, verify
+from mpiad.ensemble.compiled.trace import program_of
 
 pytestmark = pytest.mark.serial
 
@@ -24,7 +24,7 @@ def batch_of(f, shape, p, n=3, dtype=float):
 def test_what_was_traced_is_accepted(name, dtype):
     system = SYSTEMS[name]
     batch = batch_of(system.f, (system.states,), parameters_of(system.p, False), dtype=dtype)
-    verify(trace(batch.f, batch.shape, batch.p, dtype), batch)
+    program_of(batch)
 
 
 def test_matrices_and_numbers_as_states():
@@ -32,7 +32,7 @@ def test_matrices_and_numbers_as_states():
     matrix = batch_of(lambda u, p, t: u @ p + t, (2, 2), matrices)
     number = batch_of(lambda u, p, t: -u * p, (), Parameters([np.arange(3.0)], [True], lambda leaves: leaves[0]))
     for batch in (matrix, number):
-        verify(trace(batch.f, batch.shape, batch.p, float), batch)
+        program_of(batch)
 
 
 def test_an_f_that_looks_at_types_is_refused():
@@ -41,7 +41,7 @@ def test_an_f_that_looks_at_types_is_refused():
 
     batch = batch_of(f, (2,), parameters_of(None, False))
     with pytest.raises(Untraceable, match="types of its arguments") as caught:
-        verify(trace(f, (2,), batch.p, float), batch)
+        program_of(batch)
     assert caught.value.place.endswith(f"test_trace_check.py:{f.__code__.co_firstlineno}")
 
 
@@ -53,9 +53,9 @@ def test_imaginary_parts_that_numpy_loses_are_missed():
     u0 = np.ones((2, 3), complex)
     batch = Batch(f, (2,), u0, parameters_of(None, False), np.zeros(3), np.ones(3))
     with pytest.raises(Untraceable, match="types of its arguments"):
-        verify(trace(f, (2,), batch.p, complex), batch)
+        program_of(batch)
 
 
 def test_nothing_to_solve_is_accepted():
     batch = batch_of(lambda u, p, t: -u, (2,), parameters_of(None, False))
-    verify(trace(batch.f, (2,), batch.p, float), batch.share(slice(0, 0)))
+    program_of(batch.share(slice(0, 0)))

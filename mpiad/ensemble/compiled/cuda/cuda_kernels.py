@@ -8,13 +8,10 @@ threads write events to one table, and the reverse kernel reads it.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from mpiad.compiling.source import numbered
 from mpiad.ensemble.compiled import forward_kernel, reverse_kernel
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, Registers, filled
 from mpiad.ensemble.compiled.rosenbrock_text import layout_of
-from mpiad.ensemble.compiled.step_text import Steps
 
 # Definitions for both kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
 PRELUDE = """
@@ -165,62 +162,11 @@ def _power(spec: KernelSpec, x: str, exponent: str, out: str) -> list[str]:
 # The propagation of cotangents through events.
 #
 # All threads write events to one table, in arbitrary order. The events of a trajectory form a linked list: each refers to
-# the previous event, and `heads` to the last. In the reverse sweep a thread follows the list of its trajectory, and
-# propagates the cotangent of an event's time to the state at the event and the parameters, like `adjoint.pull_event`.
+# the previous event, and `heads` to the last. In the reverse sweep a thread follows the list of its trajectory.
 
 # The rows of the table: the trajectory, the event, the step (from 0), the fraction of the step at which the event lies, its
 # time, and the column of the trajectory's previous event.
 ROWS = 6
-
-# Processes the events of a step, after the stages of the step have been recomputed.
-_CROSSED = """
-while event_column >= 0 and crossings[event_column, 2] == step:
-    $has_arrivals = 1.0
-    @state
-    @rates
-    @events
-    event_column = np.int64(crossings[event_column, 5])
-"""
-
-# If two terminal events coincide, only the last has ended the trajectory. If the time of a nonterminal event isn't
-# differentiated, its condition may have slope zero.
-_EVENT = """
-if crossings[event_column, 1] == {e} and {differentiated}:
-    {gradient}
-    slope = {slope}
-    when terminal: ends = False
-    factor = -({fraction_bar}) / slope
-    when terminal: each c: bar_{c} = total_{c} + factor * g_{c}
-    when terminal: each c: total_{c} = {zero}
-    when not terminal: each c: bar_{c} = factor * g_{c}
-    # The cotangent of the state at the event is treated like that of a saved state.
-    each wanted_p: $p_bar[{wanted_p}] += factor * by{wanted_p}
-    each wanted_s: $s_bar[{wanted_s}] += factor * by{wanted_varying+wanted_s}
-    each c:
-        $value[{c}] += bar_{c}
-        each used: $arrival[{used}, {c}] += w{used} * bar_{c}
-"""
-
-
-def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return the lines of the reverse kernel for the events of a step; `names`: the values of the placeholders."""
-    d, h, real, last, lines = spec.d, steps.h, steps.rounded, spec.stages, ["x = crossings[event_column, 3]"]
-    if last in steps.used():
-        lines.append(steps.call(f"k{last}", f"y{last}", last))
-    lines += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
-    slopes = [" + ".join(f"{real(f'r{i}')} * k{i}_{c}" for i in steps.used()) for c in range(d)]
-    outputs = [*steps.state("g"), *numbered("by", spec.wanted_varying + spec.wanted_shared), "by_time"]
-    end_fraction_bar = f"{' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + {real('reached_bar[i]')} * {h}"
-    names = names | {"slope": f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}", "events": []}
-    names |= {"state": lines, "rates": [f"rate_{c} = ({slope}) * {h}" for c, slope in enumerate(slopes)]}
-    for e, (terminal, _) in enumerate(spec.events):
-        event = {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[event_column] != 0.0"}
-        time, seed = real("crossings[event_column, 4]"), [steps.number(1.0)]
-        event["gradient"] = steps.called(outputs, f"slopes{e}", "at", time, seed)
-        event["fraction_bar"] = end_fraction_bar if terminal else f"{real('times_bar[event_column]')} * {h}"
-        names["events"] += filled(_EVENT, names | event)
-    return filled(_CROSSED, names) if spec.events else []
-
 
 # The reverse kernel: each thread computes the adjoint of one trajectory's accepted steps, as in `reverse_kernel`. Each
 # trajectory writes its cotangents of shared parameters to a separate column, so the order of the sum is fixed.
@@ -293,7 +239,8 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     registers = Registers(spec)
     _, steps, names = layout_of(spec, reverse_kernel.FIELDS, registers)
     names |= {"jumping": False, "or_terminated": f" or code == {names['Terminated']}" if spec.events else ""}
-    names |= {"zero": steps.number(0.0), "declarations": registers.declarations}
-    names["crossed"] = _crossed(spec, steps, names)
-    names |= reverse_kernel.parts_of(spec, steps, names)
+    names |= {"declarations": registers.declarations, "event_row": "event_column"}
+    names["in_step"] = "event_column >= 0 and crossings[event_column, 2] == step"
+    names["next_event"] = "event_column = np.int64(crossings[event_column, 5])"
+    names |= reverse_kernel.parts_of(spec, steps, names, {True: "reached_bar[i]", False: "times_bar[event_column]"})
     return "\n".join(filled(_REVERSE, names | {"thread": registers.translated(filled(_REVERSE_THREAD, names))}))

@@ -115,7 +115,7 @@ class Solver:
     """A batch of plain arrays, and its kernels, whose texts are stored in `compiler.kernels`."""
 
     def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
-        self._gpu: EnsembleGPU = compiler.backend
+        self._gpu: EnsembleGPU = compiler.backend  # type: ignore[assignment]
         self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
         self.traced = traced._replace(numbers=())  # texts depend on the problem without its numbers
         self._launcher = launcher_of(arrays)
