@@ -124,7 +124,7 @@ def _pull_sweep(run: Run, replay: Replay, sweep: StepSweep, seeds: Seeds, found:
                 # On a device, the state at the end of a step may be saved in several slots.
                 yield value, bar if bar.shape == value.shape else np.sum(bar, axis=0, keepdims=True)
             for located, time in visited.times:
-                final = located.terminal and not run.settings.events[located.event].acts
+                final = located.stops and not run.settings.events[located.event].acts
                 bar = None if final and run.jumps else seeds.reached if final else seeds.crossed
                 yield time, None if bar is None else bar[located.row]
 

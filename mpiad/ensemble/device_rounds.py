@@ -423,7 +423,7 @@ class RoundSweep(StepSweep):
         stages = self._run.stages(u, p, visit.t, visit.h, end if self.sign is None else end * self.sign)
         new = np.where(visit.made, stages.new, u)  # type: ignore[arg-type, call-overload]
         for located in visit.about.located:
-            if located.terminal:
+            if located.stops:
                 c = located.columns
                 terms = polynomials(table, u[:, c], visit.h[c].astype(table.real), np.take(stages.k, c, axis=-1))
                 new[:, c] = states_at(terms, located.x.astype(table.real))
@@ -450,13 +450,13 @@ class RoundSweep(StepSweep):
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
-        found = sorted(visit.about.located, key=lambda located: located.terminal)
-        return [located._replace(row=self.ids[located.columns]) if located.terminal else located for located in found]
+        found = sorted(visit.about.located, key=lambda located: located.stops)
+        return [located._replace(row=self.ids[located.columns]) if located.stops else located for located in found]
 
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan."""
         mask = visit.made & (visit.about.t_new == self._run.ends[self.ids])
         for located in visit.about.located:
-            if located.terminal:  # the step ends before the end of tspan
+            if located.stops:  # the step ends before the end of tspan
                 mask[located.columns] = False
         return mask

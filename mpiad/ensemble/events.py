@@ -167,14 +167,14 @@ class EventWatch:
         # Rounding mustn't move an event beyond the end of the step.
         time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
-        occurred, terminal = x <= end_part[columns], self._events[e].stops
+        occurred, stops = x <= end_part[columns], self._events[e].stops
         part = np.where(occurred, x, np.inf)
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
         self.note(step, e, columns, part, time)
         if several:
-            chosen = np.flatnonzero((ending_event[columns] == e) if terminal else occurred)
+            chosen = np.flatnonzero((ending_event[columns] == e) if stops else occurred)
             columns, x, time, row = columns[chosen], x[chosen], time[chosen], row[chosen]
-        return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
+        return LocatedEvent(e, stops, columns, x, time, row) if len(columns) else None
 
     def note(self, step: Step, e: int, columns: Array, part: Array, time: Array) -> None:
         """Write an event of some columns to the table."""

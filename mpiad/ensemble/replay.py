@@ -225,12 +225,12 @@ class Replay:
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
         for located in sweep.located(visit):
-            if located.terminal or self._differs(located):
+            if located.stops or self._differs(located):
                 state, time = step.event(located, self._seeds is None)
                 times.append((located, time))
-                if located.terminal:
+                if located.stops:
                     new = replaced(new, located.columns, state)
-                if located.terminal and run.jumps and self._timed:
+                if located.stops and run.jumps and self._timed:
                     shift = replaced(shift, located.columns, time - getval(time))
         values = sweep.saved(visit) if self._seeds is None or self._seeds.saved is not None else SavedInStep()
         saved = [(part, part.of(new)) for part in values.at_end]
@@ -348,7 +348,7 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
                 for part, value in found.saved:
                     rows.save(part, value)
                 for located, time in found.times:
-                    final = located.terminal and not run.settings.events[located.event].acts
+                    final = located.stops and not run.settings.events[located.event].acts
                     (ended if final else passed).append((sweep.ids[located.columns] if final else located.row, time))
             if u.shape[1]:
                 states = replaced(states, sweep.ids, u)

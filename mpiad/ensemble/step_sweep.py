@@ -77,8 +77,8 @@ class LocatedEvent(NamedTuple):
     """One event in one step of several columns."""
 
     event: int  # the index of the event among the events of the solve
-    terminal: bool  # whether the step ends at the event
-    columns: Array  # the columns with the event; if `terminal`, the columns in which it ends the step
+    stops: bool  # whether the step ends at the event
+    columns: Array  # the columns with the event; if `stops`, the columns in which it ends the step
     x: Array  # shape (m,); the fraction of the step
     time: Array  # shape (m,)
     row: Array  # int, shape (m,); the index of `time` among the times of all events, or among the final times

@@ -52,7 +52,7 @@ while was_accepted and $save_time <= tn:
 _END = """
 when not affected:
     code = -1
-    when terminal:
+    when stops:
         if first < np.inf:
             code = {Terminated}
 if code < 0 and was_accepted and tn == $goal:
@@ -113,7 +113,7 @@ h = $sign * $size
 @rounded_step
 each p: p{p} = $p{p}
 @locate
-when terminal:
+when stops:
     if first < np.inf:
         x = first
         @weights
@@ -202,7 +202,7 @@ def _output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, 
             f"if $fraction[{e}] > first and {_changed(spec, e)} and not ({near_root}):",
             f"    $fraction[{e}] = first",
         ]
-    names = names | {"coinciding": coinciding, "terminal": any(ends for ends, _ in spec.events)}
+    names = names | {"coinciding": coinciding, "stops": any(stops for stops, _ in spec.events)}
     names |= {"cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
     names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
     names |= _event_lines(spec, steps, names) | {"saving": filled(_SAVING, names)}

@@ -31,7 +31,7 @@ when acts:
         if code < 0 and stopped:
             code = {Terminated}
 when not acts:
-    when terminal:
+    when stops:
         if first < np.inf:
             code = {Terminated}
 if code < 0 and was_accepted and tn == $goal and given_times[slots[i], time_column] == t:

@@ -255,7 +255,7 @@ if crossings[{event_row}, 1] == {e}{differentiated}:
     {gradient}
     slope = {slope}
     factor = -({fraction_bar}) / slope
-    when terminal:
+    when stops:
         when by_lanes: $tn = $t + $h
         when not by_lanes: ends = False
         when timed:
@@ -263,7 +263,7 @@ if crossings[{event_row}, 1] == {e}{differentiated}:
             $size_moves = 0.0
         each c: bar_{c} = {rounded}({double}($cotangent[{c}]) + factor * {double}(g_{c}))
         each c: $cotangent[{c}] = {zero}
-    when not terminal: each c: bar_{c} = {rounded}(factor * {double}(g_{c}))
+    when not stops: each c: bar_{c} = {rounded}(factor * {double}(g_{c}))
     each wanted_p: $p_bar[{wanted_p}] += factor * {double}(by{wanted_p})
     each wanted_s: $s_bar[{wanted_s}] += factor * {double}(by{wanted_varying+wanted_s})
     each c:
@@ -344,13 +344,13 @@ def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
     slope = " + ".join(f"{doubled(f'g_{c}')} * rate_{c}" for c in range(d))
     names = names | {"slope": f"{slope} + {doubled('by_time')} * h", "events": []}
     names |= {"state": state, "rates": [f"rate_{c} = ({rate}) * h" for c, rate in enumerate(rates)]}
-    for e, (terminal, _) in enumerate(spec.events):
-        event = {"e": e, "terminal": terminal, "timed_value": spec.timed and not terminal, "time_bar": time_bars[terminal]}
+    for e, (stops, _) in enumerate(spec.events):
+        event = {"e": e, "stops": stops, "timed_value": spec.timed and not stops, "time_bar": time_bars[stops]}
         time = steps.rounded(f"crossings[{row}, 4]")
         event["gradient"] = steps.called(outputs, f"slopes{e}", "at", time, [steps.number(1.0)])
-        event["fraction_bar"] = f"{f'{state_bar} + ' if terminal else ''}{time_bars[terminal]} * h"
+        event["fraction_bar"] = f"{f'{state_bar} + ' if stops else ''}{time_bars[stops]} * h"
         if not names["by_lanes"]:
-            event["differentiated"] = " and ends" if terminal else f" and {time_bars[False]} != 0.0"
+            event["differentiated"] = " and ends" if stops else f" and {time_bars[False]} != 0.0"
         names["events"] += filled(_EVENT, names | event)
     return filled(_CROSSED, names)
 

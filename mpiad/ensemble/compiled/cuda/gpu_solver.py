@@ -132,8 +132,8 @@ class Solver:
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
-        # The first capacity per trajectory is one occurrence of each terminal event, and two of each nonterminal event.
-        event_capacity = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.spec.events)
+        # The first capacity per trajectory is one occurrence of each event that stops a step, and two of each other event.
+        event_capacity = _ROWS + self.count * sum(1 if stops else 2 for stops, _ in self.spec.events)
         while True:
             results = self._empty(directions)
             saved, end = self.parts(results.vector)
