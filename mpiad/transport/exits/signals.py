@@ -35,6 +35,8 @@ _write_end = -1
 _others = -1  # the wakeup file that other code has set
 _forwarding = threading.RLock()  # reentrant: a signal handler may set the file while it is being set
 _requested: int | None = None
+# Which of the two, the handler (True) or the second thread (False), has yet to come with the signal that is `_requested`.
+_twin: bool | None = None
 _patience: list[float] = []  # of the open `postponed` contexts, the innermost last
 
 
@@ -119,25 +121,27 @@ def _read_signals(read_end: int, main: int) -> None:
                 # If the main thread is already in the handler, the program's line is in the interrupted frame.
                 frames = [] if frame is None else traceback.walk_stack(frame)
                 handler = _on_sigterm.__code__
-                _end_or_request(next((inner.f_back for inner, _ in frames if inner.f_code is handler), frame))
+                _end_or_request(next((inner.f_back for inner, _ in frames if inner.f_code is handler), frame), False)
             elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
                 threading.Thread(target=_end_if_blocked, args=(main,), daemon=True).start()
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if is_rank():
-        _end_or_request(frame)
+        _end_or_request(frame, True)
     else:  # a fork, or after the end of MPI
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def _end_or_request(frame: FrameType | None) -> None:
-    global _requested
-    if not _patience:
+def _end_or_request(frame: FrameType | None, by_handler: bool) -> None:
+    global _requested, _twin
+    if _twin is by_handler:  # maybe after the end of `postponed`
+        _twin = None
+    elif not _patience:
         _end("received SIGTERM", frame, signal.SIGTERM)
     elif _requested is None:
-        _requested = int(signal.SIGTERM)
+        _requested, _twin = int(signal.SIGTERM), not by_handler
         threading.Thread(target=_end_later, args=(_patience[-1], len(_patience)), daemon=True).start()
 
 

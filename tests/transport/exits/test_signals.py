@@ -264,9 +264,22 @@ mpiad.mpi_print("saved")
 """
 
 
+# The second thread reads the signal when `postponed` has ended.
+LATE = """
+from mpiad.transport.exits import signals
+
+act = signals._end_or_request
+def late(*args):
+    time.sleep(0.5 * (threading.current_thread().name == "mpiad-signals"))
+    act(*args)
+signals._end_or_request = late
+"""
+
+
 @launches
-def test_the_end_can_be_postponed(mpirun):
-    done = mpirun(2, START + POSTPONED.replace("PATIENCE", "30.0"))
+@pytest.mark.parametrize("before", ["", LATE])
+def test_the_end_can_be_postponed(before, mpirun):
+    done = mpirun(2, START + before + POSTPONED.replace("PATIENCE", "30.0"))
     assert done.returncode == 0 and done.stdout.count("checkpoint") == 2 and "saved\nsaved\n" in done.stdout
 
 
@@ -281,6 +294,7 @@ def test_but_not_for_ever(mpirun):
 @pytest.mark.serial
 def test_the_request_is_kept_for_later_steps(monkeypatch):
     monkeypatch.setattr(signals, "_requested", None)
+    monkeypatch.setattr(signals, "_twin", None)
     before = signal.signal(signal.SIGTERM, signals._on_sigterm)
     try:
         with signals.postponed(), signals.postponed():
