@@ -251,7 +251,7 @@ def rows_like(u: Array, *rows: Array) -> Array:
 
 
 def sum_of_stages(u: Array, h: Array | float, weights: Array | Sequence[Array], *k: Array) -> Array:
-    """Return `advanced(u, h, weights, *k)`."""
+    """Return `advanced(u, h, weights, *k)`; in a `Bundle`, with all tangents at once."""
     if type(u) is BundleBox and not isbox(h) and not isbox(weights):
         wholes = [_whole(x, u._node.tape) for x in (u, *k)]
         if all(x is not None for x in wholes):

@@ -87,12 +87,14 @@ def overwrite(schedule: Schedule, texts: Sequence[LoopText | None]) -> None:
         for b in [b for b in here if spans[b][0] == at and b in text.written]:
             # A reduction updates its result repeatedly. Two items write two parts of an array, at different indices.
             items = [item for item in text.loop.items if item.place.buffer == b]
-            places = {items[0].place.map}
-            c = next((c for c in dead if maps[c] == places and buffers[c][1:3] == buffers[b][1:3]), None)
+            places, like = {items[0].place.map}, buffers[b]
+            # A dead buffer may itself be an alias of one that it has overwritten.
+            alike = [c for c in dead if (buffers[c].shape, buffers[c].dtype) == (like.shape, like.dtype)]
+            c = next((c for c in alike if maps[c] == places), None)
             if c is not None and len(items) == 1 and not items[0].reduction:
                 dead.remove(c)
                 text.overwrite(c, b)
-                buffers[b] = buffers[b]._replace(kind="alias", data=c)
+                buffers[b] = like._replace(kind="alias", data=c)
 
 
 def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int, Allocation], int, int]:
