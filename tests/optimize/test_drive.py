@@ -239,9 +239,10 @@ def test_exception_in_a_group(rank: int, size: int) -> None:
         return
 
     def fun(x: Any, comm: Any) -> Any:
+        total = mpiad.mpi_allreduce(x, comm=comm)
         if rank == size - 1 and x == 3.0:
             raise KeyError("mine")
-        return mpiad.mpi_allreduce(x, comm=comm)
+        return total
 
     with pytest.raises(WorkerError, match=r"drive: rank \d raised KeyError: 'mine'") as caught:
         drive(lambda f: f.map(np.arange(6.0)), fun, groups=2)
