@@ -13,10 +13,10 @@ from mpiad._typing import Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_hvp
 from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
-from mpiad.differentiation.objective import check_objective, problem_with, reduce_objective, weight_of
+from mpiad.differentiation.objective import PendingError, check_objective, problem_with, reduce_objective, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, VALUE, total_on_root
+from mpiad.optimize.totals import total_on_root
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
@@ -33,7 +33,7 @@ class Evaluation:
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm | None = None
     ):
-        self._program, self._packing, self.agreement = program, packing, agreement
+        self._program, self.packing, self.agreement = program, packing, agreement
         self._used, self._comm = used, comm
         self._weight = weight_of(program.objective, used, program.root)
         # The weight of the result of `jac`. Without `comm`, this is the gradient of the whole objective.
@@ -46,20 +46,8 @@ class Evaluation:
         # Whether `fun` returns value and gradient together, and whether `jac` returns the gradient without a forward pass.
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
-    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Execute an instruction of the root."""
-        if kind == VALUE:
-            return self.value(vector), None
-        if kind == GRADIENT:
-            return None, self.gradient(vector)
-        if kind == BOTH:
-            return self.both(vector)
-        if kind == NOT_FINITE:
-            return self.not_finite_at_start()
-        return self.product(vector, direction)  # type: ignore[arg-type]
-
-    def not_finite_at_start(self) -> str:
-        """Return a sentence about the values that aren't finite at x0, and their ranks, or ""; collective."""
+    def not_finite(self, vector: np.ndarray) -> str:
+        """Return a sentence about the values that aren't finite at the first point, and their ranks, or ""; collective."""
         return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
@@ -81,15 +69,21 @@ class Evaluation:
         return found
 
     def _value(self, vector: np.ndarray) -> float:
-        x = self._packing.unpack(vector)
+        x = self.packing.unpack(vector)
         if self.separate:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
         self._forward = None  # frees the memory before the next forward pass
         # The ranks agree on failures before the reverse pass, in which they communicate.
         variables = variables_of((x,), 0, "minimize")
-        traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
+        traced = trace_backwards(self._forward_pass, variables)
         self._forward = traced, variables
-        return float(reduce_objective(traced.build(traced.values), self._weight, traced.problem, self._used))
+        return self._reduced(traced.build(traced.values), traced.problem)
+
+    def _forward_pass(self, x: Tree) -> Any:
+        return self.agreement.run(lambda: self.value_at(x))
+
+    def _reduced(self, value: Any, problem: PendingError | None) -> Any:
+        return float(reduce_objective(value, self._weight, problem, self._used))
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the gradient, on the root; without `jac` it is the gradient at the point of the last call of `value`."""
@@ -99,7 +93,7 @@ class Evaluation:
 
     def _gradient(self, vector: np.ndarray) -> np.ndarray | None:
         if self.separate:
-            x = self._packing.unpack(vector)
+            x = self.packing.unpack(vector)
             jac, args = self._program.jac, self._program.args
             return self._total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
         return self._total(self.agreement.run(self._backward))
@@ -113,7 +107,7 @@ class Evaluation:
 
     def _packed_gradient(self, gradient: Tree) -> np.ndarray:
         """Return this rank's part of a gradient as a new vector."""
-        flat = self._packing.pack_gradient(gradient)
+        flat = self.packing.pack_gradient(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat
 
@@ -124,7 +118,7 @@ class Evaluation:
     def _both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         if not self.only_both:
             return self._value(vector), self._gradient(vector)
-        x = self._packing.unpack(vector)
+        x = self.packing.unpack(vector)
 
         def pair() -> tuple[Any, np.ndarray]:
             out = self._program.fun(x, *self._program.args)
@@ -146,12 +140,12 @@ class Evaluation:
 
     def hessian(self, vector: np.ndarray) -> Callable[[np.ndarray], np.ndarray | None]:
         """Return a function that returns, on the root, the product of the Hessian at a point with a direction."""
-        x, hessp, args = self._packing.unpack(vector), self._program.hessp, self._program.args
+        x, hessp, args = self.packing.unpack(vector), self._program.hessp, self._program.args
         if hessp is not None:
             return lambda v: self._total_product(lambda v: self._weighted(hessp(x, v, *args), "hessp"), v)
         # The product for the shared variables is the sum of the products for all ranks' copies of them.
         product = self.differentiated(self.value_at, x).product
-        return lambda v: self._total_product(lambda v: self._packing.pack_gradient(product(v)), v)
+        return lambda v: self._total_product(lambda v: self.packing.pack_gradient(product(v)), v)
 
     def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
         """Return value, gradient and Hessian products of the objective at x, with `fun` as the user's function."""
@@ -162,7 +156,7 @@ class Evaluation:
         return self.agreement.run(lambda: evaluate(x))
 
     def _total_product(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
-        v = self._packing.unpack(direction)
+        v = self.packing.unpack(direction)
         return self._total(self.agreement.run(lambda: multiply(v)))
 
     def _total(self, part: np.ndarray) -> np.ndarray | None:

@@ -126,6 +126,11 @@ class FailureDetector:
         end_by(error, f"{self._call} can't raise this exception on all ranks: {reason}")
         raise error  # with MPIAD_ABORT=0, on this rank alone
 
+    def watch(self, thread: int) -> None:
+        """Watch another thread of this rank, which makes the next stages."""
+        if self._watched != thread:
+            self._watched, self._place = thread, None
+
     def close(self, failed: bool = False) -> None:
         """Stop answering; `failed`: whether any rank has failed, so that messages may be pending."""
         self._exchange.stop()
@@ -235,6 +240,10 @@ class StageFailures:
         """Raise again the exception that all ranks have raised, if there is one."""
         if self.error is not None:
             raise self.error
+
+    def watch(self, thread: int) -> None:
+        """Note the thread that runs the next stages."""
+        self._detector.watch(thread)
 
     def clear(self, members: tuple[int, ...]) -> None:
         """Drop the messages of an abandoned stage on communicators among `members`, before later receives; collective."""
