@@ -16,7 +16,6 @@ from mpiad._typing import Array, Comm, Function, Rank, Scalar, Shape, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import make_jvp
 from mpiad.differentiation.gradient import cotangents_of_variables
-from mpiad.differentiation.objective import PendingError
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import RootDriven
@@ -58,9 +57,9 @@ class DrivenEvaluation(Evaluation):
 
     def _untraced(self, vector: np.ndarray) -> Any:
         x = self.packing.unpack(vector)
-        if self.shape == ():
-            return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
-        return self._reduced(self._forward_pass(x), None)
+        value, self._objective = self.agreement.summed(lambda: self.value_at(x), self._term)
+        self._decide(value)
+        return self._reduced(value)
 
     def _not_a_number(self) -> Any:
         return np.full(self.shape or (), math.nan)[()]
@@ -80,26 +79,29 @@ class DrivenEvaluation(Evaluation):
         return to_host(out)
 
     def _forward_pass(self, x: Tree) -> Any:
-        if self.shape is not None:
-            return super()._forward_pass(x)
-        value, arrays = self.agreement.summed(lambda: self.value_at(x), lambda y: float(self._weight and np.ndim(y) > 0))
-        if arrays == 0.0:
-            self.shape = ()
-            return value
-        weighted = self._comm.allgather(np.shape(value) if self._weight else None)  # type: ignore[union-attr]
-        shapes = {shape for shape in weighted if shape is not None}
-        self.shape = weighted[self._program.root]
-
-        def compare() -> None:
-            if len(shapes) > 1:
-                raise WrongValueError(f"{_CALL}: the ranks must return arrays of one shape, but returned {shapes}.")
-
-        self.agreement.run(compare)
+        value = super()._forward_pass(x)
+        self._decide(value)
         return value
 
-    def _reduced(self, value: Any, problem: PendingError | None) -> Any:
-        number = super()._reduced(value if self.shape == () and self._weight else 0.0, problem)
-        return number if self.shape == () else self._total(self._weighted_value(value))
+    def _decide(self, value: Any) -> None:
+        """After the first evaluation, set `shape`."""
+        if self.shape is not None:
+            return
+        every = self._comm.allgather(np.shape(value) if self._weight else None)  # type: ignore[union-attr]
+        shapes = [shape for shape in every if shape is not None]
+
+        def compare() -> None:
+            if len(set(shapes)) > 1:
+                raise WrongValueError(f"{_CALL}: the ranks must return values of one shape, but returned {set(shapes)}.")
+
+        self.agreement.run(compare)
+        self.shape = shapes[0]
+
+    def _term(self, value: Any) -> float:
+        return 0.0 if np.ndim(value) else super()._term(value)
+
+    def _reduced(self, value: Any) -> Any:
+        return self._objective if self.shape == () else self._total(self._weighted_value(value))
 
     def _weighted_value(self, value: Any) -> np.ndarray:
         return self._weight * np.array(getval(value), dtype=float) if self._weight else np.zeros(self.shape or ())

@@ -7,20 +7,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from autograd.tracer import Box
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_hvp
 from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
-from mpiad.differentiation.objective import PendingError, check_objective, problem_with, reduce_objective, weight_of
-from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
+from mpiad.differentiation.objective import check_objective, problem_with, weight_of
+from mpiad.differentiation.trace import Traced, Variables, trace_backwards, unfinished, variables_of
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.totals import total_on_root
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.user_failures import NotConverged, StageFailures, WrongValueError
 
@@ -41,6 +42,7 @@ class Evaluation:
         self._zeros = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: tuple[Traced, Variables] | None = None  # the last forward pass, until its reverse pass
         self._hessian: tuple[bytes, Callable] | None = None
+        self._objective = math.nan  # of the last forward pass
         self._evaluated_once = self._not_converged = False
         self.at_start = StartValues()
         # Whether `fun` returns value and gradient together, and whether `jac` returns the gradient without a forward pass.
@@ -77,13 +79,25 @@ class Evaluation:
         variables = variables_of((x,), 0, "minimize")
         traced = trace_backwards(self._forward_pass, variables)
         self._forward = traced, variables
-        return self._reduced(traced.build(traced.values), traced.problem)
+        return self._reduced(traced.build(traced.values))
 
     def _forward_pass(self, x: Tree) -> Any:
-        return self.agreement.run(lambda: self.value_at(x))
+        """Return this rank's value in a trace, and store the objective; the ranks agree that the function has succeeded."""
+        value, self._objective = self.agreement.summed(lambda: self._finished(self.value_at(x)), self._term_of_traced)
+        return value
 
-    def _reduced(self, value: Any, problem: PendingError | None) -> Any:
-        return float(reduce_objective(value, self._weight, problem, self._used))
+    def _term_of_traced(self, value: Any) -> float:
+        return self._term(getval(value))
+
+    def _finished(self, value: Any) -> Any:
+        problem = unfinished(tracing.tape)
+        if problem is not None:
+            raise problem.kind(problem.text)
+        return value
+
+    def _reduced(self, value: Any) -> Any:
+        """Return the objective of the last forward pass."""
+        return self._objective
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the gradient, on the root; without `jac` it is the gradient at the point of the last call of `value`."""

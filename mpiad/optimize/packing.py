@@ -83,8 +83,8 @@ class Packing:
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
         # The shape if the pytree is one array of doubles on the host, for which packing is a copy.
-        alone = type(template) is np.ndarray and template.dtype == float
-        self._shape: Shape | None = self.specs[0][0] if alone else None
+        alone = type(template) is np.ndarray and template.dtype == float and template.ndim > 0
+        self._shape: Shape | None = template.shape if alone else None
 
     @property
     def descriptions(self) -> list[str]:
@@ -93,8 +93,6 @@ class Packing:
 
     def pack(self, tree: Tree) -> np.ndarray:
         """Return a pytree's variables as a new vector, shape (size,)."""
-        if self._shape is not None and type(tree) is np.ndarray and tree.shape == self._shape and tree.dtype == float:
-            return tree.reshape(-1).copy()
         return self._packed(tree, lambda z: z)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
@@ -102,6 +100,8 @@ class Packing:
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
     def _packed(self, tree: Tree, convert: Callable[[Array], Array]) -> np.ndarray:
+        if self._shape is not None and type(tree) is np.ndarray and tree.shape == self._shape and tree.dtype == float:
+            return tree.reshape(-1).copy()
         parts = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             flat = leaf.reshape(-1)
@@ -136,8 +136,6 @@ class Packing:
 
     def unpack(self, vector: np.ndarray) -> Tree:
         """Return the pytree of a vector, in new memory."""
-        if self._shape is not None:
-            return vector.reshape(self._shape).copy()
         return self._unpacked(vector, lambda z: z)
 
     def unpack_gradient(self, vector: np.ndarray) -> Tree:
@@ -145,6 +143,8 @@ class Packing:
         return self._unpacked(vector, np.conj)
 
     def _unpacked(self, vector: np.ndarray, convert: Callable[[Array], Array]) -> Tree:
+        if self._shape is not None:
+            return vector.reshape(self._shape).copy()
         found = []
         for (shape, dtype), part in zip(self.specs, split(vector, self._lengths)):
             # Copied, because complex numbers on a device must be aligned to their size.

@@ -123,6 +123,7 @@ class RootDriven(Solve):
         self._programs, self._factory, self._is_root = programs, factory, used.rank == root
         self.evaluations: list[Any] = [None] * len(programs)
         self._message, self._buffers = np.zeros(_HEADER + _SHORT), [np.empty(0), np.empty(0)]
+        self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._thread: int | None = None  # the thread that executes an instruction
         self._failure: BaseException | None = None  # of an instruction: the other ranks no longer wait for instructions
@@ -189,7 +190,8 @@ class RootDriven(Solve):
         sizes = [array.size for array in flat]
         message = self._message
         count = len(arrays[0]) if method == "values" else len(flat[:1])
-        message[:_HEADER] = _NUMBERS[method], function, count, sum(sizes[1:])
+        header = self._header
+        header[0], header[1], header[2], header[3] = _NUMBERS[method], function, count, sum(sizes[1:])
         short = sum(sizes) <= _SHORT
         if short and flat:
             message[_HEADER : _HEADER + sum(sizes)] = flat[0] if len(flat) == 1 else np.concatenate(flat)
@@ -202,7 +204,7 @@ class RootDriven(Solve):
         """Execute the root's instructions until the end; return the outcome."""
         while True:
             wait_gently(self._comm.Ibcast(self._message, self.root))
-            number, function, count, second = map(int, self._message[:_HEADER])
+            number, function, count, second = map(int, self._header)
             method = METHODS[number]
             if method == "finish":
                 return self._share_outcome()

@@ -346,7 +346,7 @@ def test_functions_that_return_something_else(rank: int, size: int) -> None:
         with pytest.raises(TypeError, match=text):
             drive(call, fun, objective="mean")
     if size > 1:
-        with pytest.raises(TypeError, match="arrays of one shape"):
+        with pytest.raises(TypeError, match="values of one shape"):
             drive(lambda f: f(1.0), lambda x: np.ones(2 + (rank == 1)), objective="sum")
 
 
