@@ -72,8 +72,8 @@ __all__ = [
 
 # Imported at first use, since these packages would double the import time of the library.
 _PACKAGES = (
-    "debug", "device", "domain", "ensemble", "errors", "extend", "fft", "inverse", "linalg", "optimize", "parallel",
-    "programs", "redistribution", "tasks", "testing", "timestepping", "vi",
+    "debug", "device", "domain", "ensemble", "errors", "extend", "fft", "interop", "inverse", "linalg", "optimize",
+    "parallel", "programs", "redistribution", "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip
 _FROM_PACKAGES = {
     "Domain": "domain", "GhostExchange": "redistribution", "drive": "optimize", "jit": "programs", "minimize": "optimize",

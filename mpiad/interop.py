@@ -7,8 +7,9 @@ adjoint and its tangent. These are functions of the same framework, so derivativ
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from importlib import import_module
 from operator import itemgetter
@@ -19,17 +20,18 @@ from autograd.core import VJPNode
 from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.differentiation.concatenation import Concatenation
+from mpiad.optimize.drive import DrivenFunction
 from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.programs.signature import arguments_of
 from mpiad.programs.traced_array import TracedArray
-from mpiad.pytrees import refuse_objects
+from mpiad.pytrees import flatten, refuse_objects
 from mpiad.transport.core.tracing import opaque
 
-__all__ = ["from_jax", "from_torch"]
+__all__ = ["from_jax", "from_torch", "to_jax", "to_torch"]
 
-_thread = threading.local()  # `inside`: the name of the framework whose program calls a driven function
+_inside = ContextVar("inside", default="")  # the name of the framework whose program waits for a driven function
 
 
 def from_jax(fun: Function) -> Function:
@@ -102,8 +104,7 @@ def from_torch(fun: Function) -> Function:
         If an argument is an array on a device or an object; if a result isn't a floating-point or complex tensor on the
         CPU.
     RuntimeError
-        If `fun` changes an argument in place; if the function is called while a program of PyTorch waits for a driven
-        function (see `to_torch`).
+        If `fun` changes an argument in place.
 
     Ranks
     -----
@@ -125,6 +126,158 @@ def from_torch(fun: Function) -> Function:
     return _imported(_torch(), fun, "from_torch")
 
 
+def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
+    """Turn a driven function into a function of JAX with a derivative in reverse mode.
+
+    Parameters
+    ----------
+    f : mpiad.optimize.DrivenFunction
+        A function that `mpiad.drive` passes to its program.
+    shape : tuple of int
+        The shape of the values of f, () for numbers.
+
+    Returns
+    -------
+    callable
+        A function of a pytree of floating-point arrays, which `jax.jit`, `jax.grad`, `jax.vjp` and, one point after the
+        other, `jax.vmap` transform. f computes with 64 bits; the result has the dtype of the first array.
+
+    Raises
+    ------
+    TypeError
+        If f isn't a driven function. All ranks would have to call a function that communicates the same number of times and
+        in the same order, but JAX may drop, repeat or reorder calls.
+
+    Ranks
+    -----
+    The root only, in the program of `mpiad.drive`. If an evaluation fails, JAX raises an error, which ends the program.
+
+    Adjoint
+    -------
+    ``f.value_and_gradient``, or ``f.vjp`` for arrays; there is no derivative in forward mode or of second order.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp  # doctest: +SKIP
+    >>> def program(f):  # doctest: +SKIP
+    ...     return jax.jit(jax.grad(mpiad.interop.to_jax(f)))(jnp.array([1.0, 2.0]))
+    >>> print(mpiad.drive(program, lambda x: np.sum(x**2)))  # doctest: +SKIP
+    [2. 4.]
+    """
+    _check_driven(f, "to_jax")
+    jax = _jax().module
+    tree_map = jax.tree_util.tree_map
+
+    def called(method: Function, specs: Any, *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with _waiting("JAX"):
+                found = method(*tree_map(lambda x: np.asarray(x, float), args))
+            return tree_map(lambda spec, x: np.asarray(x, spec.dtype), specs, found)
+
+        return jax.pure_callback(run, specs, *args, vmap_method="sequential")
+
+    def value_of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype)
+
+    @jax.custom_vjp
+    def driven(x: Any) -> Any:
+        return called(f, value_of(x), x)
+
+    def forward(x: Any) -> tuple[Any, Any]:
+        if shape:
+            return driven(x), x
+        return called(f.value_and_gradient, (value_of(x), x), x)
+
+    def backward(kept: Any, g: Any) -> tuple[Any]:
+        return (called(f.vjp, kept, kept, g) if shape else tree_map(lambda gradient: g * gradient, kept),)
+
+    driven.defvjp(forward, backward)
+    return driven
+
+
+def to_torch(f: DrivenFunction) -> Function:
+    """Turn a driven function into a function of PyTorch with a derivative in reverse mode.
+
+    Parameters
+    ----------
+    f : mpiad.optimize.DrivenFunction
+        A function that `mpiad.drive` passes to its program.
+
+    Returns
+    -------
+    callable
+        A function of a pytree (dicts, lists and tuples) of floating-point tensors, which `torch.autograd` differentiates. f
+        computes with 64 bits on the CPU; the result has the dtype and the device of the first tensor.
+
+    Raises
+    ------
+    TypeError
+        If f isn't a driven function (see `to_jax`).
+
+    Ranks
+    -----
+    The root only, in the program of `mpiad.drive`.
+
+    Adjoint
+    -------
+    ``f.gradient``, or ``f.vjp`` for arrays; there is no derivative in forward mode or of second order.
+
+    Examples
+    --------
+    >>> import torch  # doctest: +SKIP
+    >>> def program(f):  # doctest: +SKIP
+    ...     x = torch.tensor([1.0, 2.0], requires_grad=True)
+    ...     mpiad.interop.to_torch(f)(x).backward()
+    ...     return x.grad
+    >>> print(mpiad.drive(program, lambda x: np.sum(x**2)))  # doctest: +SKIP
+    tensor([2., 4.])
+    """
+    _check_driven(f, "to_torch")
+    torch = _torch().module
+
+    def like(values: Any, x: Any) -> Any:
+        return torch.as_tensor(np.asarray(values), dtype=x.dtype, device=x.device)
+
+    class Driven(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, build: Function, *leaves: Any) -> Any:
+            ctx.save_for_backward(*leaves)
+            ctx.x = build([leaf.detach().double().cpu().numpy() for leaf in leaves])[0][0]
+            return like(f(ctx.x), leaves[0])
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, g: Any) -> tuple[Any, ...]:
+            w = g.double().cpu().numpy()
+            found = f.vjp(ctx.x, w) if w.ndim else f.gradient(ctx.x)
+            parts = [like(part, x) for part, x in zip(flatten(found)[0], ctx.saved_tensors)]
+            return None, *(parts if w.ndim else [g * part for part in parts])
+
+    def driven(x: Any) -> Any:
+        given = arguments_of((x,), {})
+        return Driven.apply(given.build, *given.leaves)
+
+    return driven
+
+
+def _check_driven(f: Any, call: str) -> None:
+    if not isinstance(f, DrivenFunction):
+        raise TypeError(
+            f"{call}: expected a driven function, but got {type(f).__name__} {f!r:.60}. JAX may drop, repeat or reorder "
+            "calls, and then a function that communicates deadlocks. Pass the function to mpiad.drive, and convert the "
+            "driven function that its program receives."
+        )
+
+
+@contextmanager
+def _waiting(framework: str) -> Iterator[None]:
+    token = _inside.set(framework)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
 def _imported(framework: Any, fun: Function, call: str) -> Function:
     if not callable(fun):
         raise TypeError(f"{call}: expected a function, but got {type(fun).__name__} {fun!r:.60}.")
@@ -140,11 +293,11 @@ class _Imported:
         self._operators: dict[Hashable, _Operator] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
-        if getattr(_thread, "inside", None) == self._framework.name:
+        if _inside.get() == "JAX" == self._framework.name:
             raise RuntimeError(
-                f"{self.__name__} was called while a program of {self._framework.name} waits for a driven function, "
-                f"and {self._framework.name} can wait forever for a function that it runs in such a call. Pass values and "
-                "gradients of the driven function to the program by its own methods, without mpiad.interop.to_."
+                f"{self.__name__} was called in a driven function that a program of JAX waits for (see to_jax). JAX may "
+                "wait forever for a function that it runs in such a call. Use a program of another framework, or call the "
+                "driven function's own methods."
             )
         given = arguments_of(args, kwargs)
         leaves = [np.asarray(leaf) if isinstance(leaf, TracedArray) else leaf for leaf in given.leaves]
@@ -326,22 +479,22 @@ class _JAX:
     name = "JAX"
 
     def __init__(self) -> None:
-        self._jax = jax = _module("jax", "JAX")
+        self.module = jax = _module("jax", "JAX")
         self.compiled = jax.jit
         self._run = jax.jit(lambda pull, g: pull(g))
 
     def is_array(self, x: Any) -> bool:
         """Return whether x is an array, not a pytree of arrays."""
-        return isinstance(x, self._jax.Array)
+        return isinstance(x, self.module.Array)
 
     def vjp(self, fun: Function, variables: Any) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint."""
-        result, pull = self._jax.vjp(fun, variables)
+        result, pull = self.module.vjp(fun, variables)
         return result, lambda g: pull(g)[0]
 
     def recorder(self, fun: Function) -> Function:
         """Return the compiled function that returns a result of `fun`, and its adjoint."""
-        jax, keeps = self._jax, list[bool]()
+        jax, keeps = self.module, list[bool]()
         value = jax.jit(fun)
         kept = jax.jit(lambda variables, constants: jax.vjp(partial(fun, constants=constants), variables))
         again = jax.jit(lambda variables, constants, g: kept(variables, constants)[1](g)[0])
@@ -360,8 +513,8 @@ class _JAX:
     def native(self, x: np.ndarray, name: str) -> np.ndarray:
         """Return x, which JAX reads without a copy."""
         _check_kind(x, name)
-        if x.dtype.itemsize > (8 if x.dtype.kind == "c" else 4) and not self._jax.config.jax_enable_x64:
-            if x.dtype.kind in "fc" or not np.array_equal(x, x.astype(self._jax.dtypes.canonicalize_dtype(x.dtype))):
+        if x.dtype.itemsize > (8 if x.dtype.kind == "c" else 4) and not self.module.config.jax_enable_x64:
+            if x.dtype.kind in "fc" or not np.array_equal(x, x.astype(self.module.dtypes.canonicalize_dtype(x.dtype))):
                 raise TypeError(
                     f"{name}: an argument is {x.dtype}, but JAX's 64-bit mode is off, and JAX would round it to 32 bits. "
                     'Call jax.config.update("jax_enable_x64", True) at the start of the program, or pass 32-bit arrays.'
@@ -370,7 +523,7 @@ class _JAX:
 
     def array(self, y: Any, name: str) -> np.ndarray:
         """Return the values of a result."""
-        if not isinstance(y, self._jax.Array):
+        if not isinstance(y, self.module.Array):
             raise TypeError(_unexpected(name, type(y).__name__, y))
         if y.dtype.kind not in "fc" or any(device.platform != "cpu" for device in y.devices()):
             raise TypeError(_unexpected(name, f"an array of {y.dtype}", ", ".join(map(str, y.devices()))))
@@ -378,7 +531,7 @@ class _JAX:
 
     def jvp(self, fun: Function, variables: Any, gs: Any) -> Tree:
         """Return the tangent of a function."""
-        return self._jax.jvp(fun, (variables,), (gs,))[1]
+        return self.module.jvp(fun, (variables,), (gs,))[1]
 
     @staticmethod
     def check_unchanged(natives: Sequence[Any], name: str) -> None:
@@ -391,22 +544,22 @@ class _Torch:
     name = "PyTorch"
 
     def __init__(self) -> None:
-        self._torch = torch = _module("torch", "PyTorch")
+        self.module = torch = _module("torch", "PyTorch")
         self._dtypes = torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128
 
     def compiled(self, fun: Function) -> Function:
         """Return the function without a graph of its own: that of module parameters, for example."""
-        return self._torch.no_grad()(fun)
+        return self.module.no_grad()(fun)
 
     def is_array(self, x: Any) -> bool:
         """Return whether x is a tensor, not a pytree of tensors."""
-        return isinstance(x, self._torch.Tensor)
+        return isinstance(x, self.module.Tensor)
 
     def vjp(self, fun: Function, variables: Any) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint for cotangents that aren't conjugated, as PyTorch's are."""
-        conjugated = partial(self._torch.utils._pytree.tree_map, lambda g: g.conj() if g.is_complex() else g)
-        result, pull = self._torch.func.vjp(fun, variables)
-        return result, lambda g: conjugated(pull(conjugated(g)))
+        conjugated = partial(self.module.utils._pytree.tree_map, lambda g: g.conj() if g.is_complex() else g)
+        result, pull = self.module.func.vjp(fun, variables)
+        return result, lambda g: conjugated(pull(conjugated(g))[0])
 
     def recorder(self, fun: Function) -> Function:
         """Return the function that returns a result of `fun`, and its adjoint."""
@@ -415,11 +568,11 @@ class _Torch:
     def native(self, x: np.ndarray, name: str) -> Any:
         """Return a tensor that shares the memory of x if possible."""
         _check_kind(x, name)
-        return self._torch.from_numpy(np.require(x, requirements="CW"))
+        return self.module.from_numpy(np.require(x, requirements="CW"))
 
     def array(self, y: Any, name: str) -> np.ndarray:
         """Return the values of a result."""
-        if not isinstance(y, self._torch.Tensor):
+        if not isinstance(y, self.module.Tensor):
             raise TypeError(_unexpected(name, type(y).__name__, y))
         if y.dtype not in self._dtypes or y.device.type != "cpu":
             raise TypeError(_unexpected(name, f"a tensor of {y.dtype}", y.device))
@@ -427,7 +580,7 @@ class _Torch:
 
     def jvp(self, fun: Function, variables: Any, gs: Any) -> Tree:
         """Return the tangent of a function."""
-        return self._torch.func.jvp(fun, (variables,), (gs,))[1]
+        return self.module.func.jvp(fun, (variables,), (gs,))[1]
 
     @staticmethod
     def check_unchanged(natives: Sequence[Any], name: str) -> None:
