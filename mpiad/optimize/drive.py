@@ -10,7 +10,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Shape, Tree
 from mpiad.device import to_host
@@ -73,7 +73,7 @@ class DrivenEvaluation(Evaluation):
         return to_host(out)
 
     def _term(self, value: Any) -> float:
-        return 0.0 if np.ndim(value) else super()._term(value)
+        return 0.0 if np.ndim(value) and type(value) not in Box.types else super()._term(value)
 
     def _reduced(self, value: Any) -> Any:
         if self.shape is None:  # after the first evaluation

@@ -351,6 +351,16 @@ def test_functions_that_return_something_else(rank: int, size: int) -> None:
             drive(lambda f: f(1.0), lambda x: np.ones(2 + (rank == 1)), objective="sum")
 
 
+def test_traced_values_of_an_enclosing_function(size: int) -> None:
+    def outer(y: Any, shape: tuple) -> Any:
+        drive(lambda f: f(1.0), lambda x: x * y * np.ones(shape), objective="mean")
+        return y
+
+    for shape in ((), (2,)):
+        with pytest.raises(TypeError, match="a solve can't be differentiated"):
+            mpiad.grad(lambda y, shape=shape: outer(y, shape), comm=WORLD)(2.0)
+
+
 def test_calls_that_cannot_be(rank: int, size: int) -> None:
     kept: list[Any] = []
 
