@@ -163,6 +163,14 @@ class DrivenFunction:
         On all ranks, if the evaluation raises on any rank. Further calls then raise it again. After the first evaluation, a
         `ConvergenceError` isn't raised; values and derivatives are NaN instead.
 
+    Ranks
+    -----
+    The root calls the methods, inside `program`; all ranks evaluate the function.
+
+    Adjoint
+    -------
+    None: the results are constants in every trace.
+
     Examples
     --------
     >>> def program(f):
@@ -200,7 +208,7 @@ class DrivenFunction:
         return value, self._like_x(gradient)
 
     def hvp(self, x: Tree, v: Tree, w: Array | None = None) -> Tree:
-        """Return the product of the Hessian at x with v; for a function with arrays as values the Hessian of sum(w * f)."""
+        """Return the product of the Hessian at x with v; with w, the Hessian is that of ``sum(w * f(x))``."""
         vector = self._vector(x)
         direction = self._vector(v)
         if w is not None:
@@ -210,7 +218,7 @@ class DrivenFunction:
         return self._like_x(self._evaluated("product", vector, direction))
 
     def jvp(self, x: Tree, v: Tree) -> Any:
-        """Return the product of the Jacobian at x with v, in the shape of the values."""
+        """Return the product of the Jacobian at x with v, in the shape of the function's values."""
         vector, direction = self._vector(x), self._vector(v)
         self._shape(vector)
         return self._evaluated("jvp", vector, direction)
