@@ -10,7 +10,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Shape, Tree
 from mpiad.device import to_host
@@ -18,12 +18,12 @@ from mpiad.differentiation import make_jvp
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
-from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.root_driven import ELSEWHERE, RootDriven
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.transport import channel
-from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.rank_groups import RankGroups, rank_groups
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import recoverable
@@ -55,12 +55,6 @@ class DrivenEvaluation(Evaluation):
         """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
         return np.array([self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors])
 
-    def _untraced(self, vector: np.ndarray) -> Any:
-        x = self.packing.unpack(vector)
-        value, self._objective = self.agreement.summed(lambda: self.value_at(x), self._term)
-        self._decide(value)
-        return self._reduced(value)
-
     def _not_a_number(self) -> Any:
         return np.full(self.shape or (), math.nan)[()]
 
@@ -78,29 +72,17 @@ class DrivenEvaluation(Evaluation):
             raise WrongValueError(f"{_CALL}: a function must return real numbers of {expected}, but returned {got}.")
         return to_host(out)
 
-    def _forward_pass(self, x: Tree) -> Any:
-        value = super()._forward_pass(x)
-        self._decide(value)
-        return value
-
-    def _decide(self, value: Any) -> None:
-        """After the first evaluation, set `shape`."""
-        if self.shape is not None:
-            return
-        every = self._comm.allgather(np.shape(value) if self._weight else None)  # type: ignore[union-attr]
-        shapes = [shape for shape in every if shape is not None]
-
-        def compare() -> None:
-            if len(set(shapes)) > 1:
-                raise WrongValueError(f"{_CALL}: the ranks must return values of one shape, but returned {set(shapes)}.")
-
-        self.agreement.run(compare)
-        self.shape = shapes[0]
-
     def _term(self, value: Any) -> float:
-        return 0.0 if np.ndim(value) else super()._term(value)
+        return 0.0 if np.ndim(value) and type(value) not in Box.types else super()._term(value)
 
     def _reduced(self, value: Any) -> Any:
+        if self.shape is None:  # after the first evaluation
+            every = self._comm.allgather(np.shape(value) if self._weight else None)  # type: ignore[union-attr]
+            shapes = [shape for shape in every if shape is not None]
+            if len(set(shapes)) > 1:
+                text = f"the ranks must return values of one shape, but returned {set(shapes)}"
+                raise agreed(self._used, TypeError(f"{_CALL}: {text}."))
+            self.shape = shapes[0]
         return self._objective if self.shape == () else self._total(self._weighted_value(value))
 
     def _weighted_value(self, value: Any) -> np.ndarray:
@@ -119,8 +101,8 @@ class DrivenEvaluation(Evaluation):
         def pulled() -> np.ndarray:
             traced, variables = self._forward  # type: ignore[misc]
             seed = self._weight * cotangent.reshape(self.shape or ())
-            seeds = [(traced.places[0], spec_like(traced.values[0]).dtype.type(seed))] if self._weight else []
-            seeds = [(place, g) for place, g in seeds if place >= 0]
+            depends = self._weight and traced.places[0] >= 0
+            seeds = [(traced.places[0], spec_like(traced.values[0]).dtype.type(seed))] if depends else []
             found = cotangents_of_variables(traced, seeds, variables, keep=True)
             return self._packed_gradient(variables.filled(found, lambda leaf: None))
 
@@ -145,7 +127,7 @@ class DrivenEvaluation(Evaluation):
 
     def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> Any:
         """Return value, gradient and Hessian products of the function, or of its product with the cotangent."""
-        if self.shape == ():
+        if not self._cotangent.size:
             return super().differentiated(fun, x)
         w = self._cotangent.reshape(self.shape or ())
 
@@ -180,6 +162,14 @@ class DrivenFunction:
     WorkerError
         On all ranks, if the evaluation raises on any rank. Further calls then raise it again. After the first evaluation, a
         `ConvergenceError` isn't raised; values and derivatives are NaN instead.
+
+    Ranks
+    -----
+    The root calls the methods, inside `program`; all ranks evaluate the function.
+
+    Adjoint
+    -------
+    None: the results are constants in every trace.
 
     Examples
     --------
@@ -218,18 +208,20 @@ class DrivenFunction:
         return value, self._like_x(gradient)
 
     def hvp(self, x: Tree, v: Tree, w: Array | None = None) -> Tree:
-        """Return the product of the Hessian at x with v; for a function with arrays as values the Hessian of sum(w * f)."""
+        """Return the product of the Hessian at x with v; with w, the Hessian is that of ``sum(w * f(x))``."""
         vector = self._vector(x)
         direction = self._vector(v)
         if w is not None:
             direction = np.concatenate([direction, self._cotangent(w, vector)])
-        elif self._evaluation.shape:
+        elif self._shape(vector):
             raise TypeError(f"{_CALL}: the function returns arrays. Pass a cotangent: f.hvp(x, v, w).")
         return self._like_x(self._evaluated("product", vector, direction))
 
     def jvp(self, x: Tree, v: Tree) -> Any:
-        """Return the product of the Jacobian at x with v, in the shape of the values."""
-        return self._evaluated("jvp", self._vector(x), self._vector(v))
+        """Return the product of the Jacobian at x with v, in the shape of the function's values."""
+        vector, direction = self._vector(x), self._vector(v)
+        self._shape(vector)
+        return self._evaluated("jvp", vector, direction)
 
     def vjp(self, x: Tree, w: Array) -> Tree:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""
@@ -259,10 +251,13 @@ class DrivenFunction:
         is_array = type(x) is np.ndarray and x.dtype == float
         return self._evaluation.packing.pack(x if is_array else as_variables(x, _CALL, "x"))
 
-    def _cotangent(self, w: Array, vector: np.ndarray) -> np.ndarray:
+    def _shape(self, vector: np.ndarray) -> Shape | None:
         if self._evaluation.shape is None:
             self._evaluated("value", vector)
-        array, shape = np.asarray(w, dtype=float), self._evaluation.shape
+        return self._evaluation.shape
+
+    def _cotangent(self, w: Array, vector: np.ndarray) -> np.ndarray:
+        array, shape = np.asarray(w, dtype=float), self._shape(vector)
         if array.shape != shape:
             raise TypeError(f"{_CALL}: w must have the shape of the function's values, {shape}, but got {array.shape}.")
         return array.reshape(-1)
@@ -281,10 +276,7 @@ class DrivenFunction:
         return found
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{_CALL}: a driven function can't be sent to another process or copied, since only the root can call it. "
-            "Don't use a pool of processes; f.map(points) evaluates many points on all ranks."
-        )
+        raise TypeError(f"{_CALL}: {ELSEWHERE}")
 
 
 @recoverable(_CALL, make_error=partial(common_error, call=_CALL))
@@ -329,9 +321,8 @@ def drive(
         On all ranks, if an argument is invalid or differs between ranks, `program` raises one of these, or a function
         returns no real numbers.
     WorkerError
-        On all ranks, if a function raises on any rank, even if `program` catches the error; or if `program` raises.
-        A KeyboardInterrupt in `program` is raised on the root, and on the other ranks as a WorkerError; inside of an
-        evaluation it ends the job.
+        On all ranks, if a function raises on any rank, even if `program` catches the error; or if `program` raises,
+        including a KeyboardInterrupt. Inside of an evaluation a KeyboardInterrupt ends the job.
 
     Ranks
     -----

@@ -71,9 +71,9 @@ class Evaluation:
         return found
 
     def _value(self, vector: np.ndarray) -> float:
-        x = self.packing.unpack(vector)
         if self.separate:
-            return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
+            return self._untraced(vector)
+        x = self.packing.unpack(vector)
         self._forward = None  # frees the memory before the next forward pass
         # The ranks agree on failures before the reverse pass, in which they communicate.
         variables = variables_of((x,), 0, "minimize")
@@ -81,18 +81,21 @@ class Evaluation:
         self._forward = traced, variables
         return self._reduced(traced.build(traced.values))
 
+    def _untraced(self, vector: np.ndarray) -> Any:
+        x = self.packing.unpack(vector)
+        value, self._objective = self.agreement.summed(lambda: self.value_at(x), self._term)
+        return self._reduced(value)
+
     def _forward_pass(self, x: Tree) -> Any:
         """Return this rank's value in a trace, and store the objective; the ranks agree that the function has succeeded."""
-        value, self._objective = self.agreement.summed(lambda: self._finished(self.value_at(x)), self._term_of_traced)
-        return value
 
-    def _term_of_traced(self, value: Any) -> float:
-        return self._term(getval(value))
+        def finished() -> Any:
+            value, problem = self.value_at(x), unfinished(tracing.tape)
+            if problem is not None:
+                raise problem.kind(problem.text)
+            return value
 
-    def _finished(self, value: Any) -> Any:
-        problem = unfinished(tracing.tape)
-        if problem is not None:
-            raise problem.kind(problem.text)
+        value, self._objective = self.agreement.summed(finished, lambda value: self._term(getval(value)))
         return value
 
     def _reduced(self, value: Any) -> Any:

@@ -59,7 +59,6 @@ class Solve:
         # later calls mustn't receive messages of an interrupted solve.
         self._used, self._comm, self._call = used, used.derive(), call
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
-        self.shared_interrupt: KeyboardInterrupt | None = None  # of this rank, after which the others raise, too
 
     @contextmanager
     def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
@@ -67,9 +66,7 @@ class Solve:
         try:
             with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
                 yield
-        except BaseException as error:
-            if not isinstance(error, Exception) and error is not self.shared_interrupt:
-                raise
+        except Exception as error:
             if isinstance(error, DeadlockError):
                 self.agreement.close()  # this isn't collective
             # If ranks no longer communicate, the communicator can't be freed, and may be needed to interrupt waiting ranks.
@@ -99,14 +96,9 @@ class _Group(NamedTuple):
 
 
 _OUTSIDE = "a driven function is evaluated by groups of ranks, and communicates on its argument comm"
-_ENDED = "{call}: a driven function was called after `{call}` had ended. Call it inside program only."
-_NESTED = (
-    "{call}: a driven function was called inside the evaluation of a driven function, on the root alone. Call the "
-    "plain function there, on all ranks."
-)
-_FORKED = (
-    "{call}: a driven function was called in a forked process, from which the other ranks can't be reached. Call it in the "
-    "process of program: for example with cores=1 or without a pool; f.map(points) evaluates many points on all ranks."
+ELSEWHERE = (
+    "a driven function can't be called in another process, such as those of a pool, from which the other ranks can't be "
+    "reached. Don't use a pool; f.map(points) evaluates many points on all ranks."
 )
 
 
@@ -122,7 +114,9 @@ class RootDriven(Solve):
         self.progress: Progress | None = None
         self._programs, self._factory, self._is_root = programs, factory, used.rank == root
         self.evaluations: list[Any] = [None] * len(programs)
-        self._message, self._buffers = np.zeros(_HEADER + _SHORT), [np.empty(0), np.empty(0)]
+        self.evaluation: Any = None  # of the function that was defined last
+        self._message: Any = np.zeros(_HEADER + _SHORT)
+        self._buffers = [np.empty(0), np.empty(0)]
         self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._thread: int | None = None  # the thread that executes an instruction
@@ -135,16 +129,6 @@ class RootDriven(Solve):
             agreement = StageFailures(comm, call, "mpiad.optimize", explain)
             self._group = _Group(division, inside, comm, agreement, root % inside.size)
 
-    @property
-    def evaluation(self) -> Any:
-        """Return the evaluation of the first function."""
-        return self.evaluations[0]
-
-    @property
-    def packing(self) -> Packing:
-        """Return the packing of the first function's variables."""
-        return self.evaluation.packing
-
     def define(self, function: int, start: Tree, name: str = "x0") -> None:
         """Make a function's evaluation, for variables like those that all ranks have; on all ranks."""
         used, comm, agreement = self.used, self._comm, self.agreement
@@ -153,30 +137,31 @@ class RootDriven(Solve):
         program = self._programs[function]
         if used.size > 1:
             program = program._replace(fun=with_registered_copies(program.fun))
-        self.evaluations[function] = self._factory(program, Packing(start, self._call, name), agreement, used, comm)
+        self.packing = Packing(start, self._call, name)
+        self.evaluation = self.evaluations[function] = self._factory(program, self.packing, agreement, used, comm)
 
     def request(self, method: str, points: Any, second: np.ndarray | None = None, function: int = 0) -> Any:
         """Execute an instruction on all ranks, and return its result; the root calls this, in any thread."""
         if os.getpid() != self._pid:
-            raise RuntimeError(_FORKED.format(call=self._call))
+            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
         thread = threading.get_ident()
         if self._thread == thread:
-            raise RuntimeError(_NESTED.format(call=self._call))
+            raise RuntimeError(f"{self._call}: a driven function was called inside an evaluation. Call the plain function.")
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._ended:
-                raise RuntimeError(_ENDED.format(call=self._call))
+                raise RuntimeError(f"{self._call}: a driven function was called after the end of `{self._call}`.")
             self._thread = thread
             refusal, self.used.fault = self.used.fault, None  # `program` alone may not communicate
             arrays = (points,) if second is None else (points, second)
             try:
-                self.agreement.watch(thread)
+                for agreement in (self.agreement, *(() if self._group is None else (self._group.agreement,))):
+                    agreement.watch(thread)
                 self._send(method, function, arrays)
                 return self._execute(method, function, arrays)
             except BaseException as error:
                 self._failure = error
-                self.agreement.broken |= isinstance(error, KeyboardInterrupt)
                 raise
             finally:
                 self._thread, self.used.fault = None, refusal
@@ -279,10 +264,6 @@ class RootDriven(Solve):
             self._ended = True
             # The other ranks wait for this even if the root has failed; they then raise the root's exception, too.
             self._send("finish")
-        if isinstance(cause, KeyboardInterrupt):
-            self._comm.bcast(outcome, self.root)
-            self.shared_interrupt = cause
-            raise cause
         shared = self._share_outcome(result if everywhere and cause is None else outcome, cause)
         return shared if everywhere else result
 

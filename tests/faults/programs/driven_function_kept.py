@@ -1,6 +1,6 @@
 # A driven function is called after the end of drive.
 # raises: RuntimeError
-# says: RuntimeError: drive: a driven function was called after `drive` had ended. Call it inside program only.
+# says: RuntimeError: drive: a driven function was called after the end of `drive`.
 # says: {here}
 
 import mpiad

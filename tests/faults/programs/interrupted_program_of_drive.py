@@ -1,8 +1,8 @@
-# The program of drive is interrupted on the root, between two evaluations: the other ranks raise, too.
-# raises: KeyboardInterrupt
+# The program of drive is interrupted on the root, between two evaluations: all ranks raise.
+# raises: mpiad.errors.WorkerError
 # says: rank \d ended the job by an exception that nobody caught
 # says: {here}
-# says: drive: the root, rank 0, raised KeyboardInterrupt|KeyboardInterrupt
+# says: drive: the root, rank 0, raised KeyboardInterrupt
 
 import os
 import signal
