@@ -20,6 +20,8 @@ RANKS ?= 1 2 3 4
 T ?= tests
 PYTEST_FLAGS ?= -q
 LIMIT ?= 1800
+# What pip installs as PyTorch for `make recipes`: a build for CPUs, without gigabytes of CUDA.
+TORCH ?= torch==2.13.0+cpu
 THOROUGH ?=
 DEMO ?=
 BENCH ?=
@@ -143,12 +145,12 @@ examples: $(VENV)/.ready-test ## run the programs of examples/, README and docs,
 # Not in the lock file: what is compared are the packages that users install today.
 .venv-recipes/.ready: setup.cfg .ci/environment.py .ci/requirements.lock
 	@$(PYTHON) .ci/environment.py --mpi $(MPI) --extra test .venv-recipes
-	@.venv-recipes/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[recipes]"
+	@.venv-recipes/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[recipes]" $(TORCH)
 	@touch $@
 
 recipes: .venv-recipes/.ready ## run the programs with samplers, optimizers and model servers of other packages (installs them)
 	@.venv-recipes/bin/python tests/launch.py --ranks 1 --limit $(LIMIT) -- -m pytest --with-mpi -p no:cacheprovider \
-		$(PYTEST_FLAGS) -k samplers_and_optimizers tests/docs/test_programs.py
+		$(PYTEST_FLAGS) -k "samplers_and_optimizers or other_frameworks or interop" tests/docs tests/interop
 
 docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -286,3 +286,35 @@ def test_a_function_of_jax_inside_a_program_of_jax_is_refused():
 
     with pytest.raises(mpiad.errors.WorkerError, match="called in a driven function that a program of JAX waits for"):
         mpiad.drive(program, lambda x: square(x) if RANK == ROOT else 0.0, root=ROOT)
+
+
+def test_a_network_of_torch_as_the_source_of_a_divided_equation():
+    """Loss and gradient of twelve steps over ranks, compared with the same program in PyTorch on one process."""
+    n, steps = 13, 12
+    torch.manual_seed(5)
+    module = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    start = {name: value.detach().numpy() for name, value in module.named_parameters()}
+
+    def source(weights, u):
+        return torch.func.functional_call(module, weights, (u[:, None],))[:, 0]
+
+    domain, growth, u0 = mpiad.Domain((n,), periodic=True), from_torch(source), np.sin(np.arange(n)) ** 2
+
+    def loss(weights):
+        u = u0[domain.owned[0]]
+        for _ in range(steps):
+            p = domain.exchange(u)
+            u = u + 0.1 * (p[:-2] - 2 * u + p[2:] + growth(weights, u))
+        return domain.sum(u**3)
+
+    def in_torch(weights):
+        u = torch.from_numpy(u0)
+        for _ in range(steps):
+            u = u + 0.1 * (torch.roll(u, 1) - 2 * u + torch.roll(u, -1) + source(weights, u))
+        return torch.sum(u**3)
+
+    value, gradient = mpiad.value_and_grad(loss, shared=True)(start)
+    expected = torch.func.grad_and_value(in_torch)({name: torch.from_numpy(value) for name, value in start.items()})
+    assert np.isclose(value, expected[1].item(), rtol=1e-12)
+    for name, part in expected[0].items():
+        assert np.allclose(gradient[name], part.numpy(), rtol=1e-11, atol=1e-13)
