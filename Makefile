@@ -20,6 +20,8 @@ RANKS ?= 1 2 3 4
 T ?= tests
 PYTEST_FLAGS ?= -q
 LIMIT ?= 1800
+# What pip installs as PyTorch for `make recipes`: a build for CPUs, without gigabytes of CUDA.
+TORCH ?= torch==2.13.0+cpu
 THOROUGH ?=
 DEMO ?=
 BENCH ?=
@@ -47,7 +49,7 @@ PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
+.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all bench bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -139,6 +141,16 @@ types: $(VENV)/.ready-dev ## check the types (pyright)
 
 examples: $(VENV)/.ready-test ## run the programs of examples/, README and docs, and compare their output
 	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) tests/examples tests/docs
+
+# Not in the lock file: what is compared are the packages that users install today.
+.venv-recipes/.ready: setup.cfg .ci/environment.py .ci/requirements.lock
+	@$(PYTHON) .ci/environment.py --mpi $(MPI) --extra test .venv-recipes
+	@.venv-recipes/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[recipes]" $(TORCH)
+	@touch $@
+
+recipes: .venv-recipes/.ready ## run the programs with samplers, optimizers and model servers of other packages (installs them)
+	@.venv-recipes/bin/python tests/launch.py --ranks 1 --limit $(LIMIT) -- -m pytest --with-mpi -p no:cacheprovider \
+		$(PYTEST_FLAGS) -k "samplers_and_optimizers or other_frameworks or interop" tests/docs tests/interop
 
 docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -54,7 +54,7 @@ from mpiad.transport import world as _world
 
 if TYPE_CHECKING:
     from mpiad.domain import Domain
-    from mpiad.optimize import minimize, mpi_optimize
+    from mpiad.optimize import drive, minimize, mpi_optimize
     from mpiad.programs import jit
     from mpiad.redistribution import GhostExchange
     from mpiad.tasks import mpi_map
@@ -62,22 +62,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Domain", "GhostExchange", "grad", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp", "make_jvp", "make_vjp",
-    "minimize", "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan",
-    "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv",
-    "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce",
-    "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait",
-    "mpi_waitall", "reset", "segment_sum", "stop_gradient", "value_and_grad",
+    "Domain", "GhostExchange", "drive", "grad", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp", "make_jvp",
+    "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange",
+    "mpi_exscan", "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized",
+    "mpi_irecv", "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv",
+    "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum",
+    "mpi_wait", "mpi_waitall", "reset", "segment_sum", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
 # Imported at first use, since these packages would double the import time of the library.
 _PACKAGES = (
-    "debug", "device", "domain", "ensemble", "errors", "extend", "fft", "inverse", "linalg", "optimize", "parallel",
-    "programs", "redistribution", "tasks", "testing", "timestepping", "vi",
+    "debug", "device", "domain", "ensemble", "errors", "extend", "fft", "interop", "inverse", "linalg", "optimize",
+    "parallel", "programs", "redistribution", "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip
 _FROM_PACKAGES = {
-    "Domain": "domain", "GhostExchange": "redistribution", "jit": "programs", "minimize": "optimize", "mpi_map": "tasks",
-    "mpi_optimize": "optimize",
+    "Domain": "domain", "GhostExchange": "redistribution", "drive": "optimize", "jit": "programs", "minimize": "optimize",
+    "mpi_map": "tasks", "mpi_optimize": "optimize",
 }  # fmt: skip
 
 

@@ -206,7 +206,7 @@ class RemoteError(RuntimeError):
 
 
 class WorkerError(RemoteError):
-    """Report, on all ranks, an exception that one rank raised in `minimize`, `mpi_map`, `sum_over` or a method of `VI`.
+    """Report, on all ranks, an exception that one rank raised in `minimize`, `drive`, `mpi_map`, `sum_over` or `VI`.
 
     Attributes
     ----------

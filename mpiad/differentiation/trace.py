@@ -115,7 +115,7 @@ def trace_backwards(
         return leaves
 
     values, places, recording = trace_list(called, [variables.leaves[place] for place in variables.places], tape)
-    return Traced(values, places, builds[0], recording, _unfinished(tape))
+    return Traced(values, places, builds[0], recording, unfinished(tape))
 
 
 def trace_forwards(fun: Callable[[Tree], Tree], variables: Variables, tangents: Sequence[Array]) -> tuple[Tree, Tree]:
@@ -126,7 +126,7 @@ def trace_forwards(fun: Callable[[Tree], Tree], variables: Variables, tangents: 
         with tape:
             boxes = [tape.variable(variables.leaves[place], g) for place, g in zip(variables.places, tangents)]
             out = fun(variables.filled(boxes))
-            problem = _unfinished(tape)
+            problem = unfinished(tape)
             if problem is not None:
                 raise problem.kind(problem.text)
             leaves, build = flatten(out)
@@ -153,7 +153,7 @@ def _tangent(value: Array, node: Any) -> Array:
     return conformed(None if node is None else node.g, spec_like(value))
 
 
-def _unfinished(tape: Tape) -> PendingError | None:
+def unfinished(tape: Tape) -> PendingError | None:
     """Return the problem of a trace with requests that weren't waited for; None if all were."""
     if not tape.requests:
         return None

@@ -1,8 +1,9 @@
-"""Optimization of distributed objectives: the root drives, or each rank keeps its own variables."""
+"""Programs that the root drives, and optimization of distributed objectives."""
 
 from mpiad.optimize.checkpoint import CheckpointFile
+from mpiad.optimize.drive import DrivenFunction, drive
 from mpiad.optimize.history import History
 from mpiad.optimize.least_squares import least_squares
 from mpiad.optimize.minimize import minimize, mpi_optimize
 
-__all__ = ["CheckpointFile", "History", "least_squares", "minimize", "mpi_optimize"]
+__all__ = ["CheckpointFile", "DrivenFunction", "History", "drive", "least_squares", "minimize", "mpi_optimize"]

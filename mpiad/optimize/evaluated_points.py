@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad.optimize.objective_evaluation import Evaluation
-from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE
 
 _MAX_STORED = 4  # number of stored points, since a line search may accept an earlier point than the last one
 # In all methods, if the objective isn't finite at a trial point, the next trial step has this fraction of its length. For
 # log barriers, values from 0.2 to 0.4 need the fewest evaluations.
 RETREAT = 0.3
-_COUNT_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "product"}
 
 
 class Ending(NamedTuple):
@@ -78,7 +76,7 @@ class Points:
 
     def __init__(self, evaluation: Evaluation, request: Callable[..., Any], together: bool):
         self._evaluation, self._request = evaluation, request
-        self._for_value = BOTH if together or evaluation.only_both else VALUE
+        self._for_value = "both" if together or evaluation.only_both else "value"
         self._last_with_value: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_MAX_STORED)
         self.counts = {"value": 0, "gradient": 0, "both": 0, "product": 0}  # of collective evaluations; "gradient": alone
@@ -131,7 +129,7 @@ class Points:
         if point.gradient is None:
             # All ranks store the forward pass of the last evaluation of the value.
             ready = point is self._last_with_value or (self._evaluation.separate and point.value is not None)
-            self._evaluate(GRADIENT if ready else BOTH, point, x)
+            self._evaluate("gradient" if ready else "both", point, x)
         return self.for_method(point)[1].copy()
 
     def for_method(self, point: Point) -> tuple[Any, Any]:
@@ -148,7 +146,7 @@ class Points:
 
     def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
         """Return the product of the Hessian at x with a direction, shape (n,)."""
-        return self._carry_out(PRODUCT, x, np.asarray(direction, dtype=float).reshape(-1))
+        return self._carry_out("product", x, np.asarray(direction, dtype=float).reshape(-1))
 
     def at(self, x: np.ndarray) -> Point:
         """Return the stored point at x, an array of doubles, or a new point if none is stored."""
@@ -159,14 +157,17 @@ class Points:
         self._recent.append(Point(x))
         return self._recent[-1]
 
-    def _evaluate(self, kind: int, point: Point, x: np.ndarray) -> None:
-        if kind != GRADIENT and self.exhausted and self._first_point is not None:
+    def _evaluate(self, kind: str, point: Point, x: np.ndarray) -> None:
+        if kind != "gradient" and self.exhausted and self._first_point is not None:
             raise self.limit_reached()
         if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
         self._first_point = self._first_point or point
-        value, gradient = self._carry_out(kind, x)
-        self._last_with_value = point if kind == VALUE else None  # an evaluation of the gradient consumes the forward pass
+        found = self._carry_out(kind, x)
+        value, gradient = found if kind == "both" else (found, None) if kind == "value" else (None, found)
+        self._last_with_value = (
+            point if kind == "value" else None
+        )  # an evaluation of the gradient consumes the forward pass
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value
@@ -186,7 +187,7 @@ class Points:
     def not_finite_at_start(self) -> str:
         """Return a sentence that names the ranks with values that aren't finite at x0; "" if all are finite."""
         first = self._first_point
-        return "" if first is None or first.finite else self._request(NOT_FINITE, first.x)
+        return "" if first is None or first.finite else self._request("not_finite", first.x)
 
     @property
     def last_or_best(self) -> Point | None:
@@ -196,7 +197,7 @@ class Points:
         finite = math.isfinite(self.iterate.value)
         return self.best if not finite or self.best_improves_on(self.iterate.x, self.iterate.value) else self.iterate
 
-    def _carry_out(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
+    def _carry_out(self, kind: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         found = self._request(kind, x, direction)
-        self.counts[_COUNT_NAMES[kind]] += 1
+        self.counts[kind] += 1
         return found

@@ -25,11 +25,12 @@ from mpiad.differentiation import linearize, make_jvp
 from mpiad.optimize.checkpoint import CheckpointFile, RootCheckpoint, as_checkpoint, fingerprint, problem_of
 from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending, EndMethod, Point
 from mpiad.optimize.history import Progress
-from mpiad.optimize.iterates import Iterates
+from mpiad.optimize.iterates import Iterates, result_like_x0
 from mpiad.optimize.objective_evaluation import Program, StartValues, check_program
 from mpiad.optimize.packing import Packing, sendable_variables
-from mpiad.optimize.root_driven import RootDriven, shared_start
-from mpiad.optimize.root_protocol import COTANGENT, FACTOR, NOT_FINITE, RESIDUALS, TANGENT, total_on_root
+from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.root_start import shared_start
+from mpiad.optimize.totals import total_on_root
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
@@ -105,7 +106,7 @@ class ResidualEvaluation:
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm,
         loss: Loss | None, solver: str | None,
     ):  # fmt: skip
-        self._program, self._packing, self.agreement = program, packing, agreement
+        self._program, self.packing, self.agreement = program, packing, agreement
         self._comm = comm
         self._is_root = used.rank == program.root
         self.loss = loss
@@ -118,17 +119,13 @@ class ResidualEvaluation:
         self._rows: tuple[bytes, np.ndarray] | None = None  # of the last iterate, for further trials from there
         self._at_start = StartValues()
 
-    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Execute an instruction."""
-        if kind == RESIDUALS:
-            return self.gathered(vector) if self.gathers else self.cost(vector)
-        if kind == FACTOR:
-            return self.factor(vector)
-        if kind == NOT_FINITE:
-            return self._at_start.not_finite(self._comm, self._program.args)
-        if kind == COTANGENT:
-            return self.cotangent(vector, direction)
-        return self.tangent(vector, direction)  # type: ignore[arg-type]
+    def residuals(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return, on the root, the residuals of all ranks if it gathers them, or their sums as `cost`."""
+        return self.gathered(vector) if self.gathers else self.cost(vector)
+
+    def not_finite(self, vector: np.ndarray) -> str:
+        """Return a sentence about the ranks whose residuals or `args` aren't finite at x0; collective."""
+        return self._at_start.not_finite(self._comm, self._program.args)
 
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
         """Return, on the root, twice the cost and the sum of squares of the weighted residuals of all ranks, shape (2,)."""
@@ -185,12 +182,12 @@ class ResidualEvaluation:
         if self._rows is not None and self._rows[0] == vector.tobytes():
             return self._rows[1]
         size = self._residuals(vector).size
-        x, jac, args = self._packing.unpack(vector), self._program.jac, self._program.args
+        x, jac, args = self.packing.unpack(vector), self._program.jac, self._program.args
         if callable(jac):
 
             def given() -> np.ndarray:
                 # A copy, because the user's function may write its next result into the same array.
-                rows, expected = np.array(to_host(jac(x, *args)), dtype=float), (size, self._packing.size)
+                rows, expected = np.array(to_host(jac(x, *args)), dtype=float), (size, self.packing.size)
                 if rows.shape != expected:
                     raise WrongValueError(f"least_squares: jac must return shape {expected}, but got {rows.shape}.")
                 return rows
@@ -200,9 +197,9 @@ class ResidualEvaluation:
 
             def column(unit: np.ndarray) -> np.ndarray:
                 jvp = make_jvp(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x)
-                return self.agreement.run(lambda: self._as_vector(jvp(self._packing.unpack(unit))[1], size))
+                return self.agreement.run(lambda: self._as_vector(jvp(self.packing.unpack(unit))[1], size))
 
-            found = np.stack([column(unit) for unit in np.eye(self._packing.size)], axis=1)
+            found = np.stack([column(unit) for unit in np.eye(self.packing.size)], axis=1)
         self._rows = vector.tobytes(), found
         return found
 
@@ -212,10 +209,10 @@ class ResidualEvaluation:
             rows = self._jacobian(vector)
             return self._gathered(self.agreement.run(lambda: rows @ direction))
         self._residuals(vector)
-        v = self._packing.unpack(direction)
+        v = self.packing.unpack(direction)
         return self._gathered(self.agreement.run(lambda: self._as_vector(self._linearized.jvp(v))))
 
-    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None) -> np.ndarray | None:
+    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
         own = np.empty(self.counts[self._comm.rank])
         self._comm.Scatterv((weights, self.counts) if self._is_root else None, own, self._program.root)
@@ -224,7 +221,7 @@ class ResidualEvaluation:
             part = self.agreement.run(lambda: rows.T @ own)
         else:
             self._residuals(vector)
-            part = self.agreement.run(lambda: self._packing.pack_gradient(self._linearized.vjp(own)))
+            part = self.agreement.run(lambda: self.packing.pack_gradient(self._linearized.vjp(own)))
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
@@ -232,7 +229,7 @@ class ResidualEvaluation:
         key = vector.tobytes()
         if self._key != key:
             self._key, self._linearized = b"", None  # frees the memory before the next linearization
-            x = self._packing.unpack(vector)
+            x = self.packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
                 run = self.agreement.run
                 self._linearized = run(lambda: linearize(lambda x: run(lambda: self._call_fun(x)))(x))
@@ -299,8 +296,8 @@ class _Problem:
         self.resumed = self._restarted = True
         return self.iterate.x
 
-    def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        found = self._request(kind, x, direction)
+    def _carry_out(self, method: str, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
+        found = self._request(method, x, direction)
         self.counts[name] += 1
         return found
 
@@ -308,7 +305,7 @@ class _Problem:
         """Return the residuals at x for SciPy."""
         if self._has_checkpoint and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
-        found: np.ndarray = self._carry_out(RESIDUALS, "residuals", x)
+        found: np.ndarray = self._carry_out("residuals", "residuals", x)
         if self._evaluation.gathers:
             loss = self._evaluation.loss
             with np.errstate(over="ignore", invalid="ignore"):  # at a trial point, residuals may be huge
@@ -322,7 +319,7 @@ class _Problem:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
         first, self._restarted = self._restarted, False  # the first point of a resumed run is already recorded
         if (self.iterate is None or first) and not np.all(np.isfinite(self.last_residuals)):
-            advice = f"Choose an x0 at which they are finite.{self._request(NOT_FINITE, x)}"
+            advice = f"Choose an x0 at which they are finite.{self._request('not_finite', x)}"
             raise ValueError(f"least_squares: the residuals aren't finite at x0. {advice}")
         self.iterate = Point(x, self._cost)
         found = self._operator(self.iterate) if self._evaluation.gathers else self._matrix(self.iterate)
@@ -334,7 +331,7 @@ class _Problem:
         return found
 
     def _matrix(self, iterate: Point) -> np.ndarray:
-        triangle, gradient = self._carry_out(FACTOR, "factor", iterate.x)
+        triangle, gradient = self._carry_out("factor", "factor", iterate.x)
         iterate.gradient = gradient
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
         rows, norm = triangle[:, 1:].copy(), float(self.last_residuals[0])
@@ -345,14 +342,14 @@ class _Problem:
 
     def _operator(self, iterate: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
-            found = self._carry_out(COTANGENT, "product", iterate.x, np.array(weights, dtype=float).reshape(-1))
+            found = self._carry_out("cotangent", "product", iterate.x, np.array(weights, dtype=float).reshape(-1))
             # The first product that SciPy requests at a point is the gradient.
             if iterate.gradient is None:
                 iterate.gradient = found
             return found
 
         def forward(direction: np.ndarray) -> np.ndarray:
-            return self._carry_out(TANGENT, "product", iterate.x, np.array(direction, dtype=float).reshape(-1))
+            return self._carry_out("tangent", "product", iterate.x, np.array(direction, dtype=float).reshape(-1))
 
         shape = self.last_residuals.size, self._size
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
@@ -367,12 +364,12 @@ class _Problem:
         return result
 
 
-def drive(
+def run_method(
     keywords: dict[str, Any], loss: str | Function, f_scale: float, tr_solver: str | None, program: Program,
-    callback: Function | None, checkpoint: CheckpointFile | None, solve: RootDriven,
+    callback: Function | None, checkpoint: CheckpointFile | None, x0: Tree, solve: RootDriven,
 ) -> dict[str, Any]:  # fmt: skip
     """Run SciPy's method with these `keywords` on the root; return its result without `fun` and `jac`."""
-    start = solve.packing.pack(solve.start)
+    start = solve.packing.pack(x0)
     description: dict[str, Any] = {}
     if checkpoint is not None:
         bounds = keywords["bounds"]
@@ -572,9 +569,10 @@ def least_squares(
         described += f"tr_solver={tr_solver!r}, method={method!r}, root={root}, jac={None if jac is None else 'a function'}"
         described += "" if file is None else f", a checkpoint every {file.every} iterations"
         require_same(used, described, _CALL)
-        start = shared_start(used, program, start, x0, _CALL)
-        kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
-        solve = RootDriven(used, program, start, kind, _CALL)
+        start = shared_start(used, root, start, x0, program.args, _CALL)
+        solve = RootDriven(used, root, [program], partial(ResidualEvaluation, loss=robust, solver=tr_solver), _CALL)
+        solve.define(0, start)
         bar = Progress(keywords) if progress else None
         with solve.ending(file, bar):
-            return solve.run(partial(drive, keywords, loss, f_scale, tr_solver, program, callback, file), bar)
+            options = keywords, loss, f_scale, tr_solver, program, callback, file, start
+            return result_like_x0(solve, partial(run_method, *options), bar)

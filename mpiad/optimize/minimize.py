@@ -1,7 +1,7 @@
 """`minimize` and `mpi_optimize`: the root runs one of SciPy's methods, and all ranks evaluate the objective.
 
 The root makes every decision (another trial, stop, a limit, an error) and sends it to all ranks. `root_driven` begins and
-ends a solve, `root_protocol` sends the root's instructions, `objective_evaluation` executes them,
+ends a solve, and sends the root's instructions, `objective_evaluation` executes them,
 `transport.exits.user_failures` raises a failure on one rank on all ranks, `evaluated_points` stores evaluated points, and
 `scipy_methods` runs the method and corrects its result. The package `sharded` contains the methods for distributed
 variables.
@@ -19,10 +19,12 @@ import scipy
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint
 from mpiad.optimize.history import Progress
-from mpiad.optimize.objective_evaluation import Program, check_program
+from mpiad.optimize.iterates import result_like_x0
+from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
-from mpiad.optimize.root_driven import RootDriven, shared_start
-from mpiad.optimize.scipy_methods import MethodArguments, drive, is_sharded, method_named
+from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.root_start import shared_start
+from mpiad.optimize.scipy_methods import MethodArguments, is_sharded, method_named, run_method
 from mpiad.optimize.sharded import LocalArguments, Sharded, check_local_arguments
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
@@ -175,12 +177,15 @@ def minimize(
     with restoring_state(), suspended():
         arguments = MethodArguments(bounds, constraints, tol, options, callback, checkpoint)
         start, arguments = _agree_on_arguments(used, program, method, x0, arguments)
-        solve = Sharded(used, program, start) if isinstance(start, LocalArguments) else RootDriven(used, program, start)
         bar = Progress(options) if progress else None
+        if isinstance(start, LocalArguments):
+            sharded = Sharded(used, program, start)
+            with sharded.ending(arguments.checkpoint, bar):
+                return sharded.run(callback, bar)
+        solve = RootDriven(used, root, [program], Evaluation, "minimize")
+        solve.define(0, start)
         with solve.ending(arguments.checkpoint, bar):
-            if isinstance(solve, Sharded):
-                return solve.run(callback, bar)
-            return solve.run(partial(drive, method_named(method), arguments, program), bar)
+            return result_like_x0(solve, partial(run_method, method_named(method), arguments, program, start), bar)
 
 
 def _agree_on_arguments(
@@ -209,7 +214,7 @@ def _agree_on_arguments(
     require_same(used, described, "minimize")
     if isinstance(start, LocalArguments):
         return start, arguments
-    return shared_start(used, program, start, x0), arguments
+    return shared_start(used, program.root, start, x0, program.args, "minimize"), arguments
 
 
 def mpi_optimize(

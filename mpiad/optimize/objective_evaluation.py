@@ -7,20 +7,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from autograd.tracer import Box
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_hvp
 from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
-from mpiad.differentiation.objective import check_objective, problem_with, reduce_objective, weight_of
-from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
+from mpiad.differentiation.objective import check_objective, problem_with, weight_of
+from mpiad.differentiation.trace import Traced, Variables, trace_backwards, unfinished, variables_of
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, VALUE, total_on_root
+from mpiad.optimize.totals import total_on_root
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.user_failures import NotConverged, StageFailures, WrongValueError
 
@@ -33,7 +34,7 @@ class Evaluation:
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm | None = None
     ):
-        self._program, self._packing, self.agreement = program, packing, agreement
+        self._program, self.packing, self.agreement = program, packing, agreement
         self._used, self._comm = used, comm
         self._weight = weight_of(program.objective, used, program.root)
         # The weight of the result of `jac`. Without `comm`, this is the gradient of the whole objective.
@@ -41,25 +42,14 @@ class Evaluation:
         self._zeros = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: tuple[Traced, Variables] | None = None  # the last forward pass, until its reverse pass
         self._hessian: tuple[bytes, Callable] | None = None
+        self._objective = math.nan  # of the last forward pass
         self._evaluated_once = self._not_converged = False
         self.at_start = StartValues()
         # Whether `fun` returns value and gradient together, and whether `jac` returns the gradient without a forward pass.
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
-    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Execute an instruction of the root."""
-        if kind == VALUE:
-            return self.value(vector), None
-        if kind == GRADIENT:
-            return None, self.gradient(vector)
-        if kind == BOTH:
-            return self.both(vector)
-        if kind == NOT_FINITE:
-            return self.not_finite_at_start()
-        return self.product(vector, direction)  # type: ignore[arg-type]
-
-    def not_finite_at_start(self) -> str:
-        """Return a sentence about the values that aren't finite at x0, and their ranks, or ""; collective."""
+    def not_finite(self, vector: np.ndarray) -> str:
+        """Return a sentence about the values that aren't finite at the first point, and their ranks, or ""; collective."""
         return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
@@ -81,15 +71,36 @@ class Evaluation:
         return found
 
     def _value(self, vector: np.ndarray) -> float:
-        x = self._packing.unpack(vector)
         if self.separate:
-            return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
+            return self._untraced(vector)
+        x = self.packing.unpack(vector)
         self._forward = None  # frees the memory before the next forward pass
         # The ranks agree on failures before the reverse pass, in which they communicate.
         variables = variables_of((x,), 0, "minimize")
-        traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
+        traced = trace_backwards(self._forward_pass, variables)
         self._forward = traced, variables
-        return float(reduce_objective(traced.build(traced.values), self._weight, traced.problem, self._used))
+        return self._reduced(traced.build(traced.values))
+
+    def _untraced(self, vector: np.ndarray) -> Any:
+        x = self.packing.unpack(vector)
+        value, self._objective = self.agreement.summed(lambda: self.value_at(x), self._term)
+        return self._reduced(value)
+
+    def _forward_pass(self, x: Tree) -> Any:
+        """Return this rank's value in a trace, and store the objective; the ranks agree that the function has succeeded."""
+
+        def finished() -> Any:
+            value, problem = self.value_at(x), unfinished(tracing.tape)
+            if problem is not None:
+                raise problem.kind(problem.text)
+            return value
+
+        value, self._objective = self.agreement.summed(finished, lambda value: self._term(getval(value)))
+        return value
+
+    def _reduced(self, value: Any) -> Any:
+        """Return the objective of the last forward pass."""
+        return self._objective
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the gradient, on the root; without `jac` it is the gradient at the point of the last call of `value`."""
@@ -99,7 +110,7 @@ class Evaluation:
 
     def _gradient(self, vector: np.ndarray) -> np.ndarray | None:
         if self.separate:
-            x = self._packing.unpack(vector)
+            x = self.packing.unpack(vector)
             jac, args = self._program.jac, self._program.args
             return self._total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
         return self._total(self.agreement.run(self._backward))
@@ -113,7 +124,7 @@ class Evaluation:
 
     def _packed_gradient(self, gradient: Tree) -> np.ndarray:
         """Return this rank's part of a gradient as a new vector."""
-        flat = self._packing.pack_gradient(gradient)
+        flat = self.packing.pack_gradient(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat
 
@@ -124,7 +135,7 @@ class Evaluation:
     def _both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         if not self.only_both:
             return self._value(vector), self._gradient(vector)
-        x = self._packing.unpack(vector)
+        x = self.packing.unpack(vector)
 
         def pair() -> tuple[Any, np.ndarray]:
             out = self._program.fun(x, *self._program.args)
@@ -146,12 +157,12 @@ class Evaluation:
 
     def hessian(self, vector: np.ndarray) -> Callable[[np.ndarray], np.ndarray | None]:
         """Return a function that returns, on the root, the product of the Hessian at a point with a direction."""
-        x, hessp, args = self._packing.unpack(vector), self._program.hessp, self._program.args
+        x, hessp, args = self.packing.unpack(vector), self._program.hessp, self._program.args
         if hessp is not None:
             return lambda v: self._total_product(lambda v: self._weighted(hessp(x, v, *args), "hessp"), v)
         # The product for the shared variables is the sum of the products for all ranks' copies of them.
         product = self.differentiated(self.value_at, x).product
-        return lambda v: self._total_product(lambda v: self._packing.pack_gradient(product(v)), v)
+        return lambda v: self._total_product(lambda v: self.packing.pack_gradient(product(v)), v)
 
     def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
         """Return value, gradient and Hessian products of the objective at x, with `fun` as the user's function."""
@@ -162,7 +173,7 @@ class Evaluation:
         return self.agreement.run(lambda: evaluate(x))
 
     def _total_product(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
-        v = self._packing.unpack(direction)
+        v = self.packing.unpack(direction)
         return self._total(self.agreement.run(lambda: multiply(v)))
 
     def _total(self, part: np.ndarray) -> np.ndarray | None:

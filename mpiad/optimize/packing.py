@@ -28,7 +28,7 @@ class RemoteArray:
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
-def as_variables(x0: Tree, call: str = "minimize") -> Tree:
+def as_variables(x0: Tree, call: str = "minimize", name: str = "x0") -> Tree:
     """Return x0 with a list as an array, and integers as doubles, as in SciPy; raise a TypeError if it is invalid."""
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
         x0 = np.array(x0, dtype=float)
@@ -36,26 +36,28 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
         x0 = x0.astype(float) if isinstance(x0, np.ndarray) else float(x0)  # type: ignore[arg-type]
     leaves = flatten(x0)[0]
     if any(type(leaf) in Box.types for leaf in leaves):
-        raise TypeError(f"{call}: x0 is a traced value, but a solve can't be differentiated. Pass mpiad.stop_gradient(x0).")
+        raise TypeError(
+            f"{call}: {name} is a traced value, but a solve can't be differentiated. Pass mpiad.stop_gradient({name})."
+        )
     if not any(is_variable(leaf) for leaf in leaves):
         got = f"{type(x0).__name__} {x0!r:.60}"
-        raise TypeError(f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got {got}.")
-    refuse_objects(x0, "x0", call)
+        raise TypeError(f"{call}: {name} must hold real or complex numbers or arrays of them on the root, but got {got}.")
+    refuse_objects(x0, name, call)
     return x0
 
 
-def sendable_variables(x0: Tree, call: str) -> Tree:
+def sendable_variables(x0: Tree, call: str, name: str = "x0") -> Tree:
     """Return the root's x0 as the pytree for the function on all ranks; raise if it is invalid."""
-    start = as_variables(x0, call)
+    start = as_variables(x0, call, name)
     leaves, build = flatten(start)
     if not any(np.size(leaf) for leaf in leaves if is_variable(leaf)):  # SciPy's methods need a variable
-        raise ValueError(f"{call}: x0 must hold at least one number, but got {start!r:.60}.")
+        raise ValueError(f"{call}: {name} must hold at least one number, but got {start!r:.60}.")
     # The structure, and the leaves that aren't variables, are sent to the other ranks.
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
     except Exception as error:  # noqa: BLE001 - pickling runs user code
         raise TypeError(
-            f"{call}: x0 is sent to all ranks, but holds an object that can't be pickled ({error}). Pass functions and "
+            f"{call}: {name} is sent to all ranks, but holds an object that can't be pickled ({error}). Pass functions and "
             "other objects as args, and define classes at the top level of a module."
         ) from error
     return start
@@ -68,7 +70,8 @@ def _is_number(x: Array) -> bool:
 class Packing:
     """The layout of a pytree like `template` in one vector of doubles of length `size`, with complex numbers as pairs."""
 
-    def __init__(self, template: Tree):
+    def __init__(self, template: Tree, call: str = "minimize", name: str = "x0"):
+        self._call, self._name = call, name  # for errors
         self._leaves, self._build = flatten(template)
         self._positions = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is RemoteArray]
         found = [self._leaves[p] for p in self._positions]
@@ -79,6 +82,9 @@ class Packing:
         # A complex number is packed as two variables, since methods work with real variables.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
+        # The shape if the pytree is one array of doubles on the host, for which packing is a copy.
+        alone = type(template) is np.ndarray and template.dtype == float and template.ndim > 0
+        self._shape: Shape | None = template.shape if alone else None
 
     @property
     def descriptions(self) -> list[str]:
@@ -94,6 +100,8 @@ class Packing:
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
     def _packed(self, tree: Tree, convert: Callable[[Array], Array]) -> np.ndarray:
+        if self._shape is not None and type(tree) is np.ndarray and tree.shape == self._shape and tree.dtype == float:
+            return tree.reshape(-1).copy()
         parts = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             flat = leaf.reshape(-1)
@@ -105,24 +113,26 @@ class Packing:
         """Return a pytree's arrays of variables, on the vector's device; raise unless they match the template."""
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
-            raise TypeError(f"minimize: expected a pytree of {len(self._leaves)} leaves like x0, but got {len(leaves)}.")
+            raise TypeError(
+                f"{self._call}: expected a pytree of {len(self._leaves)} leaves like {self._name}, but got {len(leaves)}."
+            )
         leaves = fetched(leaves) if self._on_device else leaves
         found = [self._array(leaves[k], k, shape) for k, (shape, _) in zip(self._positions, self.specs)]
         for leaf, position, (_, dtype) in zip(found, self._positions, self.specs):
             if leaf.dtype.kind == "c" and dtype.kind != "c":
                 path = self._path(position)
-                raise TypeError(f"minimize: expected {dtype}, like {path}, but got {leaf.dtype}. Return its real part.")
+                raise TypeError(f"{self._call}: expected {dtype}, like {path}, but got {leaf.dtype}. Return its real part.")
         return found
 
     def _array(self, leaf: Array, position: int, shape: Shape) -> Array:
         array = np.asarray(leaf)
         if array.shape != shape:
-            raise TypeError(f"minimize: expected shape {shape}, as of {self._path(position)}, but got {array.shape}.")
+            raise TypeError(f"{self._call}: expected shape {shape}, as of {self._path(position)}, but got {array.shape}.")
         return array
 
     def _path(self, position: int) -> str:
         numbered = self._build(list(range(len(self._leaves))))
-        return next(path for path, number in named_leaves(numbered, "x0") if number == position)
+        return next(path for path, number in named_leaves(numbered, self._name) if number == position)
 
     def unpack(self, vector: np.ndarray) -> Tree:
         """Return the pytree of a vector, in new memory."""
@@ -133,6 +143,8 @@ class Packing:
         return self._unpacked(vector, np.conj)
 
     def _unpacked(self, vector: np.ndarray, convert: Callable[[Array], Array]) -> Tree:
+        if self._shape is not None:
+            return vector.reshape(self._shape).copy()
         found = []
         for (shape, dtype), part in zip(self.specs, split(vector, self._lengths)):
             # Copied, because complex numbers on a device must be aligned to their size.

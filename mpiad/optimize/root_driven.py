@@ -1,148 +1,54 @@
-"""The base class of all solves, and solves whose variables are on the root, from the check of x0 to the result."""
+"""Calls that the root drives: it runs a program, and all ranks execute the evaluations that the program requests.
+
+An *instruction* is the call of a method of a function's evaluation, such as ``gradient(x)``, on all ranks:
+
+1. The root broadcasts its header: the method, the function's index, the number of points, and the length of the second
+   array. The other ranks wait for it in `_serve`.
+2. The root broadcasts the points, one after the other in a vector, and the second array if there is one, for example a
+   direction. If both are short, the header contains them, and there is no second message.
+3. All ranks call the method. It runs the user's functions, communicates, and returns the result on the root. If it
+   raises on any rank, all ranks raise (`StageFailures`), and this is the last instruction.
+
+"start" sends the structure of a function's first point, from which all ranks make its evaluation. "finish" is followed by
+the pickled outcome: the program's result, if all ranks get it, or its exception.
+
+With rank groups, every group executes each instruction, apart from the points of "values", which the groups divide. The
+ranks of a group agree on failures first, then all ranks do.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import math
+import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
-from itertools import zip_longest
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
-import scipy
 
-from mpiad._typing import Array, Rank, Tree
-from mpiad.device import to_device
+from mpiad._typing import Comm, Rank, Tree
 from mpiad.differentiation.advice import explain
 from mpiad.domain.root_copies import with_registered_copies
-from mpiad.errors import DeadlockError, ReplicationError
+from mpiad.errors import DeadlockError, WorkerError
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.history import Progress
-from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import Packing, RemoteArray, as_variables
-from mpiad.optimize.root_protocol import FINISH, Instructions, root_failure
-from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_leaves
-from mpiad.transport import Channel, renew
-from mpiad.transport.core.agreement import agreed, raising_together
-from mpiad.transport.core.channels import on_any_rank
+from mpiad.optimize.objective_evaluation import Program
+from mpiad.optimize.packing import Packing
+from mpiad.optimize.root_start import shared_start
+from mpiad.transport import Channel, channel, renew
+from mpiad.transport.core.agreement import Failure
 from mpiad.transport.core.fault_tolerance import is_interruption
-from mpiad.transport.core.replication import Difference, compare, listed
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.core.polling import wait_gently
+from mpiad.transport.core.rank_groups import RankGroups
 from mpiad.transport.exits.signals import postponed
 from mpiad.transport.exits.user_failures import StageFailures
 
-# All ranks raise if the x0 of a rank differs from the root's. Otherwise the root's x0 would silently replace an x0 that
-# holds a rank's own variables, such as a block of a distributed grid.
-
-Leaves = list[tuple[str, Any]]
-
-_KIND_NAMES = {
-    "b": "a boolean", "i": "an integer", "u": "an integer", "f": "a real", "c": "a complex", "U": "a text", "S": "a bytes",
-}  # fmt: skip
-_ADVICE = (
-    "If each rank has its own variables, such as a block of a Domain, call domain.minimize(fun, x0), or minimize with "
-    "method='L-BFGS-sharded'. If all ranks share them, pass x0 on the root only, or broadcast the root's (mpi_bcast)."
-)
-
-
-def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
-    """Return the root's `start` on all ranks (placeholders for device arrays); raise if any x0 differs; collective."""
-    if used.size == 1:
-        return start
-    is_root = used.rank == program.root
-    template = None
-    if is_root:
-        leaves, build = flatten(start)
-        # Device arrays are represented by placeholders on the other ranks.
-        for k, on_host in enumerate(fetched(leaves)):
-            if arrays_of(leaves[k]) is not None:
-                leaves[k] = RemoteArray(on_host.shape, on_host.dtype, _fingerprint(on_host))
-        template = build(leaves)
-    template = used.data.bcast(template, program.root)
-    if any(type(leaf) is RemoteArray for leaf in flatten(template)[0]):
-        with raising_together(used, ImportError):
-            if not is_root:
-                # The placeholders get this rank's device: that of its arguments, or the current device.
-                xp = arrays_of(leaf_on_device([x0, program.args])) or arrays_of(to_device(np.zeros(0)))
-                template = map_leaves(
-                    lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
-                )
-    with suppress(TypeError):  # an x0 that can't be converted differs from the root's
-        x0 = as_variables(x0)
-    own = None if x0 is None else named_leaves(x0, "x0")
-    _require_root_values(used, program.root, own, named_leaves(template, "x0"), call)
-    return start if is_root else template
-
-
-def _fingerprint(array: np.ndarray) -> bytes:
-    """Return a hash of an array's values that doesn't depend on the precision, signs of zeros, or bits of NaNs."""
-    values = np.array(array, complex if array.dtype.kind == "c" else float)
-    parts = values.reshape(-1).view(float)
-    parts += 0.0  # converts -0.0 to 0.0
-    parts[np.isnan(parts)] = np.nan
-    return hashlib.blake2b(parts.data, digest_size=16).digest()
-
-
-def _require_root_values(used: Channel, root: Rank, own: Leaves | None, root_leaves: Leaves, call: str) -> None:
-    """Raise on all ranks if a leaf of any rank's `own` x0 isn't == the root's; all NaNs are equal; collective."""
-    found = None if own is None or used.rank == root else _difference(own, root_leaves, root)
-    if not on_any_rank(used.data, found is not None):
-        return
-    every: list[Difference | None] = used.data.allgather(found)
-    differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
-    ranks, first = list(differences), next(iter(differences.values()))
-    text = f"{call}: x0 must be the same as on the root, rank {root}, but rank(s) {ranks} of {used.size} have another x0. "
-    text += f"{_ADVICE}{listed(differences)}"
-    raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
-
-
-def _difference(own: Leaves, root_leaves: Leaves, root: Rank) -> Difference | None:
-    try:
-        for (path, _), (other, _) in zip_longest(own, root_leaves, fillvalue=("nothing more", None)):
-            if path != other:
-                return _structural_difference(path, f"it holds {path}, but rank {root}'s holds {other} at this position")
-        ours, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (own, root_leaves))
-        found = (_leaf_difference(path, a, b, root) for (path, _), a, b in zip(own, ours, theirs))
-        return next(filter(None, found), None)
-    except Exception as error:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
-        reason = f"{type(error).__name__}: {error}"
-        return _structural_difference(own[0][0], f"it can't be compared with rank {root}'s: {reason}")
-
-
-def _leaf_difference(path: str, own: Array, theirs: Array, root: Rank) -> Difference | None:
-    own_kind, root_kind = _description(own), _description(theirs)
-    if own_kind != root_kind:
-        return _structural_difference(path, f"{path} is {own_kind}, but rank {root}'s is {root_kind}")
-    if isinstance(theirs, RemoteArray):
-        if _fingerprint(own) == theirs.fingerprint:
-            return None
-        text = f"{path}, {own_kind}, has different values than rank {root}'s, which is on a device"
-        return _structural_difference(path, text)
-    a, b = np.asarray(own), np.asarray(theirs)
-    if a.dtype.kind not in _KIND_NAMES:
-        return None  # for other objects only the types are compared
-    equal = np.asarray(a == b)
-    if not equal.all():
-        equal |= (a != a) & (b != b)  # NaNs
-    if equal.all():
-        return None
-    common_dtype = np.result_type(a, b)
-    # `compare` compares bits, so equal values with different bits, such as 0.0 and -0.0, are replaced.
-    return compare(path, own_kind, a.astype(common_dtype), np.where(equal, a, b).astype(common_dtype), root, 0)
-
-
-def _description(leaf: Array) -> str:
-    shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, RemoteArray) else (np.shape(leaf), np.asarray(leaf).dtype)
-    kind = _KIND_NAMES.get(dtype.kind)
-    if kind is None:
-        return type(leaf).__name__
-    return f"{kind} {f'array of shape {shape}' if shape else 'value'}"
-
-
-def _structural_difference(path: str, text: str) -> Difference:
-    return Difference(path, (), math.nan, math.nan, text)
+METHODS = (
+    "finish", "start", "value", "values", "gradient", "both", "product", "not_finite", "jvp", "vjp", "residuals", "factor",
+    "tangent", "cotangent",
+)  # fmt: skip
+_NUMBERS = {method: number for number, method in enumerate(METHODS)}
+_HEADER, _SHORT = 4, 28  # numbers in a header: its own, and the most numbers of points and the second array
 
 
 class Solve:
@@ -179,51 +85,209 @@ class Solve:
         self._used.drop(self._comm)
 
 
-class RootDriven(Solve):
-    """A solve whose method the root runs; `factory` returns `evaluation`, which executes its instructions; collective."""
+class _Group(NamedTuple):
+    """The group of this rank, if there are several; `root`: the rank in the group that has the results."""
 
-    progress: Progress | None = None
+    division: RankGroups
+    used: Channel
+    comm: Comm
+    agreement: StageFailures
+    root: Rank
+
+
+_OUTSIDE = "a driven function is evaluated by groups of ranks, and communicates on its argument comm"
+ELSEWHERE = (
+    "a driven function can't be called in another process, such as those of a pool, from which the other ranks can't be "
+    "reached. Don't use a pool; f.map(points) evaluates many points on all ranks."
+)
+
+
+class RootDriven(Solve):
+    """A call that `root` drives; ``factory(program, packing, agreement, used, comm)`` makes an evaluation; collective."""
 
     def __init__(
-        self, used: Channel, program: Program, start: Tree, factory: Callable[..., Any] = Evaluation, call: str = "minimize"
-    ):
+        self, used: Channel, root: Rank, programs: list[Program], factory: Callable[..., Any], call: str,
+        division: RankGroups | None = None,
+    ):  # fmt: skip
         super().__init__(used, call)
-        self.used, self.start, self.packing, self._is_root = used, start, Packing(start), used.rank == program.root
-        program = program if used.size == 1 else program._replace(fun=with_registered_copies(program.fun))
-        self.evaluation: Any = factory(program, self.packing, self.agreement, used, self._comm)
-        self.instructions = Instructions(self._comm, program.root, self.packing.size)
+        self.used, self.root = used, root
+        self.progress: Progress | None = None
+        self._programs, self._factory, self._is_root = programs, factory, used.rank == root
+        self.evaluations: list[Any] = [None] * len(programs)
+        self.evaluation: Any = None  # of the function that was defined last
+        self._message: Any = np.zeros(_HEADER + _SHORT)
+        self._buffers = [np.empty(0), np.empty(0)]
+        self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._thread: int | None = None  # the thread that executes an instruction
+        self._failure: BaseException | None = None  # of an instruction: the other ranks no longer wait for instructions
+        self._ended = False
+        self._group: _Group | None = None
+        if division is not None and division.count > 1:
+            inside = channel(division.comm, call)
+            comm = inside.derive()
+            agreement = StageFailures(comm, call, "mpiad.optimize", explain)
+            self._group = _Group(division, inside, comm, agreement, root % inside.size)
 
-    def request(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        """Execute an instruction on all ranks, and return its result; the root calls this."""
-        self.agreement.raise_if_failed()  # after a failure the other ranks no longer wait for instructions
-        self.instructions.send(kind, x, direction)
-        return self.evaluation.carry_out(kind, x, direction)
+    def define(self, function: int, start: Tree, name: str = "x0") -> None:
+        """Make a function's evaluation, for variables like those that all ranks have; on all ranks."""
+        used, comm, agreement = self.used, self._comm, self.agreement
+        if self._group is not None:
+            _, used, comm, agreement, _ = self._group
+        program = self._programs[function]
+        if used.size > 1:
+            program = program._replace(fun=with_registered_copies(program.fun))
+        self.packing = Packing(start, self._call, name)
+        self.evaluation = self.evaluations[function] = self._factory(program, self.packing, agreement, used, comm)
 
-    def run(
-        self, drive: Callable[[RootDriven], dict[str, Any]], progress: Progress | None
-    ) -> scipy.optimize.OptimizeResult:
-        """Run the method on the root and execute its instructions on other ranks; return the result on all ranks."""
-        self.progress = progress
-        outcome = self._drive(drive) if self._is_root else self.instructions.serve(self.evaluation.carry_out)
-        # Variables and gradient get the structure of x0.
-        result = scipy.optimize.OptimizeResult(outcome, x=self.packing.unpack(outcome["x"]))
-        for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac
-            gradient = outcome.get(name)
-            if isinstance(gradient, np.ndarray) and gradient.shape == (self.packing.size,):
-                result[name] = self.packing.unpack_gradient(gradient)
-        return result
-
-    def _drive(self, drive: Callable[[RootDriven], dict[str, Any]]) -> Any:
-        cause: BaseException | None = None
-        try:
-            outcome: Any = drive(self)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other ranks mustn't wait after any exception
-            # After a timeout or an interruption the other ranks raise without a message from the root.
-            if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
+    def request(self, method: str, points: Any, second: np.ndarray | None = None, function: int = 0) -> Any:
+        """Execute an instruction on all ranks, and return its result; the root calls this, in any thread."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
+        thread = threading.get_ident()
+        if self._thread == thread:
+            raise RuntimeError(f"{self._call}: a driven function was called inside an evaluation. Call the plain function.")
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._ended:
+                raise RuntimeError(f"{self._call}: a driven function was called after the end of `{self._call}`.")
+            self._thread = thread
+            refusal, self.used.fault = self.used.fault, None  # `program` alone may not communicate
+            arrays = (points,) if second is None else (points, second)
+            try:
+                for agreement in (self.agreement, *(() if self._group is None else (self._group.agreement,))):
+                    agreement.watch(thread)
+                self._send(method, function, arrays)
+                return self._execute(method, function, arrays)
+            except BaseException as error:
+                self._failure = error
                 raise
+            finally:
+                self._thread, self.used.fault = None, refusal
+
+    def _send(self, method: str, function: int = 0, arrays: tuple[Any, ...] = ()) -> None:
+        if self._comm.size == 1:
+            return
+        # `cotangent` scatters its second array, and `start` broadcasts a pytree.
+        sent = () if method == "start" else arrays[:1] if method == "cotangent" else arrays
+        flat = [np.ascontiguousarray(array, dtype=float).reshape(-1) for array in sent]
+        sizes = [array.size for array in flat]
+        message = self._message
+        count = len(arrays[0]) if method == "values" else len(flat[:1])
+        header = self._header
+        header[0], header[1], header[2], header[3] = _NUMBERS[method], function, count, sum(sizes[1:])
+        short = sum(sizes) <= _SHORT
+        if short and flat:
+            message[_HEADER : _HEADER + sum(sizes)] = flat[0] if len(flat) == 1 else np.concatenate(flat)
+        self._comm.Ibcast(message, self.root).Wait()  # nonblocking, to match the call in `_serve`
+        if not short:
+            for array in flat:
+                self._comm.Bcast(array, self.root)
+
+    def _serve(self) -> Any:
+        """Execute the root's instructions until the end; return the outcome."""
+        while True:
+            wait_gently(self._comm.Ibcast(self._message, self.root))
+            number, function, count, second = map(int, self._header)
+            method = METHODS[number]
+            if method == "finish":
+                return self._share_outcome()
+            evaluation = self.evaluations[function]
+            sizes = [count * (0 if evaluation is None else evaluation.packing.size), second]
+            if sum(sizes) <= _SHORT:
+                both = self._message[_HEADER : _HEADER + sum(sizes)]
+                arrays = [both[: sizes[0]], both[sizes[0] :]]
+            else:
+                arrays = [self._received(k, size) for k, size in enumerate(sizes)]
+            if method == "values":
+                arrays[0] = arrays[0].reshape(count, -1)
+            self._execute(method, function, tuple(arrays if second else arrays[:1]))
+
+    def _received(self, k: int, size: int) -> np.ndarray:
+        if self._buffers[k].size < size:
+            self._buffers[k] = np.empty(size)
+        array = self._buffers[k][:size]
+        if size:
+            self._comm.Bcast(array, self.root)  # sent immediately after the header, so the call may block
+        return array
+
+    def _execute(self, method: str, function: int, arrays: tuple[Any, ...]) -> Any:
+        if method == "start":
+            start = arrays[0] if self._is_root else None
+            start = shared_start(self.used, self.root, start, None, self._programs[function].args, self._call)
+            return self.define(function, start, "the first point")
+        call, group = getattr(self.evaluations[function], method), self._group
+        if group is None:
+            return call(*arrays)
+
+        def stage() -> Any:
+            try:
+                with self.used.refusing(_OUTSIDE):
+                    return call(*arrays)
+            except Exception as error:
+                if error is not group.agreement.error:
+                    raise
+                if error.__cause__ is None:  # the rank that failed raises
+                    return None
+                raise error.__cause__ from None
+
+        if method != "values":
+            return self.agreement.run(stage)
+        points, count = arrays[0], group.division.count
+        arrays = (points[group.division.index :: count],)
+        found = self.agreement.run(stage)
+        parts = self._comm.gather(found if group.used.rank == group.root else None, self.root)
+        if parts is None:
+            return None
+        values = [None] * len(points)
+        for index, part in enumerate(parts[group.root :: group.used.size]):
+            values[index::count] = list(part)
+        return np.array(values)
+
+    def run(self, program: Callable[[RootDriven], Any], everywhere: bool = True) -> Any:
+        """Run the program on the root and execute its instructions; return its result, on all ranks or on the root."""
+        if not self._is_root:
+            return self._serve()
+        cause: BaseException | None = None
+        outcome = result = None
+        try:
+            result = program(self)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the other ranks mustn't wait
+            # After a timeout or an interruption the other ranks raise without a message from the root.
+            if self._failure is None and (is_interruption(error) or isinstance(error, DeadlockError)):
+                raise
+            cause, outcome = error, _root_failure(error, self._call, self.root)
+        if self._failure is not None:  # even if the program has caught it
+            raise self._failure
+        with self._lock:  # another thread may wait for its evaluation
+            self._ended = True
+            # The other ranks wait for this even if the root has failed; they then raise the root's exception, too.
+            self._send("finish")
+        shared = self._share_outcome(result if everywhere and cause is None else outcome, cause)
+        return shared if everywhere else result
+
+    def _share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
+        """Return the root's outcome on all ranks; raise it if it is an exception, on the root from `cause`."""
+        outcome = self._comm.bcast(outcome, self.root)
+        if isinstance(outcome, Exception):
+            raise outcome from cause
+        return outcome
+
+    def _close(self) -> None:
+        if self._group is not None:
+            self._group.agreement.close()
+            self._group.used.drop(self._group.comm)
             if self.agreement.error is not None:
-                raise self.agreement.error from error.__cause__
-            cause, outcome = error, root_failure(error, self._call, self.instructions.root)
-        # The other ranks wait for this instruction even if the root has failed; they then raise the root's exception, too.
-        self.instructions.send(FINISH)
-        return self.instructions.share_outcome(outcome, cause)
+                renew(self._group.used.user, self._call)
+        super()._close()
+
+
+def _root_failure(error: BaseException, call: str, root: Rank) -> TypeError | ValueError | WorkerError:
+    """Return an exception for all ranks that can be pickled, given one that the root raised outside of evaluations."""
+    for kind in (TypeError, ValueError):
+        if isinstance(error, kind):
+            return kind(f"{error} (raised on the root, rank {root})")
+    failure = Failure.of(error)
+    text = f"{call}: the root, rank {root}, raised {failure.summary}"
+    return WorkerError(text, root, failure.trace, exit_code=failure.exit_code)

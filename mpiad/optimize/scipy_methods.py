@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy
 
-from mpiad._typing import Function
+from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint, fingerprint, problem_of
 from mpiad.optimize.constraints import box_of, constraint_of
 from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
@@ -33,13 +33,13 @@ class MethodArguments(NamedTuple):
     checkpoint: Any = None
 
 
-def drive(method: Method, arguments: MethodArguments, program: Program, solve: RootDriven) -> dict[str, Any]:
+def run_method(method: Method, arguments: MethodArguments, program: Program, x0: Tree, solve: RootDriven) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected if necessary."""
     points = Points(solve.evaluation, solve.request, method.gradient_with_value)
     if arguments.bounds is not None and not method.bounded:
         supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
-    start = solve.packing.pack(solve.start)
+    start = solve.packing.pack(x0)
     box = box_of(arguments.bounds, start.size)
     constraints, given = [], arguments.constraints
     if given is not None and not (isinstance(given, (list, tuple)) and not given):

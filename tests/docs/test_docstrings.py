@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import autograd.numpy as np
@@ -20,6 +21,8 @@ MODULES = (
     "mpiad.fft", "mpiad.inverse", "mpiad.linalg", "mpiad.optimize", "mpiad.parallel", "mpiad.programs",
     "mpiad.redistribution", "mpiad.tasks", "mpiad.testing", "mpiad.timestepping", "mpiad.vi",
 )  # fmt: skip
+if find_spec("jax") and find_spec("torch"):  # in the environment of `make recipes`
+    MODULES += ("mpiad.interop",)
 WITHOUT = {
     "mpiad.mpi_finalize": "ends MPI for all tests that follow",
     "mpiad.mpi_print": "writes what all ranks say to the standard output of the root",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -28,6 +29,8 @@ SLOW = (
     "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "cubic.py", "currents.py", "implicit_heat.py", "line.py",
     "outbreak_fit.py", "time_loop.py", "weight.py", "wells.py",
 )  # fmt: skip
+# Their programs import one another, and packages of `make recipes`.
+RECIPES = ("docs/howto/samplers_and_optimizers.md", "docs/howto/other_frameworks.md")
 TOGETHER = 60  # programs of one job, which all end without an error or all with one
 
 # What every program takes its time for, on a busy machine too.
@@ -80,8 +83,9 @@ def seconds_of_a_start(mpirun, measured: list[float] = []) -> float:  # noqa: B0
 def job_of(program: shown_programs.Program, mpirun, tmp_path: Path) -> CompletedProcess:
     """Run a program that ends under its own name, which errors show, and where it may write files."""
     path = tmp_path / program.name
-    path.write_text(program.text)
-    return mpirun(program.ranks, path, cwd=tmp_path)
+    for other in SHOWN[program.page][0] if program.page in RECIPES else [program]:
+        (tmp_path / other.name).write_text(other.text)
+    return mpirun(program.ranks, path, cwd=tmp_path, timeout=200 if program.page in RECIPES else 40)
 
 
 def check(program: shown_programs.Program, job: CompletedProcess) -> None:
@@ -99,7 +103,7 @@ def compare(program: shown_programs.Program, stdout: str, stderr: str) -> None:
 
 
 def is_alone(program: shown_programs.Program) -> bool:
-    return program.name in ALONE or not program.ends
+    return program.name in ALONE or not program.ends or program.page in RECIPES
 
 
 def in_turn() -> list[list[shown_programs.Program]]:
@@ -131,6 +135,8 @@ def alone() -> Iterator[Any]:
     """Yield all programs; most are run in turn with others, and by themselves once more."""
     for program in PROGRAMS:
         marks = [] if is_alone(program) else [pytest.mark.thorough]
+        if program.page in RECIPES:
+            marks = [pytest.mark.limit(240), pytest.mark.skipif(not find_spec("umbridge"), reason="run by make recipes")]
         yield pytest.param(program, marks=marks, id=f"{program.page}:{program.name}")
 
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpiad.optimize.evaluated_points import Points
-from mpiad.optimize.objective_evaluation import Evaluation as Real
+from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.root_protocol import BOTH, GRADIENT, PRODUCT, VALUE
+from mpiad.transport import channel
 
 
 class Evaluation:
@@ -37,22 +38,15 @@ class Evaluation:
     def product(self, x, direction):
         return direction.copy()
 
-    carry_out = Real.carry_out
-
 
 class Solve:
     def __init__(self, evaluation: Evaluation):
-        self.sent = []
-        self.evaluation, self.instructions = (
-            evaluation,
-            SimpleNamespace(send=lambda kind, x, direction: self.sent.append(kind)),
-        )
+        self.sent: list[str] = []
+        self.evaluation = evaluation
 
-    @property
-    def agreement(self):
-        return self.evaluation.agreement
-
-    request = RootDriven.request
+    def request(self, method, x, direction=None):
+        self.sent.append(method)
+        return getattr(self.evaluation, method)(x, *([] if direction is None else [direction]))
 
 
 def points(together: bool, **kind: bool) -> tuple[Points, list[int]]:
@@ -67,11 +61,11 @@ def value_at(at: Points, x: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "together, kind, expected",
     [
-        (True, {}, [BOTH, BOTH]),
-        (False, {}, [VALUE, GRADIENT, VALUE, GRADIENT]),
-        (False, {"only_both": True}, [BOTH, BOTH]),
-        (False, {"separate": True}, [VALUE, GRADIENT, VALUE, GRADIENT]),
-        (True, {"separate": True}, [BOTH, BOTH]),
+        (True, {}, ["both", "both"]),
+        (False, {}, ["value", "gradient", "value", "gradient"]),
+        (False, {"only_both": True}, ["both", "both"]),
+        (False, {"separate": True}, ["value", "gradient", "value", "gradient"]),
+        (True, {"separate": True}, ["both", "both"]),
     ],
 )
 def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> None:
@@ -87,17 +81,24 @@ def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> Non
 def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
     """They have left the solve; the same exception is raised if a method has caught it and goes on."""
 
-    def fails():
-        raise ValueError("rank 1 raised it")
+    class Fails(Evaluation):
+        value = both = None
+        calls = 0
 
-    solve = Solve(Evaluation())
+        def gradient(self, x):
+            self.calls += 1
+            raise ValueError("rank 1 raised it")
+
+    program = Program(lambda x: 0.0, None, None, (), "root", 0)
+    solve = RootDriven(channel(MPI.COMM_SELF, "test"), 0, [program], lambda *args: Fails(separate=True), "test")
+    solve.define(0, np.zeros(1))
     at = Points(solve.evaluation, solve.request, False)
-    value_at(at, np.ones(1))
-    solve.evaluation.agreement = SimpleNamespace(raise_if_failed=fails, end_requested=False)
-    for ask in (lambda x: value_at(at, x), at.gradient, lambda x: at.product(x, x)):
+    at.at(np.zeros(1)).value = 1.0
+    for ask in (at.gradient, lambda x: at.product(x, x), lambda x: value_at(at, x + 1.0)):
         with pytest.raises(ValueError, match="rank 1 raised it"):
             ask(np.zeros(1))
-    assert solve.sent == [VALUE] and sum(at.counts.values()) == 1
+    assert solve.evaluation.calls == 1 and sum(at.counts.values()) == 0
+    solve._close()
 
 
 def test_gradient_of_an_earlier_point_takes_a_new_pass() -> None:
@@ -105,7 +106,7 @@ def test_gradient_of_an_earlier_point_takes_a_new_pass() -> None:
     x, y = np.array([1.0]), np.array([2.0])
     value_at(at, x), value_at(at, y)
     assert at.gradient(x) == 1.0 and at.gradient(y) == 2.0
-    assert given == [VALUE, VALUE, BOTH, BOTH]
+    assert given == ["value", "value", "both", "both"]
 
 
 def test_the_method_s_arrays_may_change() -> None:
@@ -116,7 +117,7 @@ def test_the_method_s_arrays_may_change() -> None:
     assert value_at(at, x) == 12.5 and value_at(at, np.array([1.0])) == 0.5
     gradient = at.gradient(x)
     gradient[0] = 0.0
-    assert at.gradient(x)[0] == 5.0 and given == [BOTH, BOTH]
+    assert at.gradient(x)[0] == 5.0 and given == ["both", "both"]
 
 
 def test_the_function_gets_the_method_s_own_array_and_may_change_it() -> None:
@@ -128,11 +129,11 @@ def test_the_function_gets_the_method_s_own_array_and_may_change_it() -> None:
     point = at.with_value(x)
     assert got[0] is x and not np.shares_memory(point.x, x)
     x += 1.0
-    assert value_at(at, np.array([1.0, 2.0])) == 2.5 and given == [BOTH]
+    assert value_at(at, np.array([1.0, 2.0])) == 2.5 and given == ["both"]
 
 
 def test_products_are_not_remembered() -> None:
     at, given = points(False)
     for _ in range(2):
         assert np.array_equal(at.product(np.zeros(2), np.array([1, 2])), [1.0, 2.0])
-    assert given == [PRODUCT, PRODUCT] and at.counts["product"] == 2 and at.value_count == 0
+    assert given == ["product", "product"] and at.counts["product"] == 2 and at.value_count == 0

@@ -21,8 +21,8 @@ from mpiad.differentiation.objective import weight_of
 from mpiad.optimize.constraints import UserConstraint
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.vectors import local_dot
+from mpiad.optimize.totals import Totals
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import put
 from mpiad.transport import Channel

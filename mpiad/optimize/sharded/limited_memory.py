@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.vectors import HostVectors, Ring
+from mpiad.optimize.totals import Totals
 
 # If the gradient's norm decreases by a factor, the relative errors of its products grow by the same factor. Beyond this
 # factor the products are computed again.

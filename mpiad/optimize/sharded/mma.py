@@ -34,11 +34,11 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
-from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.constraint_values import ConstraintValues
 from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings
 from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
 from mpiad.optimize.sharded.vectors import local_dot
+from mpiad.optimize.totals import Totals
 from mpiad.pytrees import put
 from mpiad.transport.devices.device_arrays import arrays_of
 

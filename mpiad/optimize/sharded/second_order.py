@@ -18,8 +18,8 @@ from mpiad.differentiation import SecondOrder, linearize
 from mpiad.optimize.least_squares import LOSSES
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
+from mpiad.optimize.totals import Totals
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.devices.device_arrays import arrays_of

@@ -17,7 +17,6 @@ from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, Packing, local_packing
 from mpiad.optimize.root_driven import Solve
-from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.scipy_methods import MethodArguments
 from mpiad.optimize.sharded.constraint_values import ConstraintValues, LinearEquality, local_constraints
 from mpiad.optimize.sharded.convergence import (
@@ -36,6 +35,7 @@ from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
 from mpiad.optimize.sharded.second_order import SecondOrderEvaluation
 from mpiad.optimize.sharded.sharded_method import OF_RANKS, Identity, StateFiles, global_checksum, layout_of
 from mpiad.optimize.sharded.vectors import DeviceVectors, HostVectors, Ring
+from mpiad.optimize.totals import Totals
 from mpiad.transport import Channel
 
 
@@ -161,7 +161,7 @@ class Sharded(Solve):
         history, message = iterates.record.history(), ending.message
         if ending is NOT_FINITE:
             self._evaluation.at_start.note("entries of the gradient", to_host(gradient))
-            message += self._evaluation.not_finite_at_start()
+            message += self._evaluation.not_finite(point.x)
         return scipy.optimize.OptimizeResult(
             x=self._arguments.packing.unpack(point.x),
             fun=point.value,

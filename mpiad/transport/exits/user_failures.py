@@ -82,14 +82,14 @@ class FailureDetector:
     def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
         self._call, self._stage_module, self._size = call, stage_module, comm.size
         self._exchange = StateExchange(getattr(comm, "bare", comm), self._state, _TICK, "mpiad-watch")
-        self._watched = threading.get_ident()
+        self.watched = threading.get_ident()
         self._place: tuple[FrameType, int, float] | None = None
         if listens:
             self._exchange.start()
 
     def _state(self) -> float:
         """Return the seconds for which this rank has counted as waiting, negative if it isn't waiting; or `_ARRIVED`."""
-        frame, now = sys._current_frames().get(self._watched), time.monotonic()
+        frame, now = sys._current_frames().get(self.watched), time.monotonic()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
             frame = frame.f_back
         if frame is None:
@@ -235,6 +235,10 @@ class StageFailures:
         """Raise again the exception that all ranks have raised, if there is one."""
         if self.error is not None:
             raise self.error
+
+    def watch(self, thread: int) -> None:
+        """Note the thread that runs the next stages."""
+        self._detector.watched = thread
 
     def clear(self, members: tuple[int, ...]) -> None:
         """Drop the messages of an abandoned stage on communicators among `members`, before later receives; collective."""

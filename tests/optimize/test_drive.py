@@ -1,0 +1,459 @@
+"""Programs on the root, and functions that all ranks evaluate for them, compared with closed forms."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.optimize
+from mpi4py import MPI
+
+import mpiad
+from mpiad import drive
+from mpiad.errors import ConvergenceError, WorkerError
+from mpiad.tasks import RankGroups
+
+WORLD = MPI.COMM_WORLD
+X, V, W = np.array([1.0, 2.0, -0.5]), np.array([0.5, -1.0, 2.0]), np.arange(1.0, 7.0)
+
+
+@pytest.fixture(autouse=True)
+def and_drive_again() -> Iterator[None]:
+    """Drive once more after each test, which ranks that have disagreed can't."""
+    yield
+    found = drive(lambda f: f(2.0), lambda x: mpiad.mpi_allreduce(x**2))
+    assert found == (4.0 * WORLD.size if WORLD.rank == 0 else None)
+
+
+def weights(objective: str, size: int) -> np.ndarray:
+    """Return the factors of the ranks' terms."""
+    return {"root": np.ones(size), "sum": np.ones(size), "mean": np.full(size, 1.0 / size)}[objective] * np.arange(
+        1, size + 1
+    )
+
+
+def number(objective: str, rank: int, comm: Any = None) -> Callable[[Any], Any]:
+    """Return this rank's term of sum(weights) * sum(x^4), which the root adds if it alone has the objective."""
+    if objective == "root":
+        return lambda x: mpiad.mpi_allreduce((rank + 1) * anp.sum(x**4), comm=comm)
+    return lambda x: (rank + 1) * anp.sum(x**4)
+
+
+def array(objective: str, rank: int, comm: Any = None) -> Callable[[Any], Any]:
+    """Return this rank's term of sum(weights) * (x^3, sin x)."""
+
+    def term(x: Any) -> Any:
+        return (rank + 1) * anp.concatenate([x**3, anp.sin(x)])
+
+    return (lambda x: mpiad.mpi_allreduce(term(x), comm=comm)) if objective == "root" else term
+
+
+def check_number(f: Any, c: float) -> None:
+    np.testing.assert_allclose(f(X), c * np.sum(X**4), rtol=1e-14)
+    np.testing.assert_allclose(f.gradient(X), c * 4 * X**3, rtol=1e-14)
+    value, gradient = f.value_and_gradient(2.0 * X)
+    np.testing.assert_allclose(value, c * 16 * np.sum(X**4), rtol=1e-14)
+    np.testing.assert_allclose(gradient, c * 32 * X**3, rtol=1e-14)
+    np.testing.assert_allclose(f.gradient(X), c * 4 * X**3, rtol=1e-14)  # of an earlier point
+    np.testing.assert_allclose(f.hvp(X, V), c * 12 * X**2 * V, rtol=1e-14)
+    np.testing.assert_allclose(f.hvp(X, V, 3.0), c * 36 * X**2 * V, rtol=1e-14)
+    np.testing.assert_allclose(f.jvp(X, V), c * 4 * X**3 @ V, rtol=1e-14)
+    np.testing.assert_allclose(f.vjp(X, 2.0), c * 8 * X**3, rtol=1e-14)
+    np.testing.assert_allclose(f.map([X, 2.0 * X]), c * np.sum(X**4) * np.array([1.0, 16.0]), rtol=1e-14)
+    assert f.evaluations == {"value": 4, "gradient": 1, "both": 2, "product": 2, "jvp": 1, "vjp": 1}
+    assert all(seconds > 0.0 for seconds in f.seconds.values())
+
+
+def check_array(g: Any, c: float) -> None:
+    def value(x: Any) -> Any:
+        return c * np.concatenate([x**3, np.sin(x)])
+
+    slope, curvature = np.concatenate([3 * X**2, np.cos(X)]), np.concatenate([6 * X, -np.sin(X)])
+    twice = np.concatenate([V, V])
+    np.testing.assert_allclose(g.vjp(X, W), c * (W * slope).reshape(2, 3).sum(axis=0), rtol=1e-13)
+    np.testing.assert_allclose(g.vjp(X, 2 * W), 2 * c * (W * slope).reshape(2, 3).sum(axis=0), rtol=1e-13)
+    assert g.evaluations["value"] == 1
+    np.testing.assert_allclose(g(X), value(X), rtol=1e-14)
+    np.testing.assert_allclose(g.jvp(X, V), c * slope * twice, rtol=1e-13)
+    for w in (W, W[::-1]):
+        np.testing.assert_allclose(g.hvp(X, V, w), c * (w * curvature * twice).reshape(2, 3).sum(axis=0), rtol=1e-13)
+    np.testing.assert_allclose(g.map(np.array([X, 2.0 * X, V])), [value(X), value(2.0 * X), value(V)], rtol=1e-14)
+    assert g.evaluations == {"value": 5, "gradient": 0, "both": 0, "product": 2, "jvp": 1, "vjp": 2}
+
+
+@pytest.mark.parametrize("objective", ["root", "sum", "mean"])
+def test_values_and_derivatives(objective: str, rank: int, size: int) -> None:
+    def program(f: Any, g: Any) -> str:
+        c = float(np.sum(weights(objective, size)))
+        check_number(f, c)
+        check_array(g, c)
+        return "done"
+
+    for root in {0, size - 1}:
+        found = drive(program, number(objective, rank), array(objective, rank), objective=objective, root=root)
+        assert found == ("done" if rank == root else None)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_part_of_the_ranks(rank: int, size: int) -> None:
+    comm = WORLD.Split(int(rank == 0), -rank)
+    root = comm.size - 1
+    c = comm.size * (comm.size + 1) / 2
+
+    def program(f: Any, g: Any) -> bool:
+        check_number(f, c)
+        check_array(g, c)
+        return True
+
+    found = drive(program, number("root", comm.rank, comm), array("root", comm.rank, comm), root=root, comm=comm)
+    assert found == (True if comm.rank == root else None)
+    comm.Free()
+
+
+def test_pytrees_and_long_points(rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        return mpiad.mpi_allreduce(x["b"] * anp.sum(x["a"] ** 2) + anp.real(x["c"]) ** 2) / size
+
+    def program(f: Any) -> None:
+        x = {"a": np.array([1.0, 2.0]), "b": 3.0, "c": 1.0 + 2.0j}
+        value, gradient = f.value_and_gradient(x)
+        assert value == pytest.approx(16.0)
+        np.testing.assert_allclose(gradient["a"], 6.0 * x["a"])
+        assert gradient["b"] == pytest.approx(5.0) and gradient["c"] == pytest.approx(2.0)
+
+    drive(program, fun)
+    x, v = np.linspace(0.0, 1.0, 1001), np.sin(np.arange(1001.0))
+
+    def long(f: Any) -> None:
+        np.testing.assert_allclose(f.gradient(x), 3 * x**2 * size, rtol=1e-14)
+        np.testing.assert_allclose(f.hvp(x, v), 6 * x * v * size, rtol=1e-14)
+        np.testing.assert_allclose(f.map([x, v]), size * np.array([np.sum(x**3), np.sum(v**3)]), rtol=1e-12)
+
+    drive(long, lambda x: mpiad.mpi_allreduce(anp.sum(x**3)))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_lbfgs_takes_the_evaluations_of_minimize(separate: bool, rank: int, size: int) -> None:
+    calls = [0]
+
+    def rosenbrock(x: Any) -> Any:
+        calls[0] += 1
+        terms = 100.0 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2
+        return mpiad.mpi_allreduce(anp.sum(terms[rank::size]))
+
+    start, options = np.full(10, -1.2), {"maxiter": 200, "ftol": 0.0, "gtol": 1e-8}
+    expected = mpiad.minimize(rosenbrock, start, options=options)
+    made, calls[0] = calls[0], 0
+
+    def program(f: Any) -> Any:
+        arguments: Any = {"fun": f, "jac": f.gradient} if separate else {"fun": f.value_and_gradient, "jac": True}
+        found = scipy.optimize.minimize(**arguments, x0=start, method="L-BFGS-B", options=options)
+        assert f.evaluations["value" if separate else "both"] == found.nfev
+        return found
+
+    found = drive(program, rosenbrock)
+    assert calls[0] == made
+    if rank == 0:
+        assert (found.nfev, found.nit) == (expected.nfev, expected.nit) and np.array_equal(found.x, expected.x)
+
+
+def test_values_alone_are_not_traced(rank: int) -> None:
+    traced: list[bool] = []
+
+    def fun(x: Any) -> Any:
+        traced.append(type(x) is not np.float64)
+        return mpiad.mpi_allreduce(x**2)
+
+    def program(f: Any) -> None:
+        assert [f(float(k)) for k in range(12)] == [WORLD.size * k**2 for k in range(12)]
+        assert f.gradient(11.0) == 22.0 * WORLD.size and f.evaluations["both"] == 1
+        assert f(3.0) == 9.0 * WORLD.size and f.gradient(3.0) == 6.0 * WORLD.size and f.evaluations["gradient"] == 1
+
+    drive(program, fun)
+    assert traced == [True] * 8 + [False] * 4 + [True, True]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_groups_divide_the_points(count: int, rank: int, size: int) -> None:
+    if size % count:
+        with pytest.raises(ValueError, match="can't form"):
+            drive(lambda f: None, lambda x, comm: x, groups=count)
+        return
+    points, evaluated, root = np.arange(7.0), list[float](), size - 1
+
+    def fun(x: Any, comm: Any) -> Any:
+        evaluated.append(float(getattr(x, "_value", x)))
+        return mpiad.mpi_allreduce(x**2, comm=comm) / comm.size
+
+    def several(x: Any, comm: Any) -> Any:
+        return fun(x, comm) * np.array([1.0, 2.0])
+
+    def program(f: Any, g: Any) -> None:
+        np.testing.assert_allclose(f.map(points), points**2)
+        np.testing.assert_allclose(g.map(points), np.outer(points**2, [1.0, 2.0]))
+        np.testing.assert_allclose(g.map(points[:1]), [[0.0, 0.0]])
+        assert f(3.0) == pytest.approx(9.0) and f.gradient(3.0) == pytest.approx(6.0)
+        np.testing.assert_allclose(g.vjp(3.0, np.array([1.0, 1.0])), 18.0)
+
+    groups = RankGroups(count)
+    drive(program, fun, several, groups=groups, root=root)
+    mine = points[groups.index :: count].tolist()
+    assert evaluated[: len(mine)] == mine
+    groups.free()
+
+
+@pytest.mark.parametrize("kind", ["value", "values", "gradient", "array"])
+def test_exception_on_a_rank(kind: str, rank: int, size: int) -> None:
+    for failing in {0, size - 1}:
+        caught: list[BaseException] = []
+
+        def fun(x: Any, failing: int = failing) -> Any:
+            if rank == failing and getattr(x, "_value", x) == 3.0:
+                raise ZeroDivisionError("no way")
+            return x**2 * np.ones(2) if kind == "array" else x**2
+
+        def program(f: Any, caught: list = caught) -> str:
+            calls = {"value": f, "array": f, "values": lambda x: f.map([1.0, x]), "gradient": f.gradient}
+            f(2.0)
+            for x in (3.0, 2.0):  # after a failure the other ranks no longer wait
+                with pytest.raises(WorkerError) as found:
+                    calls[kind](x)
+                caught.append(found.value)
+            return "caught"
+
+        with pytest.raises(WorkerError, match="ZeroDivisionError: no way") as raised:
+            drive(program, fun, objective="mean", root=size - 1)
+        assert raised.value.rank == failing and "test_drive.py" in raised.value.traceback
+        assert len(caught) == 2 * (rank == size - 1) and all(error is raised.value for error in caught)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exception_in_a_group(rank: int, size: int) -> None:
+    if size % 2:
+        return
+
+    def fun(x: Any, comm: Any) -> Any:
+        total = mpiad.mpi_allreduce(x, comm=comm)
+        if rank == size - 1 and x == 3.0:
+            raise KeyError("mine")
+        return total
+
+    with pytest.raises(WorkerError, match=r"drive: rank \d raised KeyError: 'mine'") as caught:
+        drive(lambda f: f.map(np.arange(6.0)), fun, groups=2)
+    assert caught.value.rank == size - 1
+
+    def uneven(x: Any, comm: Any) -> Any:
+        return np.ones(2 + (rank == size - 1)) * x
+
+    with pytest.raises(TypeError, match="of one shape, but returned"):
+        drive(lambda f: f(1.0), uneven, groups=size // 2 if size > 2 else 1, objective="sum")
+
+
+def test_exceptions_of_the_program(rank: int, size: int) -> None:
+    root = size - 1
+
+    def raising(error: BaseException) -> Callable[[Any], None]:
+        def program(f: Any) -> None:
+            f(1.0)
+            raise error
+
+        return program
+
+    with pytest.raises(ValueError, match=r"odd \(raised on the root, rank"):
+        drive(raising(ValueError("odd")), lambda x: x, root=root)
+    with pytest.raises(WorkerError, match="the root, rank .*, raised EOFError: no data") as caught:
+        drive(raising(EOFError("no data")), lambda x: x, root=root)
+    assert caught.value.rank == root
+    with pytest.raises(WorkerError, match="SystemExit: 4") as caught:
+        drive(raising(SystemExit(4)), lambda x: x, root=root)
+    assert caught.value.exit_code == 4
+
+
+def test_interrupt_of_the_program(rank: int, size: int) -> None:
+    def program(f: Any) -> None:
+        f(1.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(WorkerError, match="the root, rank 0, raised KeyboardInterrupt") as caught:
+        drive(program, lambda x: x)
+    assert caught.value.exit_code == 130 and isinstance(caught.value.__cause__, KeyboardInterrupt) == (rank == 0)
+
+
+def test_solver_that_does_not_converge_is_not_a_number(rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        if rank == size - 1 and getattr(x, "_value", x) == 3.0:
+            raise ConvergenceError("no")
+        return x**2
+
+    def program(f: Any, g: Any) -> None:
+        assert f(2.0) == 4.0 and np.isnan(f(3.0)) and np.isnan(f.gradient(3.0)) and f.gradient(2.0) == 4.0
+        assert np.isnan(f.jvp(3.0, 1.0)) and np.isnan(f.hvp(3.0, 1.0))
+        assert np.array_equal(f.map([1.0, 3.0, 2.0]), [1.0, np.nan, 4.0], equal_nan=True)
+        assert np.array_equal(g(2.0), [4.0, 4.0]) and np.array_equal(g(3.0), [np.nan] * 2, equal_nan=True)
+        assert np.isnan(g.vjp(3.0, np.ones(2))) and g.vjp(2.0, np.ones(2)) == 8.0
+
+    drive(program, fun, lambda x: fun(x) * np.ones(2), objective="mean")
+    with pytest.raises(WorkerError, match="ConvergenceError"):
+        drive(lambda f: f(3.0), fun, objective="mean")  # the first point
+
+
+def test_wrong_points_can_be_caught(size: int) -> None:
+    def program(f: Any, g: Any) -> int:
+        f(X), g(X)
+        for wrong, text in (
+            (lambda: f(np.zeros(2)), r"drive: expected shape \(3,\), as of the first point, but got \(2,\)"),
+            (lambda: f([np.zeros(3), 1.0]), "pytree of 1 leaves like the first point, but got 2"),
+            (lambda: f("a"), "x must hold real or complex numbers"),
+            (lambda: f(1j * X), "expected float64, like the first point, but got complex128"),
+            (lambda: f.map([X, X[:2]]), r"but got \(2,\)"),
+            (lambda: f.hvp(X, X[:2]), r"but got \(2,\)"),
+            (lambda: g.vjp(X, W[:2]), r"the function's values, \(6,\), but got \(2,\)"),
+            (lambda: g.hvp(X, V), r"Pass a cotangent: f.hvp\(x, v, w\)"),
+            (lambda: pickle.dumps(f), "can't be called in another process"),
+            (lambda: copy.deepcopy(f), "can't be called in another process"),
+        ):
+            with pytest.raises(TypeError, match=text):
+                wrong()
+        if size > 1:
+            with pytest.raises(ValueError, match="the program of drive is evaluated by one rank"):
+                mpiad.mpi_allreduce(1.0)
+        assert f(X) == np.sum(X**4) and f([1, 2, 3]) == 98.0
+        assert len(f.map([])) == 0
+        return 3
+
+    drive(program, lambda x: anp.sum(x**4), lambda x: anp.concatenate([x, x]))
+
+
+def test_functions_that_return_something_else(rank: int, size: int) -> None:
+    count = [0]
+
+    def changing(x: Any) -> Any:
+        count[0] += 1
+        return anp.zeros(count[0]) + x
+
+    for fun, call, text in (
+        (lambda x: "a", lambda f: f(1.0), "real number"),
+        (lambda x: np.array([1j, 2.0]), lambda f: f(1.0), "real numbers of one shape"),
+        (lambda x: x * np.ones(2), lambda f: f.gradient(1.0), r"arrays of shape \(2,\). Use f.vjp"),
+        (changing, lambda f: (f(1.0), f(1.0)), r"shape \(1,\), as at the first point, but returned .* shape \(2,\)"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            drive(call, fun, objective="mean")
+    if size > 1:
+        with pytest.raises(TypeError, match="values of one shape"):
+            drive(lambda f: f(1.0), lambda x: np.ones(2 + (rank == 1)), objective="sum")
+
+
+def test_traced_values_of_an_enclosing_function(size: int) -> None:
+    def outer(y: Any, shape: tuple) -> Any:
+        drive(lambda f: f(1.0), lambda x: x * y * np.ones(shape), objective="mean")
+        return y
+
+    for shape in ((), (2,)):
+        with pytest.raises(TypeError, match="a solve can't be differentiated"):
+            mpiad.grad(lambda y, shape=shape: outer(y, shape), comm=WORLD)(2.0)
+
+
+def test_calls_that_cannot_be(rank: int, size: int) -> None:
+    kept: list[Any] = []
+
+    def keep(f: Any) -> None:
+        kept.append(f)
+
+    drive(keep, lambda x: x)  # never calls it
+    if rank == 0:
+        for call in (kept[0], kept[0].gradient):
+            with pytest.raises(RuntimeError, match="called after the end of `drive`"):
+                call(1.0)
+
+    def nested(x: Any) -> Any:
+        return kept[-1](2.0) if rank == 0 else x
+
+    with pytest.raises(WorkerError, match="was called inside an evaluation"):
+        drive(lambda f: (keep(f), f(1.0)), nested)
+
+    def forks(f: Any) -> str:
+        f(1.0)
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            try:
+                f(2.0)
+            except RuntimeError as error:
+                os.write(writing, str(error).encode())
+            os._exit(0)
+        os.wait()
+        assert b"in another process, such as those of a pool" in os.read(reading, 1000)
+        return f(3.0)
+
+    assert drive(forks, lambda x: x) == (3.0 if rank == 0 else None)
+
+
+def test_calls_from_threads(rank: int, size: int) -> None:
+    def program(f: Any) -> list[float]:
+        found = np.zeros(8)
+
+        def call(k: int) -> None:
+            for _ in range(5):
+                found[k] += f.value_and_gradient(float(k))[1]
+
+        threads = [threading.Thread(target=call, args=(k,)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found.tolist()
+
+    found = drive(program, lambda x: mpiad.mpi_allreduce(x**2) / size)
+    np.testing.assert_allclose(found if rank == 0 else 10.0 * np.arange(8), 10.0 * np.arange(8))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exception_in_another_thread(rank: int, size: int) -> None:
+    def program(f: Any) -> None:
+        def call() -> None:
+            with pytest.raises(WorkerError):
+                f(1.0)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    def fun(x: Any) -> Any:
+        if rank == size - 1:
+            raise LookupError("elsewhere")
+        return x
+
+    with pytest.raises(WorkerError, match="elsewhere"):
+        drive(program, fun)
+
+
+def test_arguments(rank: int, size: int) -> None:
+    with pytest.raises(TypeError, match="at least one function"):
+        drive(lambda: None)
+    with pytest.raises(TypeError, match="program must be callable on the root, but got int"):
+        drive(3 if rank == 0 else None, lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fun must be callable"):
+        drive(lambda f: None, "a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="objective must be"):
+        drive(lambda f: None, lambda x: x, objective="median")
+    with pytest.raises(ValueError, match="root"):
+        drive(lambda f: None, lambda x: x, root=size)
+    with pytest.raises(TypeError, match="number of groups must be an integer"):
+        drive(lambda f: None, lambda x, comm: x, groups="two")  # type: ignore[arg-type]
+    if size > 1:
+        functions = [lambda x: x] * (1 + rank % 2)
+        with pytest.raises(ValueError, match="1 functions, .* 2 functions"):
+            drive(lambda *f: None, *functions)
+
+
+def test_progress(rank: int, capfd: pytest.CaptureFixture) -> None:
+    drive(lambda f: [f(float(k)) for k in range(3)] and f.map([1.0, 2.0]), lambda x: x, progress=True)
+    shown = capfd.readouterr().err
+    assert ("evaluations: 5" in shown) == (rank == 0)
