@@ -153,7 +153,8 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
     state = f"{_STARTS} {hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
     _announce(state)
     _announce(_STARTS)
-    visible = _is_in(state, MPI.COMM_WORLD.rank) and _on_one_node()
+    on_one_node = any(os.environ.get(name) == str(MPI.COMM_WORLD.size) for name in _SIZES_OF_NODE)
+    visible = on_one_node and _is_in(state, MPI.COMM_WORLD.rank)
     missing, patience, warned, checked = {*ranks} - {MPI.COMM_WORLD.rank}, Backoff(), False, 0.0
     while not made:
         while missing and _is_in(state, min(missing)):
@@ -201,11 +202,6 @@ _STARTS, _ENDED = "starts", "ended"  # states of a rank
 _LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
 _SIZES_OF_NODE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # numbers of ranks on this node, by launchers
 _OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "PALS_APID")
-
-
-def _on_one_node() -> bool:
-    """Return whether the launcher says that all ranks run on this node."""
-    return any(os.environ.get(name) == str(MPI.COMM_WORLD.size) for name in _SIZES_OF_NODE)
 
 
 def _announce(state: str) -> None:
