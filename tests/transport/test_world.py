@@ -6,8 +6,10 @@ import pytest
 
 # The last rank makes its first call after the others have said that they wait, in messages on the program's communicator.
 WAITING = """
-import logging
+import logging, os, sys
 from mpi4py import MPI
+if sys.argv[1] == "other nodes":  # as the launcher says
+    os.environ["MPI_LOCALNRANKS"] = os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1"
 import mpiad
 from mpiad.transport import world
 
@@ -25,8 +27,9 @@ mpiad.mpi_barrier()
 
 
 @pytest.mark.launches
-def test_a_long_wait_at_the_start_is_told(mpirun):
-    done = mpirun(3, WAITING, env={"OMP_NUM_THREADS": "1"})
+@pytest.mark.parametrize("where", ["this node", "other nodes"])
+def test_a_long_wait_at_the_start_is_told(where, mpirun):
+    done = mpirun(3, WAITING, where, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     told = sorted(done.stdout.splitlines())
     assert [line.split(" until")[0] for line in told] == [f"mpi_barrier: rank {k} has waited for 1 seconds" for k in (0, 1)]
