@@ -3,8 +3,8 @@
     mpiexec -n 3 python examples/coupled_solvers.py
 
 Rank 0 simulates a heated room and its wall with NumPy alone. The temperature of the room follows a thermostat, and heat flows
-through the wall, u_t = κ u_xx, to the outside at zero degrees. Rank 0 doesn't import mpiad. The other ranks divide the wall
-among them, receive the room's temperature of each step and the final profile of the wall through the program's own
+through the wall, u_t = κ u_xx, to the outside at zero degrees. Rank 0 doesn't import mpiad. The other ranks divide the
+wall among them, receive the room's temperature of each step and the final profile of the wall through the program's own
 intercommunicator, and send back the κ that reproduces this profile.
 """
 
@@ -17,7 +17,7 @@ WALL, STEPS, KAPPA = 24, 60, 0.35  # cells; time steps; κ in units of spacing²
 def simulate_room():
     """Return the room's temperature before each step, and the final profile of the wall."""
     room, wall, history = 15.0, numpy.zeros(WALL), []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         history.append(room)
         padded = numpy.concatenate([[room], wall, [0.0]])
         wall = wall + KAPPA * (padded[:-2] - 2.0 * wall + padded[2:])

@@ -54,7 +54,7 @@ _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules
 _WARNING_AFTER = 8.0  # seconds
 _BETWEEN_CHECKS = 0.5  # seconds; a check takes 10 µs for each rank of the world
 _UNTIL_KILLED, _GRACE = 3.0, 5.0  # seconds
-_TAG = 28013  # of the call that makes the communicator of all ranks; only the program's call of the same name could match
+_TAG = 28013  # only a call of Create_group by the program, with this tag, could match
 _ADVICE = (
     "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on "
     "all ranks at the beginning of the program if some ranks communicate later than others, or never; or "
@@ -146,8 +146,14 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
     in_thread, made = ranks in _made, _made.get(ranks, [])
 
     def make() -> None:
+        if comm.size == 1:
+            made.append(MPI.COMM_SELF.Dup())
+            return
         group = comm.Get_group()
-        made.append(MPI.COMM_WORLD.Create_group(group, _TAG))
+        try:
+            made.append(MPI.Intracomm.Create_from_group(group, "mpiad"))
+        except (NotImplementedError, MPI.Exception):  # before MPI 4, or without support by the launcher
+            made.append(MPI.COMM_WORLD.Create_group(group, _TAG))
         group.Free()
 
     state = f"{_STARTS} {hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
