@@ -2,7 +2,7 @@
 
     mpiexec -n 3 python examples/coupled_solvers.py
 
-Rank 0 simulates a heated room and its wall with NumPy alone. The temperature of the room follows a thermostat, and heat flows
+Rank 0 simulates a heated room and its wall with NumPy alone. The room's temperature follows a thermostat, and heat flows
 through the wall, u_t = κ u_xx, to the outside at zero degrees. Rank 0 doesn't import mpiad. The other ranks divide the
 wall among them, receive the room's temperature of each step and the final profile of the wall through the program's own
 intercommunicator, and send back the κ that reproduces this profile.

@@ -121,8 +121,9 @@ def _steps(
             yield done - 1
             number = 0
             if done == due or done == n_steps:
-                now = time.perf_counter()
-                number, seconds = _maxima(used, requested() or 0, now - last)
+                now, every_rank = time.perf_counter(), np.empty(2)
+                used.data.Allreduce(np.array([requested() or 0, now - last]), every_rank, MAX)
+                number, seconds = int(every_rank[0]), every_rank[1]
                 interval = max(1, int(interval * min(2.0, _PERIOD / max(seconds, 1e-9))))
                 due, last = done + interval, now
             if number or done == n_steps or done % every == 0:
@@ -134,9 +135,3 @@ def _steps(
                 if used.rank == 0:
                     _log.warning("%s: stopped after %d of %d steps; the same program continues.", _CALL, done, n_steps)
                 raise SystemExit(128 + number)
-
-
-def _maxima(used: Channel, number: int, seconds: float) -> tuple[int, float]:
-    mine, every = np.array([number, seconds]), np.empty(2)
-    used.data.Allreduce(mine, every, MAX)
-    return int(every[0]), every[1]

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 from mpi4py import MPI
 
@@ -60,7 +60,6 @@ _ADVICE = (
     "all ranks at the beginning of the program if some ranks communicate later than others, or never; or "
     "mpiad.mpi_init(world=comm) on the ranks of comm if the others run another program."
 )
-_OTHERS = "other ranks. Call mpiad.mpi_init(world=comm) on all ranks of comm, before their first communicating call."
 _starting = threading.RLock()
 _log = logging.getLogger("mpiad")
 _made: dict[tuple[Rank, ...], list[Comm]] = {}  # by ranks: the communicator; empty while a thread makes it
@@ -95,11 +94,10 @@ def start(call: str, comm: Comm = None) -> None:
     with _starting:
         if not started():
             _start(call, MPI.COMM_WORLD if comm is None else comm)
-        elif comm is not None and comm != lookup.default():
+        elif comm is not None and comm != lookup.member(None, call):
             raise CommunicatorError(
                 f"{call}: the library is already started on another communicator, of {base().size} ranks. Call "
-                "mpi_init(world=comm) once, before the first communicating call; any communicator may be passed to "
-                "mpi_init(comm) and to comm=."
+                "mpi_init(world=comm) once, before the first communicating call."
             )
 
 
@@ -144,18 +142,6 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
         asked = watch_settings.from_environment().timeout
         limit = None if asked is None else max(asked, _TIME_TO_LOAD)
     in_thread, made = ranks in _made, _made.get(ranks, [])
-
-    def make() -> None:
-        if comm.size == 1:
-            made.append(MPI.COMM_SELF.Dup())
-            return
-        group = comm.Get_group()
-        try:
-            made.append(MPI.Intracomm.Create_from_group(group, "mpiad"))
-        except (NotImplementedError, MPI.Exception):  # before MPI 4, or without support by the launcher
-            made.append(MPI.COMM_WORLD.Create_group(group, _TAG))
-        group.Free()
-
     state = f"{_STARTS} {hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
     _announce(state)
     _announce(_STARTS)
@@ -167,6 +153,7 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
             missing.remove(min(missing))
         if not in_thread and not (visible and missing):
             in_thread, _made[ranks] = True, made
+            make = partial(_make_own, comm, made)
             threading.Thread(target=make, name="mpiad-start", daemon=True).start() if missing else make()
         elif patience.seconds > checked + _BETWEEN_CHECKS:
             checked = patience.seconds
@@ -174,7 +161,8 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
                 raise CommunicatorError(f"{_waits(call, checked)} {_listed(ended)} ended without such a call. {_ADVICE}")
             elsewhere = _ranks_in(_STARTS, ranks)  # before their other state, which they announce first
             if elsewhere := sorted({*elsewhere} - {*_ranks_in(state, ranks)}):
-                raise CommunicatorError(f"{_waits(call, checked)} {_listed(elsewhere)} started it for {_OTHERS}")
+                text = f"{_waits(call, checked)} {_listed(elsewhere)} started it for other ranks."
+                raise CommunicatorError(f"{text} Call mpiad.mpi_init(world=comm) on all ranks of comm, before other calls.")
             if limit is not None and checked > limit:
                 raise DeadlockError(f"{_waits(call, checked)}{_absent(state, ranks)} {_ADVICE}")
             if not warned and checked > _WARNING_AFTER:
@@ -182,6 +170,18 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
                 warned = True
         patience.pause()
     return made[0]
+
+
+def _make_own(comm: Comm, made: list[Comm]) -> None:
+    if comm.size == 1:
+        made.append(MPI.COMM_SELF.Dup())
+        return
+    group = comm.Get_group()
+    try:
+        made.append(MPI.Intracomm.Create_from_group(group, "mpiad"))
+    except (NotImplementedError, MPI.Exception):  # before MPI 4, or without support by the launcher
+        made.append(MPI.COMM_WORLD.Create_group(group, _TAG))
+    group.Free()
 
 
 def _waits(call: str, seconds: float) -> str:

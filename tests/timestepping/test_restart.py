@@ -112,8 +112,8 @@ def test_another_number_of_steps(path: Path, rank: int) -> None:
 
 
 def test_few_agreements(path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, before = [], restart._maxima
-    monkeypatch.setattr(restart, "_maxima", lambda *args: made.append(1) or before(*args))
+    made, before = [], restart.requested
+    monkeypatch.setattr(restart, "requested", lambda: made.append(1) or before())
     monkeypatch.setattr(restart, "_PERIOD", 1e6)
     for _ in restartable(1000, {}, path, every=1000):
         pass
@@ -162,8 +162,8 @@ BAD = {
     "every": ((2, {}), {"every": 0}, ValueError, "every must be at least 1"),
     "state": ((2, [1.0]), {}, TypeError, "state must be a dict with names as keys"),
     "object": ((2, {"u": {1, 2}}), {}, TypeError, r"restartable: state/u is set \{1, 2\}"),
-    "signal": ((2, {}), {"signals": [signal.SIGKILL]}, ValueError, "signal 9 can't request an end"),
-    "signal's name": ((2, {}), {"signals": ["SIGUSR1"]}, TypeError, "signals must contain numbers"),
+    "signal": ((2, {}), {"signals": [signal.SIGKILL]}, ValueError, "signals may contain .* not <Signals.SIGKILL: 9>"),
+    "signal's name": ((2, {}), {"signals": ["SIGUSR1"]}, ValueError, "not 'SIGUSR1'"),
 }
 
 

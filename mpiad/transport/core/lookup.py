@@ -39,11 +39,6 @@ def set_world(comm: Comm, private: Comm) -> None:
     set_base(private)
 
 
-def default() -> Comm:
-    """Return the communicator that None stands for."""
-    return _default
-
-
 def open_world() -> Channel:
     """Make the duplicates of the world; collective over its ranks."""
     global _world, _finalized
@@ -149,9 +144,8 @@ def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
             )
         if _default != MPI.COMM_WORLD and min(world_ranks(comm)) < 0:
             raise CommunicatorError(
-                f"{call}: some of the {comm.size} ranks of comm don't belong to the world of {world.size} ranks with which "
-                "this program called mpi_init(world=...). Use the library's functions among ranks of the world, and "
-                "mpi4py's between worlds."
+                f"{call}: some of the {comm.size} ranks of comm don't belong to the world of {world.size} ranks, which was "
+                "passed to mpi_init(world=...). Communicate with other ranks by mpi4py."
             )
         found = once(Channel, comm)
         comm.Set_attr(_key(), found)

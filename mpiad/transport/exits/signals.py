@@ -48,13 +48,12 @@ def requested() -> int | None:
 
 
 def as_warnings(signals: Iterable[int], call: str) -> tuple[int, ...]:
-    """Return the numbers of signals; raise a TypeError or ValueError if one of them can't request an end."""
-    numbers = tuple(signals)
-    for number in numbers:
-        if not isinstance(number, int):
-            raise TypeError(f"{call}: signals must contain numbers such as signal.SIGUSR1, but got {number!r:.60}.")
+    """Return the numbers of signals; raise a ValueError if one of them can't request an end."""
+    for number in (numbers := tuple(signals)):
         if number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT}:
-            raise ValueError(f"{call}: signal {number} can't request an end. Use SIGUSR1 or SIGUSR2; SIGTERM always does.")
+            raise ValueError(
+                f"{call}: signals may contain signal.SIGUSR1 or another catchable one, but not {number!r:.60}."
+            )
     return numbers
 
 
@@ -85,13 +84,11 @@ def postponed(patience: float = 30.0, warnings: tuple[int, ...] = ()) -> Iterato
 
 
 def _has_default_handler(number: int) -> bool:
-    if signal.getsignal(number) is signal.SIG_DFL:
-        with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
-            # Handlers of C code, such as faulthandler's, are unknown to Python.
-            caught = next(line for line in file if line.startswith("SigCgt"))
-            return not int(caught.split()[1], 16) >> (number - 1) & 1
-        return True
-    return False
+    caught = "0"
+    # Handlers of C code, such as faulthandler's, are unknown to Python.
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        caught = next((line.split()[1] for line in file if line.startswith("SigCgt")), caught)
+    return signal.getsignal(number) is signal.SIG_DFL and not int(caught, 16) >> (number - 1) & 1
 
 
 def _on_warning(number: int, frame: FrameType | None) -> None:
