@@ -121,9 +121,9 @@ def _steps(
             yield done - 1
             number = 0
             if done == due or done == n_steps:
-                now, every_rank = time.perf_counter(), np.empty(2)
-                used.data.Allreduce(np.array([requested() or 0, now - last]), every_rank, MAX)
-                number, seconds = int(every_rank[0]), every_rank[1]
+                now, largest = time.perf_counter(), np.empty(2)
+                used.data.Allreduce(np.array([requested() or 0, now - last]), largest, MAX)
+                number, seconds = int(largest[0]), largest[1]
                 interval = max(1, int(interval * min(2.0, _PERIOD / max(seconds, 1e-9))))
                 due, last = done + interval, now
             if number or done == n_steps or done % every == 0:
