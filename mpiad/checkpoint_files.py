@@ -15,6 +15,7 @@ import glob
 import json
 import os
 import secrets
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -145,6 +146,28 @@ def remedy(error: OSError, path: Path) -> str:
     if error.errno == errno.EFBIG:
         return "Raise the limit on the size of files (ulimit -f)."
     return f"Make the folder {path.parent} writable for this user, or pass a file in another folder."
+
+
+class WriteFailures:
+    """Warnings about states that couldn't be written; successive failures with the same reason cause one warning."""
+
+    def __init__(self, call: str):
+        self._call, self._last = call, None
+
+    @staticmethod
+    def reason(error: OSError, file: Path) -> str:
+        """Return the reason for a failed write, and a remedy, as text."""
+        return f"{file}: {error.strerror or error}. {remedy(error, file)}"
+
+    def report(self, iteration: int, reason: str | None) -> None:
+        """Warn that the state of an iteration wasn't written for a new reason; None if it was written."""
+        if reason is not None and reason != self._last:
+            warnings.warn(
+                f"{self._call}: the checkpoint of iteration {iteration} can't be written; the older one is kept ({reason})",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._last = reason
 
 
 def read_description(path: Path) -> dict[str, Any]:

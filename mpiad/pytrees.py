@@ -3,6 +3,7 @@
 - Traversal: `flatten`, `map_leaves`, and `named_leaves` with the path of each leaf.
 - Checks of leaves: whether they are variables, unsupported, or on a device.
 - Concatenation of small arrays and the inverse, for messages, copies to and from devices, and arithmetic.
+- Descriptions for files: `described` and its inverse `rebuilt`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_arr
 
 LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
+_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _MIN_LONG_SIZE = 1 << 13  # entries; `in_blocks` concatenates shorter arrays
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 
@@ -218,3 +220,63 @@ def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Se
         block = slice(start, start + _BLOCK_SIZE)
         formula(*[array[block] for array in arrays])
     return outputs
+
+
+def described(value: Tree, path: str, arrays: dict[str, np.ndarray], call: str) -> list[Any]:
+    """Return a description of a pytree for JSON, and add its arrays to `arrays`; a TypeError for unsupported objects."""
+    if value is None or isinstance(value, (bool, str)):  # bool before its base class int
+        return ["plain", value]
+    namespace = arrays_of(value)
+    # Arrays of objects aren't supported, since they would need pickle.
+    if namespace is not None or (isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject):
+        while path in arrays:  # different leaves may have the same path, for example those of the keys 1 and "1"
+            path += "'"
+        arrays[path] = np.asarray(value) if namespace is None else namespace.to_host(value)
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return [kind if namespace is None else "device array", path]
+    if isinstance(value, (int, float)):
+        return ["plain", value]  # JSON represents integers of any size and all floats exactly
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    # Subclasses (Counter, NamedTuple) aren't supported, since their objects would lose the type.
+    if type(value) is dict:
+        parts = [
+            [described(key, path, arrays, call), described(part, f"{path}/{key}", arrays, call)]
+            for key, part in value.items()
+        ]
+        return ["dict", parts]
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return [type(value).__name__, [described(part, f"{path}/{k}", arrays, call) for k, part in enumerate(value)]]
+    if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in _GENERATORS:
+        return ["generator", described(value.bit_generator.state, path, arrays, call)]
+    raise TypeError(
+        f"{call}: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint may only hold arrays, "
+        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save the parts of the object."
+    )
+
+
+def rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: ArrayModule | None = None) -> Tree:
+    """Return the pytree of a description; raise a ValueError for a device array if no `namespace` is given."""
+    kind, rest = description[0], description[1:]
+    if kind == "plain":
+        return rest[0]
+    if kind in ("array", "number"):
+        return arrays[rest[0]] if kind == "array" else arrays[rest[0]][()]
+    if kind == "device array":
+        if namespace is None:
+            raise ValueError(
+                f"{rest[0]} was saved from a device. Pass like=, a pytree with an array on the device to which it should "
+                "be copied, such as the initial parameters of the training."
+            )
+        return namespace.to_device(arrays[rest[0]])
+    if kind == "complex":
+        return complex(*rest)
+    if kind == "dict":
+        return {rebuilt(key, arrays, namespace): rebuilt(part, arrays, namespace) for key, part in rest[0]}
+    if kind in ("list", "tuple"):
+        parts = [rebuilt(part, arrays, namespace) for part in rest[0]]
+        return parts if kind == "list" else tuple(parts)
+    state: dict[str, Any] = rebuilt(rest[0], arrays)
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Iterable
 from os import PathLike
@@ -11,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad.checkpoint_files import files_of_ranks, read, remedy, require_same_problem, write
+from mpiad.checkpoint_files import WriteFailures, files_of_ranks, read, require_same_problem, write
 from mpiad.optimize.evaluated_points import Point
 from mpiad.optimize.history import Record
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
+from mpiad.transport.exits.signals import as_warnings
 
 
 class CheckpointFile(NamedTuple):
@@ -33,6 +33,9 @@ class CheckpointFile(NamedTuple):
         Position of a rank's variables in the whole arrays of a sharded solve, along their last axes: for example
         `Domain.owned`, which `Domain.minimize` passes. With `blocks` a solve can resume on any number of ranks. Without
         `blocks`, arrays with one axis are assumed to be consecutive parts of whole arrays, in the order of ranks.
+    signals : tuple of int
+        Signals that end the solve after the current iteration like SIGTERM, but without a limit of time, for example
+        ``(signal.SIGUSR1,)``, which batch systems send as a warning. The program mustn't have set another handler.
 
     Examples
     --------
@@ -49,6 +52,7 @@ class CheckpointFile(NamedTuple):
     every: int = 10
     patience: float = 30.0
     blocks: tuple[slice, ...] | None = None
+    signals: tuple[int, ...] = ()
 
     @property
     def file(self) -> Path:
@@ -66,34 +70,13 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
         raise TypeError(f"{call}: checkpoint must be a path or an mpiad.optimize.CheckpointFile, but got {got}.")
     if not (isinstance(found.every, (int, np.integer)) and found.every >= 1):
         raise ValueError(f"{call}: every must be a positive number of iterations, but got {found.every!r}.")
+    as_warnings(found.signals, call)
     if writes and not found.file.parent.is_dir():
         raise ValueError(
             f"{call}: the folder of checkpoint {found.path!s:.200} doesn't exist: {found.file.parent}. Create it; "
             "sharded methods need a file system that all ranks share."
         )
     return found
-
-
-class WriteFailures:
-    """Warnings about states that couldn't be written; successive failures with the same reason cause one warning."""
-
-    def __init__(self, call: str):
-        self._call, self._last = call, None
-
-    @staticmethod
-    def reason(error: OSError, file: Path) -> str:
-        """Return the reason for a failed write, and a remedy, as text."""
-        return f"{file}: {error.strerror or error}. {remedy(error, file)}"
-
-    def report(self, iteration: int, reason: str | None) -> None:
-        """Warn that the state of an iteration wasn't written for a new reason; None if it was written."""
-        if reason is not None and reason != self._last:
-            warnings.warn(
-                f"{self._call}: the checkpoint of iteration {iteration} can't be written; the older one is kept ({reason})",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        self._last = reason
 
 
 def fingerprint(*arrays: np.ndarray) -> str:

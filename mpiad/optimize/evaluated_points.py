@@ -27,7 +27,8 @@ class Ending(NamedTuple):
 # The exit status of a program that is ended by SIGTERM: 128 plus the signal's number.
 INTERRUPTED = Ending(
     143,
-    "INTERRUPTED: a rank received SIGTERM, and the state is written. Make the same call again to continue.",
+    "INTERRUPTED: a rank received SIGTERM, or another signal of the checkpoint, and the state is written. Make the same "
+    "call again to continue.",
 )
 # SciPy's status.
 STOPPED = Ending(99, "`callback` raised `StopIteration`.")

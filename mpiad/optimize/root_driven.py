@@ -64,7 +64,7 @@ class Solve:
     def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
         """Postpone SIGTERM if checkpoints are written; at the end free resources; after a failure renew the channel."""
         try:
-            with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
+            with nullcontext() if checkpoint is None else postponed(checkpoint.patience, tuple(checkpoint.signals)):
                 yield
         except Exception as error:
             if isinstance(error, DeadlockError):

@@ -12,13 +12,12 @@ from mpiad._typing import Comm, Rank, Tree
 from mpiad.checkpoint_files import read, remedy, write
 from mpiad.parallel.parameters import matching_leaves, same_form
 from mpiad.primitives.checks import root_of
-from mpiad.pytrees import flatten, leaf_on_device
+from mpiad.pytrees import described, flatten, leaf_on_device, rebuilt
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together
-from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 _KIND = "training"
-_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
 class TrainingCheckpoint(NamedTuple):
@@ -70,14 +69,14 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     own_arrays: dict[str, np.ndarray] = {}
     with raising_together(used, Exception):
         if used.rank == root:
-            file, described = _file(path, call), _described(tree, "tree", arrays)
-        rank_own = _described(own, f"own/{used.rank}", own_arrays), own_arrays
+            file, described_tree = _file(path, call), described(tree, "tree", arrays, call)
+        rank_own = described(own, f"own/{used.rank}", own_arrays, call), own_arrays
     every = used.data.gather(rank_own, root)
     with raising_together(used, Exception):
         if used.rank == root:
             for _, state in every:
                 arrays.update(state)
-            description = {"kind": _KIND, "ranks": used.size, "tree": described, "own": [state for state, _ in every]}
+            description = {"kind": _KIND, "ranks": used.size, "tree": described_tree, "own": [state for state, _ in every]}
             try:
                 write(file, description, arrays.items())
             except OSError as found:
@@ -143,8 +142,8 @@ def load_checkpoint(
     namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
-            rank_own = _rebuilt(own[used.rank], arrays, namespace) if len(own) == used.size else None
-            restored = TrainingCheckpoint(_rebuilt(description["tree"], arrays, namespace), rank_own)
+            rank_own = rebuilt(own[used.rank], arrays, namespace) if len(own) == used.size else None
+            restored = TrainingCheckpoint(rebuilt(description["tree"], arrays, namespace), rank_own)
             if like is not None:
                 _require_like(restored, like)
             return restored
@@ -186,60 +185,3 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
             "same number of ranks, or save without own."
         )
     return description, arrays
-
-
-def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any]:
-    """Return the description of a pytree, and add its arrays to `arrays`; raise a TypeError for unsupported objects."""
-    if value is None or isinstance(value, (bool, str)):  # bool before its base class int
-        return ["plain", value]
-    namespace = arrays_of(value)
-    # Arrays of objects aren't supported, since they would need pickle.
-    if namespace is not None or (isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject):
-        while path in arrays:  # different leaves may have the same path, for example those of the keys 1 and "1"
-            path += "'"
-        arrays[path] = np.asarray(value) if namespace is None else namespace.to_host(value)
-        kind = "array" if isinstance(value, np.ndarray) else "number"
-        return [kind if namespace is None else "device array", path]
-    if isinstance(value, (int, float)):
-        return ["plain", value]  # JSON represents integers of any size and all floats exactly
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    # Subclasses (Counter, NamedTuple) aren't supported, since their objects would lose the type.
-    if type(value) is dict:
-        parts = [[_described(key, path, arrays), _described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
-        return ["dict", parts]
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return [type(value).__name__, [_described(part, f"{path}/{k}", arrays) for k, part in enumerate(value)]]
-    if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in _GENERATORS:
-        return ["generator", _described(value.bit_generator.state, path, arrays)]
-    raise TypeError(
-        f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint may only hold arrays, "
-        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save the parts of the object."
-    )
-
-
-def _rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: ArrayModule | None = None) -> Tree:
-    """Return the pytree of a description; raise a ValueError for a device array if no `namespace` is given."""
-    kind, rest = description[0], description[1:]
-    if kind == "plain":
-        return rest[0]
-    if kind in ("array", "number"):
-        return arrays[rest[0]] if kind == "array" else arrays[rest[0]][()]
-    if kind == "device array":
-        if namespace is None:
-            raise ValueError(
-                f"{rest[0]} was saved from a device. Pass like=, a pytree with an array on the device to which it should "
-                "be copied, such as the initial parameters of the training."
-            )
-        return namespace.to_device(arrays[rest[0]])
-    if kind == "complex":
-        return complex(*rest)
-    if kind == "dict":
-        return {_rebuilt(key, arrays, namespace): _rebuilt(part, arrays, namespace) for key, part in rest[0]}
-    if kind in ("list", "tuple"):
-        parts = [_rebuilt(part, arrays, namespace) for part in rest[0]]
-        return parts if kind == "list" else tuple(parts)
-    state: dict[str, Any] = _rebuilt(rest[0], arrays)
-    bits = getattr(np.random, state["bit_generator"])()
-    bits.state = state
-    return np.random.Generator(bits)

@@ -11,30 +11,37 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Comm, Rank
 from mpiad.pytrees import map_leaves
 from mpiad.transport import channel, member, prepare, renew, world
+from mpiad.transport.world import start
 
 
-def mpi_init(comm: Comm = None) -> None:
+def mpi_init(comm: Comm = None, *, world: Comm = None) -> None:
     """Start the library, initialize MPI if it isn't initialized, and prepare a communicator for every kind of call.
 
-    Without this call, each rank's first communicating call starts the library.
+    Without this call, each rank's first communicating call starts the library, on all ranks of ``MPI.COMM_WORLD``.
 
     Parameters
     ----------
     comm : mpi4py intracommunicator, optional
         The world by default.
+    world : mpi4py intracommunicator, optional
+        The communicator that ``comm=None`` means in all functions, by default ``MPI.COMM_WORLD``: the ranks that use the
+        library, if the other ranks of the job run another program. It can't be changed after the start of the library.
 
     Raises
     ------
     TypeError
-        If `comm` isn't a communicator.
+        If `comm` or `world` isn't a communicator.
     CommunicatorError
-        If `comm` is freed, null or an intercommunicator, if MPI has ended, or if a rank of the same node ends without such
-        a call.
+        If `comm` or `world` is freed, null or an intercommunicator; if MPI has ended; if a rank of the same node ends
+        without such a call, or starts the library with another `world`; if the library has been started with another
+        `world`; or if `comm` has ranks outside of `world`.
+    DeadlockError
+        If ranks are missing after ``MPIAD_TIMEOUT`` seconds.
 
     Ranks
     -----
-    All ranks of `comm` call it. The first call in a program returns when all ranks of the world have started the library.
-    Further calls for the same communicator do nothing.
+    All ranks of `comm` call it, or of `world`. The first call in a program returns when all ranks of the world have started
+    the library. Further calls for the same communicator do nothing.
 
     Examples
     --------
@@ -44,7 +51,7 @@ def mpi_init(comm: Comm = None) -> None:
     >>> print(mpiad.mpi_rank(row) == rank % 2)
     True
     """
-    world.start("mpi_init")
+    start("mpi_init", world)
     if comm is not None:
         prepare(comm, "mpi_init")
 

@@ -1,6 +1,7 @@
-"""Time-stepping: loops whose gradient stores a few states and recomputes the others."""
+"""Time-stepping: loops whose gradient stores a few states and recomputes the others, and loops that can be restarted."""
 
 from mpiad.timestepping.checkpoints import CheckpointSchedule
+from mpiad.timestepping.restart import restartable
 from mpiad.timestepping.scan import scan
 
-__all__ = ["CheckpointSchedule", "scan"]
+__all__ = ["CheckpointSchedule", "restartable", "scan"]

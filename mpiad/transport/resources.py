@@ -27,7 +27,7 @@ import numpy as np
 import threadpoolctl
 from mpi4py import MPI
 
-from mpiad._typing import Array, Scalar
+from mpiad._typing import Array, Comm, Scalar
 from mpiad.cache_folder import first_time
 from mpiad.environment_variables import switch
 
@@ -89,11 +89,11 @@ def gram(rows: np.ndarray) -> np.ndarray:
     return sum((stretch @ stretch.T for stretch in stretches), np.zeros((len(rows), len(rows))))
 
 
-def limit_threads(ranks_on_node: int) -> None:
+def limit_threads(comm: Comm, ranks_on_node: int) -> None:
     """Limit thread pools to a share of the node's cores, unless the user set them; the lowest rank logs it; collective."""
     global _share, _serial_length
     _share = max(1, len(cores()) // ranks_on_node)
-    comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
+    share = _limited(ranks_on_node)
     if os.environ.get("OMP_NUM_THREADS") == "1":
         _serial_length = sys.maxsize
     first = comm.allreduce(comm.size if share is None else comm.rank, MPI.MIN)

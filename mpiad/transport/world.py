@@ -18,15 +18,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from mpi4py import MPI
 
-from mpiad._typing import Rank
+from mpiad._typing import Comm, Rank
 from mpiad.errors import CommunicationMismatchError, CommunicatorError, DeadlockError
 from mpiad.transport.core import lookup
-from mpiad.transport.core.channels import live_channels
+from mpiad.transport.core.channels import base, live_channels, world_ranks
 from mpiad.transport.core.fault_tolerance import all_ranks_alive, flush_streams, leave_process
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.devices import device_settings
@@ -54,12 +54,15 @@ _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules
 _WARNING_AFTER = 8.0  # seconds
 _BETWEEN_CHECKS = 0.5  # seconds; a check takes 10 µs for each rank of the world
 _UNTIL_KILLED, _GRACE = 3.0, 5.0  # seconds
+_TAG = 28013  # only a call of Create_group by the program, with this tag, could match
 _ADVICE = (
     "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on "
-    "all ranks at the beginning of the program if some ranks communicate later than others, or never."
+    "all ranks at the beginning of the program if some ranks communicate later than others, or never; or "
+    "mpiad.mpi_init(world=comm) on the ranks of comm if the others run another program."
 )
 _starting = threading.RLock()
 _log = logging.getLogger("mpiad")
+_made: dict[tuple[Rank, ...], list[Comm]] = {}  # by ranks: the communicator; empty while a thread makes it
 _begins: list[Callable[[], None]] = []
 _ends: list[Callable[[], None]] = []
 
@@ -76,64 +79,109 @@ def prepare_process() -> bool:
     return ends_job
 
 
-def start(call: str) -> None:
-    """Start the library on all ranks of the world, once; collective. The first communication does it, or `mpi_init`."""
-    # A CommunicatorError is raised after the end of MPI, in a task pool, or if a rank has ended without calling this.
+def start(call: str, comm: Comm = None) -> None:
+    """Start the library on all ranks of `comm`, by default COMM_WORLD, once; the first communication or `mpi_init` does it.
+
+    A CommunicatorError is raised after the end of MPI, in a task pool, if the library has been started on another
+    communicator, or if a rank ends without calling this or calls it for another communicator; collective.
+    """
     if MPI.Is_finalized():
         raise CommunicatorError(f"{call}: called after mpi_finalize. MPI can't be started again in this process.")
     if not MPI.Is_initialized():
         MPI.Init_thread()
+    if comm is not None:
+        lookup.member(comm, f"{call}(world=comm)")
     with _starting:
         if not started():
-            _start(call)
+            _start(call, MPI.COMM_WORLD if comm is None else comm)
+        elif comm is not None and comm != lookup.member(None, call):
+            raise CommunicatorError(
+                f"{call}: the library is already started on another communicator, of {base().size} ranks. Call "
+                "mpi_init(world=comm) once, before the first communicating call."
+            )
 
 
-def _start(call: str) -> None:
+def _start(call: str, comm: Comm) -> None:
     global _local
-    if MPI.COMM_WORLD.size > 1 and in_pool():
+    if comm.size > 1 and in_pool():
         raise CommunicatorError(
             f"{call}: all ranks must call this, but `python -m mpi4py.futures` runs the program on rank 0 alone, and the "
             "others wait for tasks. Run it on all ranks, without `-m mpi4py.futures`, and distribute the tasks "
             "by mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor."
         )
     ends_job = prepare_process()
-    # Before the first duplicate: MPI would wait in it silently for ranks that never start the library.
-    await_all_ranks(call)
+    private = await_all_ranks(call, comm)
+    lookup.set_world(comm, private)
     # These two raise on all ranks if a variable has an invalid value, and the next call starts again.
     switch.start()
-    device_settings.start()
+    device_settings.start(private)
     lookup.open_world()
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    node = private.Split_type(MPI.COMM_TYPE_SHARED)
     _local = node.rank, node.size
     node.Free()
     if ends_job:
         prepare_await_others()
-    limit_threads(_local[1])
+    limit_threads(private, _local[1])
     for begin in _begins:
         begin()
 
 
-def await_all_ranks(call: str) -> None:
-    """Wait until all ranks have called this, since MPI alone would wait in silence; `call`: for messages."""
-    # A CommunicatorError is raised if a rank of this node has ended without this call, a DeadlockError after
-    # ``MPIAD_TIMEOUT``, but not before the time that Python needs to load its modules.
+def await_all_ranks(call: str, comm: Comm) -> Comm:
+    """Return another communicator of the ranks of `comm`, after all have called this; `call`: for messages.
+
+    MPI makes it in a call that matches none of the program's on other ranks, but waits in silence. So it is called after
+    all ranks are seen here; by a second thread if they can't be seen. A CommunicatorError is raised if a rank of this
+    node has ended without calling this, or calls it for other ranks; a DeadlockError after ``MPIAD_TIMEOUT``, but not
+    before the time that Python needs to load its modules.
+    """
+    ranks = tuple(world_ranks(comm, MPI.COMM_WORLD))
+    if min(ranks) < 0:
+        raise CommunicatorError(f"{call}: the world must consist of ranks of MPI.COMM_WORLD, without spawned processes.")
     limit = None
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
         asked = watch_settings.from_environment().timeout
         limit = None if asked is None else max(asked, _TIME_TO_LOAD)
+    in_thread, made = ranks in _made, _made.get(ranks, [])
+    state = f"{_STARTS} {hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+    _announce(state)
     _announce(_STARTS)
-    request, patience, warned, checked = MPI.COMM_WORLD.Ibarrier(), Backoff(), False, 0.0
-    while not request.Test():
-        if patience.seconds > checked + _BETWEEN_CHECKS:
+    on_one_node = any(os.environ.get(name) == str(MPI.COMM_WORLD.size) for name in _SIZES_OF_NODE)
+    visible = on_one_node and _is_in(state, MPI.COMM_WORLD.rank)
+    missing, patience, warned, checked = {*ranks} - {MPI.COMM_WORLD.rank}, Backoff(), False, 0.0
+    while not made:
+        while missing and _is_in(state, min(missing)):
+            missing.remove(min(missing))
+        if not in_thread and not (visible and missing):
+            in_thread, _made[ranks] = True, made
+            make = partial(_make_own, comm, made)
+            threading.Thread(target=make, name="mpiad-start", daemon=True).start() if missing else make()
+        elif patience.seconds > checked + _BETWEEN_CHECKS:
             checked = patience.seconds
-            if ended := _ranks_in(_ENDED):
+            if ended := _ranks_in(_ENDED, ranks):
                 raise CommunicatorError(f"{_waits(call, checked)} {_listed(ended)} ended without such a call. {_ADVICE}")
+            elsewhere = _ranks_in(_STARTS, ranks)  # before their other state, which they announce first
+            if elsewhere := sorted({*elsewhere} - {*_ranks_in(state, ranks)}):
+                text = f"{_waits(call, checked)} {_listed(elsewhere)} started it for other ranks."
+                raise CommunicatorError(f"{text} Call mpiad.mpi_init(world=comm) on all ranks of comm, before other calls.")
             if limit is not None and checked > limit:
-                raise DeadlockError(f"{_waits(call, checked)}{_absent()} {_ADVICE}")
+                raise DeadlockError(f"{_waits(call, checked)}{_absent(state, ranks)} {_ADVICE}")
             if not warned and checked > _WARNING_AFTER:
-                _log.warning(f"{_waits(call, checked)}{_absent()} {_ADVICE}")
+                _log.warning(f"{_waits(call, checked)}{_absent(state, ranks)} {_ADVICE}")
                 warned = True
         patience.pause()
+    return made[0]
+
+
+def _make_own(comm: Comm, made: list[Comm]) -> None:
+    if comm.size == 1:
+        made.append(MPI.COMM_SELF.Dup())
+        return
+    group = comm.Get_group()
+    try:
+        made.append(MPI.Intracomm.Create_from_group(group, "mpiad"))
+    except (NotImplementedError, MPI.Exception):  # before MPI 4, or without support by the launcher
+        made.append(MPI.COMM_WORLD.Create_group(group, _TAG))
+    group.Free()
 
 
 def _waits(call: str, seconds: float) -> str:
@@ -143,14 +191,14 @@ def _waits(call: str, seconds: float) -> str:
     )
 
 
-def _absent() -> str:
+def _absent(state: str, ranks: Sequence[Rank]) -> str:
     """Return a sentence about the ranks that haven't begun to start; "" if they can't be seen."""
-    here = _ranks_in(_STARTS)
-    absent = [rank for rank in range(MPI.COMM_WORLD.size) if rank not in here]
+    here = _ranks_in(state, ranks)
+    absent = [rank for rank in ranks if rank not in here]
     return f" {_listed(absent)} made none so far, or run on another node." if here and absent else ""
 
 
-def _listed(ranks: list[int]) -> str:
+def _listed(ranks: Sequence[Rank]) -> str:
     return f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
@@ -158,6 +206,7 @@ _STARTS, _ENDED = "starts", "ended"  # states of a rank
 
 # Names of launchers' processes from which all ranks of a job on a node descend, and variables that differ between jobs.
 _LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
+_SIZES_OF_NODE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # numbers of ranks on this node, by launchers
 _OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "PALS_APID")
 
 
@@ -170,14 +219,16 @@ def _announce(state: str) -> None:
         found.detach()  # so that it stays open in MPI_Finalize, which mpi4py calls after the end of Python
 
 
-def _ranks_in(state: str) -> list[Rank]:
+def _is_in(state: str, rank: Rank) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks, contextlib.suppress(OSError):
+        asks.connect(_socket_name(rank, state))
+        return True
+    return False
+
+
+def _ranks_in(state: str, ranks: Sequence[Rank]) -> list[Rank]:
     """Return the ranks of this node in a state; none on systems without such sockets."""
-    found = []
-    for rank in range(MPI.COMM_WORLD.size) if _job() else ():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks, contextlib.suppress(OSError):
-            asks.connect(_socket_name(rank, state))
-            found.append(rank)
-    return found
+    return [rank for rank in ranks if _is_in(state, rank)]
 
 
 def _socket_name(rank: Rank, state: str) -> str:
@@ -215,7 +266,7 @@ def at_end(end: Callable[[], None]) -> None:
 
 def any_rank(asks: bool) -> bool:
     """Return whether `asks` is true on any rank; collective. For variables that a launcher may not pass on to all ranks."""
-    return bool(MPI.COMM_WORLD.allreduce(asks, MPI.LOR))
+    return bool(base().allreduce(asks, MPI.LOR))
 
 
 def local_rank() -> int:
@@ -241,18 +292,18 @@ def finalized() -> bool:
 
 
 def finalize() -> None:
-    """Complete pending sends and finalize MPI; collective over all ranks. A second call does nothing."""
+    """Complete pending sends and finalize MPI; collective over the world. A second call does nothing."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
         _announce_end()
         _close()
-        if all_ranks_alive():
+        if all_ranks_alive(base()):
             MPI.Finalize()
 
 
 def level_of_repeats() -> int:
     """Return the level of a warning that nearly all ranks log: INFO on most of them."""
-    world = MPI.COMM_WORLD
+    world = base()
     return logging.WARNING if not is_rank() or logs_for_others(world.rank, world.size) else logging.INFO
 
 
@@ -270,7 +321,7 @@ def _complete_at_exit() -> None:
             if not watch_settings.present().watches:
                 raise
             _end_job(error)  # no caller is left to catch it
-        if not all_ranks_alive():
+        if not all_ranks_alive(base()):
             leave_process(code_at_end())
 
 
@@ -312,7 +363,7 @@ def _close() -> None:
 
 def _end_job(error: Exception) -> None:
     # One rank shows the error, which is the same on all.
-    if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatchError):
+    if base().rank == 0 or not isinstance(error, CommunicationMismatchError):
         end_by(error)
     else:
         time.sleep(_UNTIL_KILLED)

@@ -23,7 +23,7 @@ SHOWN = {name: programs_of(page.read_text(), name) for page, name in zip(PAGES, 
 PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
-ALONE = ("unreset.py",)  # one rank raises while the other waits
+ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raises while the other waits
 # These take more than a second. They run with `--thorough`: alone, like all others.
 SLOW = (
     "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "cubic.py", "currents.py", "implicit_heat.py", "line.py",

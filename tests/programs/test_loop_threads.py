@@ -5,6 +5,7 @@ import threading
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpiad
 from mpiad.domain import Domain
@@ -96,5 +97,5 @@ def test_a_rank_takes_its_share_of_the_cores(ranks, wanted, expected, monkeypatc
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)
     assert resources.loop_threads() == 1  # before it is known who shares the node
-    resources.limit_threads(ranks)
+    resources.limit_threads(MPI.COMM_SELF, ranks)
     assert resources.loop_threads() == expected

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-from mpi4py import MPI
 
+# The last rank makes its first call after the others have said that they wait, in messages on the program's communicator.
+WAITING = """
+import logging, os, sys
+from mpi4py import MPI
+if sys.argv[1] == "other nodes":  # as the launcher says
+    os.environ["MPI_LOCALNRANKS"] = os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1"
+import mpiad
 from mpiad.transport import world
 
-
-class _Messenger(logging.Handler):
-    """Sends the text of each record to a rank."""
-
-    def __init__(self, dest):
-        super().__init__()
-        self.dest = dest
-
+class Messenger(logging.Handler):
     def emit(self, record):
-        MPI.COMM_WORLD.send(record.getMessage(), self.dest)
+        MPI.COMM_WORLD.send(record.getMessage(), 2)
+
+world._WARNING_AFTER = 0.1
+if MPI.COMM_WORLD.rank == 2:
+    print(*[MPI.COMM_WORLD.recv() for _ in range(2)], sep="\\n")
+else:
+    logging.getLogger("mpiad").addHandler(Messenger())
+mpiad.mpi_barrier()
+"""
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_long_wait_at_the_start_is_told(rank, size, monkeypatch, caplog):
-    last = size - 1
-    logger, messenger = logging.getLogger("mpiad"), _Messenger(last)
-    with caplog.at_level(logging.WARNING, "mpiad"):
-        if rank == last:  # comes when all others have said that they wait; ends at the time limit if one doesn't
-            texts = [MPI.COMM_WORLD.recv(source=source) for source in range(last)]
-        else:
-            monkeypatch.setattr(world, "_WARNING_AFTER", 0.1)
-            logger.addHandler(messenger)
-        world.await_all_ranks("import mpiad")
-        logger.removeHandler(messenger)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (rank < last)
-    assert all(f"import mpiad: rank {rank} has waited" in text for text in told)
-    if rank == last:
-        for source, text in enumerate(texts):
-            assert f"import mpiad: rank {source} has waited" in text
+@pytest.mark.launches
+@pytest.mark.parametrize("where", ["this node", "other nodes"])
+def test_a_long_wait_at_the_start_is_told(where, mpirun):
+    done = mpirun(3, WAITING, where, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    told = sorted(done.stdout.splitlines())
+    assert [line.split(" until")[0] for line in told] == [f"mpi_barrier: rank {k} has waited for 1 seconds" for k in (0, 1)]
+    for line in told:
+        assert "Rank 2 made none so far" in line and "mpiad.mpi_init(world=comm)" in line
 
 
 ON_ONE_RANK = """

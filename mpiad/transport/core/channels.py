@@ -97,6 +97,7 @@ _live: WeakValueDictionary[int, Channel] = WeakValueDictionary()
 _made: dict[tuple[int, ...], int] = {}  # by members: the number of channels created so far
 _numbers = count()
 
+_base: Comm = MPI.COMM_WORLD  # of the ranks that use the library; a private communicator after the start
 communications = count()  # advances at each communication
 # A channel, and whether messages on it may be pending even after all its ranks have synchronized.
 Used: TypeAlias = "tuple[Channel, bool]"
@@ -446,18 +447,29 @@ def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
     members = tuple(world_ranks(user))
     # The numbers agree, since collective calls have the same order on all members.
     number = _made[members] = _made.get(members, 0) + 1
-    if user == MPI.COMM_WORLD:
+    if user == _base:
         return members, number, "world"
     listed = str(list(members)) if len(members) <= 8 else f"[{members[0]}, {members[1]}, ... {members[-1]}]"
     return members, number, f"communicator {number} of ranks {listed}"
 
 
-def world_ranks(comm: Comm) -> list[int]:
-    """Return the ranks in the world of a communicator's members."""
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = group.Translate_ranks(None, world)
+def set_base(comm: Comm) -> None:
+    """Set the communicator of the ranks that use the library, which the program doesn't know."""
+    global _base
+    _base = comm
+
+
+def base() -> Comm:
+    """Return the communicator of the ranks that use the library; before the start, COMM_WORLD."""
+    return _base
+
+
+def world_ranks(comm: Comm, world: Comm = None) -> list[int]:
+    """Return the ranks in the world of a communicator's members, negative for those that don't belong to the world."""
+    group, whole = comm.Get_group(), (_base if world is None else world).Get_group()
+    ranks = group.Translate_ranks(None, whole)
     group.Free()
-    world.Free()
+    whole.Free()
     return ranks
 
 

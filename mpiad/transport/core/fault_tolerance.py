@@ -68,15 +68,15 @@ def lost_ranks(comm: Comm) -> list[int]:
 exit_process = os._exit  # before `departure` replaces it
 
 
-def all_ranks_alive() -> bool:
+def all_ranks_alive(comm: Comm) -> bool:
     """Wait for the surviving ranks, and return, the same on all of them, whether all ranks are alive; collective."""
-    if not FAULT_TOLERANT or MPI.COMM_WORLD.size == 1:
+    if not FAULT_TOLERANT or comm.size == 1:
         return True
     # A rank may know of a death before others do, so they must agree on it.
-    alive = MPI.COMM_WORLD.Shrink()
+    alive = comm.Shrink()
     size = alive.size
     alive.Free()
-    return size == MPI.COMM_WORLD.size
+    return size == comm.size
 
 
 def leave_process(code: int) -> None:

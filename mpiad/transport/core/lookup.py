@@ -9,11 +9,12 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
-from mpiad.transport.core.channels import Channel
+from mpiad.transport.core.channels import Channel, base, set_base, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_revoked
 from mpiad.transport.core.tracing import once, tracing
 
 _world: Channel | None = None
+_default: Comm = MPI.COMM_WORLD  # the program's communicator of the world
 _finalized = False
 
 
@@ -31,11 +32,18 @@ def _key() -> int:
     return MPI.Comm.Create_keyval(delete_fn=_freed)
 
 
+def set_world(comm: Comm, private: Comm) -> None:
+    """Set the communicator that None stands for, and another one of its ranks, which the program doesn't know."""
+    global _default
+    _default = comm
+    set_base(private)
+
+
 def open_world() -> Channel:
-    """Make the duplicates of the world; collective over all ranks."""
+    """Make the duplicates of the world; collective over its ranks."""
     global _world, _finalized
     if _world is None:
-        _world = Channel(MPI.COMM_WORLD)
+        _world = Channel(base())
         _finalized = False
     return _world
 
@@ -104,7 +112,7 @@ def member(comm: Comm, call: str) -> Comm:
     """
     _require_mpi(call)
     if comm is None:
-        return MPI.COMM_WORLD
+        comm = _default
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
     if comm == MPI.COMM_NULL:
@@ -124,7 +132,7 @@ def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
     """Return the channel of a communicator. If `collective`, make its duplicates if there are none."""
     comm = member(comm, call)
     world = _started(call)
-    if comm == MPI.COMM_WORLD:
+    if comm in (_default, world.user):
         return world
     found = comm.Get_attr(_key())
     if found is None:
@@ -133,6 +141,11 @@ def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
             raise CommunicatorError(
                 f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't "
                 "prepare it, since not all its ranks take part. Call mpiad.mpi_init(comm) on all its ranks first."
+            )
+        if _default != MPI.COMM_WORLD and min(world_ranks(comm)) < 0:
+            raise CommunicatorError(
+                f"{call}: some of the {comm.size} ranks of comm don't belong to the world of {world.size} ranks, which was "
+                "passed to mpi_init(world=...). Communicate with other ranks by mpi4py."
             )
         found = once(Channel, comm)
         comm.Set_attr(_key(), found)

@@ -24,6 +24,7 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Comm
 from mpiad.environment_variables import switch
 
 _CUDA, _ROCM = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
@@ -212,7 +213,7 @@ def _bytes(name: str, least: int, default: int) -> int:
     return int(given)
 
 
-def start() -> None:
+def start(comm: Comm) -> None:
     """Agree on the settings in all ranks' environments; a ValueError on all ranks if a value is invalid; collective."""
 
     def numbers(wanted: DeviceSettings) -> list[float]:
@@ -224,7 +225,7 @@ def start() -> None:
         asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
         return [*asks, not expects, not expects or direct, not expects or not direct, *sizes]
 
-    least = minima_over_ranks(from_environment, numbers, "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED")
+    least = minima_over_ranks(comm, from_environment, numbers, "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED")
     cuda_aware = None if least[0] and least[1] else bool(least[0])  # if ranks request both 0 and 1: 0, which always works
     chunk, pinned = (usual if size == inf else int(size) for size, usual in zip(least[5:], DeviceSettings()[1:]))
     brought, copied, taken = (not flag for flag in least[2:5])
@@ -233,17 +234,19 @@ def start() -> None:
     put(DeviceSettings(cuda_aware, chunk, pinned, copied, taken))
 
 
-def minima_over_ranks(read: Callable[[], T], numbers: Callable[[T], list[float]], variables: str) -> list[float]:
-    """Return minima over the world of ``numbers(read())``; raise a ValueError of `read` on all ranks; collective."""
+def minima_over_ranks(
+    comm: Comm, read: Callable[[], T], numbers: Callable[[T], list[float]], variables: str
+) -> list[float]:
+    """Return minima over the ranks of ``numbers(read())``; raise a ValueError of `read` on all ranks; collective."""
     wrong, mine = None, list[float]()
     try:
         mine = numbers(read())
     except ValueError as error:
         wrong = error
-    if MPI.COMM_WORLD.allreduce(wrong is not None, MPI.LOR):
+    if comm.allreduce(wrong is not None, MPI.LOR):
         raise wrong or ValueError(f"{variables} has an invalid value on another rank.")
     least = np.empty(len(mine))
-    MPI.COMM_WORLD.Allreduce(np.array(mine, float), least, MPI.MIN)
+    comm.Allreduce(np.array(mine, float), least, MPI.MIN)
     return least.tolist()
 
 

@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.transport.core.agreement import exit_code
+from mpiad.transport.core.channels import base
 from mpiad.transport.core.fault_tolerance import exit_process
 from mpiad.transport.core.lookup import world_is_given_up
 from mpiad.transport.core.polling import Backoff, threads_may_communicate
@@ -56,9 +57,9 @@ def watch_for_exit() -> None:
 
 
 def prepare_await_others() -> None:
-    """Create the communicator of `await_others`; collective over all ranks."""
+    """Create the communicator of `await_others`; collective over the world."""
     global _comm
-    _comm = MPI.COMM_WORLD.Dup()
+    _comm = base().Dup()
 
 
 def _note_exit(code: object, trace: TracebackType | None) -> None:

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from mpiad._typing import Comm, Request
 from mpiad.errors import RemoteError
 from mpiad.transport.core.agreement import Failure, Failures, agreed_among, error_of
-from mpiad.transport.core.channels import Channel, live_channels, world_ranks
+from mpiad.transport.core.channels import Channel, base, live_channels, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.core.lookup import channel
 from mpiad.transport.core.polling import Backoff
@@ -147,7 +147,7 @@ def _agreement_channel(used: Channel | None, interrupted: bool) -> Channel | Non
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
             # The ranks of the smaller channels choose the largest one, too.
             return max(revoked, key=lambda found: found.size, default=used)
-        if revoked and max(found.size for found in revoked) == MPI.COMM_WORLD.size:
+        if revoked and max(found.size for found in revoked) == base().size:
             return max(revoked, key=lambda found: found.size)
         patience.pause()
 

@@ -12,13 +12,14 @@ Code that must end in good order (write a checkpoint, then return) runs inside `
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from mpi4py import MPI
@@ -29,6 +30,7 @@ _RAISED_WITHIN = 1.0
 # In user code, a communication by bare mpi4py looks like a long computation.
 _RAISED_WITHIN_FOREIGN = 10.0
 
+_log = logging.getLogger("mpiad")
 _set_wakeup_fd = signal.set_wakeup_fd
 _mask = threading.local()
 _write_end = -1
@@ -45,20 +47,53 @@ def requested() -> int | None:
     return _requested
 
 
+def as_warnings(signals: Iterable[int], call: str) -> tuple[int, ...]:
+    """Return the numbers of signals; raise a ValueError if one of them can't request an end."""
+    for number in (numbers := tuple(signals)):
+        if number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT}:
+            raise ValueError(
+                f"{call}: signals may contain signal.SIGUSR1 or another catchable one, but not {number!r:.60}."
+            )
+    return numbers
+
+
 @contextlib.contextmanager
-def postponed(patience: float = 30.0) -> Iterator[None]:
-    """Postpone the job's end by `patience` seconds after SIGTERM, while the caller checks `requested` and returns."""
+def postponed(patience: float = 30.0, warnings: tuple[int, ...] = ()) -> Iterator[None]:
+    """Postpone the job's end by `patience` seconds after SIGTERM, while the caller checks `requested` and returns.
+
+    `warnings`: signals after which `requested` returns them, without a limit of time, unless they have other handlers.
+    """
     _patience.append(patience)
     # In a job of one rank, or with MPIAD_ABORT=0, `install_signal_handlers` hasn't been called.
-    alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    in_main = threading.current_thread() is threading.main_thread()
+    alone = in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if alone:
         signal.signal(signal.SIGTERM, _on_sigterm)
+    for number in {*warnings} - {signal.SIGTERM} if in_main else ():
+        # They stay in effect, since ranks receive a warning at different times, some of them after this context.
+        if _has_default_handler(number):
+            signal.signal(number, _on_warning)
+        elif signal.getsignal(number) is not _on_warning:
+            _log.warning("%s doesn't request an end, since the program has another handler.", signal.Signals(number).name)
     try:
         yield
     finally:
         _patience.pop()
         if alone:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _has_default_handler(number: int) -> bool:
+    caught = "0"
+    # Handlers of C code, such as faulthandler's, are unknown to Python.
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        caught = next((line.split()[1] for line in file if line.startswith("SigCgt")), caught)
+    return signal.getsignal(number) is signal.SIG_DFL and not int(caught, 16) >> (number - 1) & 1
+
+
+def _on_warning(number: int, frame: FrameType | None) -> None:
+    global _requested
+    _requested = _requested or number
 
 
 def install_signal_handlers() -> None:
@@ -140,7 +175,7 @@ def _end_or_request(frame: FrameType | None, by_handler: bool) -> None:
         _twin = None
     elif not _patience:
         _end("received SIGTERM", frame, signal.SIGTERM)
-    elif _requested is None:
+    elif _requested != signal.SIGTERM:
         _requested, _twin = int(signal.SIGTERM), not by_handler
         threading.Thread(target=_end_later, args=(_patience[-1], len(_patience)), daemon=True).start()
 

@@ -36,6 +36,7 @@ def start() -> None:
     # A request on one rank applies to all, since a rank without the watch wouldn't answer the others. So the minimum of
     # `not debug` is 0 if any rank requests debug mode, and the minimum of the limits applies.
     not_debug, call_sites, limit = minima_over_ranks(
+        channels.base(),
         read,
         lambda wanted: [not wanted.debug, wanted.call_sites, inf if wanted.timeout is None else wanted.timeout],
         "an environment variable of mpiad",
@@ -51,7 +52,7 @@ def apply(wanted: Settings) -> None:
     before = watch_settings.put(wanted)
     if _responder is None:
         # Created once and kept: `restore` can neither create nor free communicators.
-        comm = MPI.COMM_WORLD.Dup()
+        comm = channels.base().Dup()
         _responder, _world = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
         # If the user calls MPI.Finalize, MPI first deletes this attribute, which ends the thread.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)

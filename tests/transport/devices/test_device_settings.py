@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from mpi4py import MPI
 
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_settings import DeviceSettings, from_environment, may_bring_arrays
@@ -88,7 +89,7 @@ def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
         environment.setenv(name, value)
     before = device_settings.present()
     try:
-        device_settings.start()
+        device_settings.start(MPI.COMM_WORLD)
         chunk = 4 << 20
         assert device_settings.chunk_of(chunk + 1) == (chunk if divides else None)
         assert device_settings.chunk_of(chunk) is None
