@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,9 +24,10 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.transport import channel
-from mpiad.transport.core.agreement import agreed, raising_together, require_same
+from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.calls import site_of
 from mpiad.transport.core.rank_groups import RankGroups, rank_groups
-from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import WrongValueError, common_error
 
@@ -80,8 +82,7 @@ class DrivenEvaluation(Evaluation):
             every = self._comm.allgather(np.shape(value) if self._weight else None)  # type: ignore[union-attr]
             shapes = [shape for shape in every if shape is not None]
             if len(set(shapes)) > 1:
-                text = f"the ranks must return values of one shape, but returned {set(shapes)}"
-                raise agreed(self._used, TypeError(f"{_CALL}: {text}."))
+                self.agreement.run(partial(_refuse, set(shapes)))
             self.shape = shapes[0]
         return self._objective if self.shape == () else self._total(self._weighted_value(value))
 
@@ -136,6 +137,10 @@ class DrivenEvaluation(Evaluation):
             return anp.sum(w * value) if self._weight else value if np.ndim(value) == 0 else None
 
         return super().differentiated(scalar, x)
+
+
+def _refuse(shapes: set[Shape]) -> None:
+    raise WrongValueError(f"{_CALL}: the ranks must return values of one shape, but returned {shapes}.")
 
 
 class DrivenFunction:
@@ -279,6 +284,21 @@ class DrivenFunction:
         raise TypeError(f"{_CALL}: {ELSEWHERE}")
 
 
+def _with_own_lines(fun: Function) -> Function:
+    """Return `fun`; its communication is reported at its lines, instead of the line of `drive` as that of instructions."""
+    if not callable(fun):
+        return fun
+
+    def run(*args: Any) -> Any:
+        around, tracing.site = tracing.site, None
+        try:
+            return fun(*args)
+        finally:
+            tracing.site = around
+
+    return run
+
+
 @recoverable(_CALL, make_error=partial(common_error, call=_CALL))
 def drive(
     program: Function,
@@ -349,7 +369,7 @@ def drive(
                 raise TypeError(f"{_CALL}: expected program and at least one function, but got no function.")
             if used.rank == root and not callable(program):
                 raise TypeError(f"{_CALL}: program must be callable on the root, but got {type(program).__name__}.")
-            programs = [Program(fun, None, None, (), objective, root) for fun in functions]
+            programs = [Program(_with_own_lines(fun), None, None, (), objective, root) for fun in functions]
             for each in programs:
                 check_program(each, used, _CALL)
         count = groups.count if isinstance(groups, RankGroups) else groups
@@ -359,6 +379,7 @@ def drive(
             inside = root % division.comm.size
             programs = [each._replace(args=(division.comm,), root=inside) for each in programs]
         driver = RootDriven(used, root, programs, DrivenEvaluation, _CALL, division)
+        driver.site = site_of(sys._getframe())  # on the other ranks, too, this is the innermost line of the user's
         bar = progress_bar("evaluations") if progress and used.rank == root else None
 
         def run(driver: RootDriven) -> Any:

@@ -37,9 +37,11 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_start import shared_start
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.core.agreement import Failure
+from mpiad.transport.core.calls import Site
 from mpiad.transport.core.fault_tolerance import is_interruption
 from mpiad.transport.core.polling import wait_gently
 from mpiad.transport.core.rank_groups import RankGroups
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.signals import postponed
 from mpiad.transport.exits.user_failures import StageFailures
 
@@ -119,9 +121,11 @@ class RootDriven(Solve):
         self._buffers = [np.empty(0), np.empty(0)]
         self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
         self._lock, self._pid = threading.Lock(), os.getpid()
+        self._by_main = threading.current_thread() is threading.main_thread()
         self._thread: int | None = None  # the thread that executes an instruction
         self._failure: BaseException | None = None  # of an instruction: the other ranks no longer wait for instructions
         self._ended = False
+        self.site: Site | None = None  # the line at which instructions are reported, if the user's code makes requests
         self._group: _Group | None = None
         if division is not None and division.count > 1:
             inside = channel(division.comm, call)
@@ -154,6 +158,8 @@ class RootDriven(Solve):
                 raise RuntimeError(f"{self._call}: a driven function was called after the end of `{self._call}`.")
             self._thread = thread
             refusal, self.used.fault = self.used.fault, None  # `program` alone may not communicate
+            around, tracing.site = tracing.site, self.site or tracing.site
+            tracing.for_main = self._by_main  # `program` may use other threads than the one that called `drive`
             arrays = (points,) if second is None else (points, second)
             try:
                 for agreement in (self.agreement, *(() if self._group is None else (self._group.agreement,))):
@@ -164,7 +170,7 @@ class RootDriven(Solve):
                 self._failure = error
                 raise
             finally:
-                self._thread, self.used.fault = None, refusal
+                self._thread, self.used.fault, tracing.site, tracing.for_main = None, refusal, around, False
 
     def _send(self, method: str, function: int = 0, arrays: tuple[Any, ...] = ()) -> None:
         if self._comm.size == 1:

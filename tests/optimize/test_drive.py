@@ -353,7 +353,7 @@ def test_functions_that_return_something_else(rank: int, size: int) -> None:
 
 def test_traced_values_of_an_enclosing_function(size: int) -> None:
     def outer(y: Any, shape: tuple) -> Any:
-        drive(lambda f: f(1.0), lambda x: x * y * np.ones(shape), objective="mean")
+        drive(lambda f: f.map([1.0]), lambda x: x * y * np.ones(shape), objective="mean")
         return y
 
     for shape in ((), (2,)):

@@ -70,6 +70,7 @@ class _ThreadState(threading.local):
         self.channels: Any = None  # those on which the current tape, or an operator that is one node, has communicated
         self.call: Any = None  # the innermost call in progress, if calls are recorded
         self.site: Any = None  # the user's line, if a transformation repeats the calls of a program
+        self.for_main = False  # whether this thread communicates in place of the main thread, which doesn't in the meantime
         self.root_copies: Any = None  # the innermost solve whose variables are on the root
         # The innermost open tape, even if it isn't current, and the innermost other context that must be ended after an
         # exception; `around` is the enclosing one.

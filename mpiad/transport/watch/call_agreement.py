@@ -30,6 +30,7 @@ from mpiad.transport.core.agreement import fingerprint as hash_of
 from mpiad.transport.core.calls import Call, Site
 from mpiad.transport.core.channels import ABANDONED, make_communicator
 from mpiad.transport.core.collectives import name_of
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.timed_waits import Awaited, GuardedRequest, cancel_receives, poll_for
 
@@ -309,5 +310,5 @@ _MAIN = threading.main_thread().ident
 
 
 def lane_of(channel_number: int) -> int:
-    """Return the lane of this thread: 0 for the main thread, otherwise one that depends on the channel."""
-    return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
+    """Return the lane of this thread: 0 for the main thread or in its place, otherwise one that depends on the channel."""
+    return 0 if tracing.for_main or threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
