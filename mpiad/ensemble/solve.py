@@ -45,9 +45,17 @@ from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Progress, Settings
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
-from mpiad.ensemble.solve_options import SolveOptions, check_combinations, checked_options, checked_together, settings_of
+from mpiad.ensemble.solve_options import (
+    SolveOptions,
+    check_combinations,
+    checked_options,
+    checked_together,
+    refuse_unknown,
+    settings_of,
+)
 from mpiad.ensemble.step_observers import EventColumns
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.ensemble.trial import with_plain_numbers
 from mpiad.errors import IntegrationError
 from mpiad.progress import progress_bar
 from mpiad.transport import Channel, channel
@@ -68,7 +76,7 @@ def solve(
     saveat: float | Array | None = None,
     save_everystep: bool = False,
     dense_output: bool = False,
-    rtol: float = 1e-3,
+    rtol: float | Array = 1e-3,
     atol: float | Array = 1e-6,
     dt: float | None = None,
     dtmax: float = np.inf,
@@ -80,6 +88,7 @@ def solve(
     compile: str | bool = "auto",
     progress: bool = False,
     throw: bool = False,
+    **others: Any,
 ) -> Any:
     """Solve an ODE, or each trajectory of an ensemble, with its own time, step size and error control.
 
@@ -101,9 +110,9 @@ def solve(
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
         Store all steps, so that ``sol(t)`` returns the states at any times.
-    rtol, atol : float
+    rtol, atol : float, or array with the shape of a state
         Tolerances: the error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components.
-        `atol` may be an array with the shape of a state.
+        `rtol` is at least 100 times the machine precision.
     dt : float, optional
         Size of the first step; for RK4, of every step.
     dtmax : float
@@ -170,22 +179,27 @@ def solve(
     >>> print(mpiad.grad(end, objective="sum")(np.array([[1.0], [2.0]])).ravel().round(4))
     [-0.3679 -0.1353]
     """
-    given = SolveOptions(**locals())._replace(progress=bool(progress))  # first, while only the arguments are in scope
+    refuse_unknown("solve", locals())
+    del others
+    given = SolveOptions(**locals())._replace(progress=bool(progress))  # while only the arguments are in scope
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories
     mpi_channel = None if single else used
     if isinstance(problem, ODEProblem):
-        options = options._replace(problem=EnsembleProblem(problem), backend=EnsembleSerial())
-    compiler = Compiler(compile, options.backend, 0 if single else count, mpi_channel is not None)
+        serial = isinstance(options.backend, EnsembleSerial)
+        options = options._replace(problem=EnsembleProblem(problem), backend=options.backend if serial else _VECTORIZED)
+    compiler = Compiler(compile, options.backend, count, used)
     if mpi_channel is not None:
         sol = _over_ranks(options, compiler, mpi_channel)
     else:
-        sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
+        with compiler:
+            sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
+        compiler.log_warnings([compiler.warnings], 0)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, mpi_channel is None or mpi_channel.rank == 0)
     # The given problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
-    sol.problem, sol.alg = solved, alg
+    sol.problem, sol.alg, sol.execution = solved, alg, compiler.execution
     return sol[0] if single else unshared(sol)
 
 
@@ -198,7 +212,8 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
     share: EnsembleSolution | Exception
     try:
-        share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
+        with compiler:
+            share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
     except Exception as error:  # noqa: BLE001 raised on all ranks together
         share = error
     traced = not isinstance(share, Exception) and isbox(share.u_end)
@@ -207,8 +222,9 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
     compiler.log_warnings([other.warnings for other in outcomes.shares], used.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
-    components = int(np.prod(share.u_end.shape[1:]))
-    mpi.remember(outcomes.naccept + outcomes.nreject, components, outcomes.any("compiled"), outcomes.any("traced"))
+    components, tries = int(np.prod(share.u_end.shape[1:])), outcomes.naccept + outcomes.nreject
+    mpi.remember(tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    compiler.record(tries)
     has_outputs = problem.output_func is not None or problem.reduction is not None
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
@@ -258,6 +274,8 @@ def _solved(
     record = options.save_everystep or options.dense_output or given.traced
     # Copies, since derivatives are computed later, when the user may have changed the parameters.
     given = given.own() if record else given
+    if isinstance(options.backend, EnsembleSerial) and compiler.compile is not True:
+        given = with_plain_numbers(given)
     batch = given.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
@@ -273,6 +291,8 @@ def _solved(
     by_arrays = partial(_by_arrays, options, compiler)
     if on_gpu:
         sol = solved_on_gpu(compiler, given, batch, settings, by_arrays)
+        if isinstance(sol, DeviceSolution):
+            compiler.execution = "kernel: EnsembleGPU"
     else:
         sol = by_arrays(given, with_states_on_device(batch), settings)
     if failed is not None and failed.any():
