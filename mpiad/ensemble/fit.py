@@ -608,7 +608,7 @@ def fit(
         found = joined_fits(parts)
         # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
         mpi.remember(found._tries, 1, bool(compiler.kernels), traced=True)
-        compiler.record(found._tries)
+        compiler.record(found._tries, found.nfev)
     if used is None or used.rank == 0:
         report("fit", "fits", found.retcode)
     return found if mpi is None or mpi.gather else share

@@ -104,8 +104,9 @@ def solve(
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
         Times at which states are saved. A number is the interval between saved times, from the start; the final state is
-        also saved. A list contains the same times for all trajectories, an array one row of times per trajectory. By
-        default the initial and final states are saved. Times must be sorted from the start to the end, and not traced.
+        also saved; if trajectories have different tspans, ``sol.t`` has one row per trajectory, padded with NaN. A list
+        contains the same times for all trajectories, an array one row of times per trajectory. By default the initial and
+        final states are saved. Times must be sorted from the start to the end, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
@@ -135,9 +136,10 @@ def solve(
         `checkpoints` groups, and stores all steps of one group at a time. By default all states are stored.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
-        code. "auto" compiles for ensembles of at least 1,000 trajectories, except with EnsembleSerial, and always with
-        EnsembleGPU, if f can be compiled and kernels support all options; if not, "auto" solves without a kernel, and
-        True raises an error. Results with and without a kernel agree up to rounding.
+        code. "auto" uses a kernel if f can be compiled, kernels support all options, and by an estimate this solve and
+        earlier ones of the same f without a kernel take longer than getting the kernel; never with EnsembleSerial, always
+        with EnsembleGPU. True raises an error if there can be no kernel. Results with and without a kernel agree up to
+        rounding.
     progress : bool
         Whether to display on standard error the number of finished trajectories and an estimate of the remaining time. With
         several ranks, rank 0 displays the progress of its own trajectories.

@@ -80,8 +80,9 @@ def rates(tableau: Tableau, d: int, program: Program | None) -> Rates:
 class History:
     """Earlier solves in this process with the same f, method and shape of states, and with or without a gradient."""
 
-    cost: float  # the time to get a kernel, as estimated last
     rates: Rates
+    loading: float  # the time to get a kernel that is on disk
+    cost: float  # the time to get a kernel, as estimated last
     last: tuple[float, float] = (0.0, 0.0)  # numbers of steps in the last solve: the maximum, and the mean
     # The work by arrays since a kernel was chosen last: iterations of the loop over steps, and steps of all trajectories.
     iterations: float = 0.0
@@ -103,18 +104,6 @@ class History:
 _histories: WeakKeyDictionary[Any, dict[tuple, History]] = WeakKeyDictionary()
 # By the text of a forward kernel: the estimated time to get this kernel, with that of its gradient; zero after its use.
 _costs: dict[str, float] = {}
-
-
-def _history_of(batch: Batch, settings: Settings, traced: bool) -> History:
-    known, d = _histories.setdefault(identity_of(batch.f), {}), len(batch.u0)
-    key = batch.shape, settings.alg.tableau, traced
-    if key not in known:
-        known[key] = History(_loading(d), rates(settings.alg.tableau, d, None))
-    return known[key]
-
-
-def _loading(d: int) -> float:
-    return _LOADING + _LOADING_COMPONENT * d
 
 
 def _cost_of(texts: dict[str, str], loading: float) -> float:
@@ -205,7 +194,7 @@ class Compiler:
         else:
             outcome = self._solver(plan, batch, settings).solved(given)
             _set_cost(self.kernels["forward"], 0.0)
-        if not self.together:
+        if self._history is not None and not self.together:
             self.record(outcome.naccept + outcome.nreject)
         return outcome
 
@@ -219,15 +208,16 @@ class Compiler:
         self._last_solver = Solver(self.kernels, plan, batch, settings, threads)
         return self._last_solver
 
-    def record(self, tries: Array) -> None:
-        """Store the numbers of tried steps, shape (N,), for the choices of later solves."""
+    def record(self, tries: Array, solves: Array | int = 1) -> None:
+        """Store the numbers of tried steps in all `solves`, shape (N,), for the choices of later calls."""
         history = self._history
         if history is None or not len(tries):
             return
-        history.last = float(tries.max()), float(tries.mean())
+        last = tries / solves
+        history.last = float(last.max()), float(last.mean())
         history.kernel = history.kernel or bool(self._chosen)
         if not self._chosen:
-            history.iterations += history.last[0]
+            history.iterations += float(tries.max())
             history.steps += float(tries.sum())
 
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
@@ -261,7 +251,10 @@ class Compiler:
             self.execution = "arrays: kernels don't support a mass_matrix together with these events"
         elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
             if self._history is None:
-                self._history = _history_of(batch, settings, given.traced)
+                tableau, d, known = settings.alg.tableau, len(batch.u0), _histories.setdefault(identity_of(batch.f), {})
+                loading = _LOADING + _LOADING_COMPONENT * d
+                first = History(rates(tableau, d, None), loading, loading)
+                self._history = known.setdefault((batch.shape, tableau, given.traced), first)
             plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
             if plan is not None:
                 return plan
@@ -282,15 +275,14 @@ class Compiler:
             seconds = iterations * per.iteration + (history.steps + steps) * (per.column - per.lane)
             return seconds * (_GRADIENT if given.traced else 1)
 
-        d, plan = len(batch.u0), None
-        loading, cost, gain = _loading(d), history.cost, saved()
+        plan, loading, cost, gain = None, history.loading, history.cost, saved()
         if history.kernel or gain >= cost:
             plan = trace()
             if plan is None:
                 # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
                 history.iterations, history.steps, history.cost, cost = 0.0, 0.0, loading, inf
             else:
-                history.rates = rates(settings.alg.tableau, d, plan.program)
+                history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program)
                 texts = self._solver(plan, batch, _with_acting(settings)).texts(given)
                 cost, gain = _cost_of(texts, loading), saved()
                 history.cost = cost
