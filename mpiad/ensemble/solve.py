@@ -309,7 +309,8 @@ def _by_arrays(
     """Solve a batch on the device of its arrays, or on the host, by a kernel if `compiler` has one."""
     if options.acting:
         plan = compiler.plan(batch, settings, given)
-        return solved_with_events(partial(compiler.run_planned, plan, given=given), batch, settings, given)
+        run = partial(compiler.run_planned, plan, given=given)
+        return solved_with_events(run, batch, settings, given, options.dense_output)
     outcome = compiler.run(batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
@@ -396,11 +397,17 @@ class GivenTimes:
 
 
 def solved_with_events(
-    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch
+    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch, dense: bool = False
 ) -> EnsembleSolution:
     """Apply events at the start, call `solve`, and return the solution with derivatives for traced values in `given`."""
+    if given.traced and (dense or settings.saveat is None):
+        raise NotImplementedError(
+            "solve: derivatives of solves with events with an affect aren't supported with dense_output=True or "
+            "save_everystep=True. Pass the times as saveat."
+        )
     times = GivenTimes(settings.events, batch)
-    outcome = _solved_after_start(solve, batch, settings, times)
+    started, acting = _started(batch, settings, times)
+    outcome = solve(started, acting)
     run: Run | None = None
     if given.traced:
         run, due = Run(batch, settings, outcome), times.traced(given)
@@ -427,13 +434,11 @@ def solved_with_events(
     sol = solution_of(outcome, batch, settings, events)
     if run is not None:
         sol.u, sol.u_end, sol.t_reached = anp.reshape(u, sol.u.shape), anp.reshape(u_end, sol.u_end.shape), reached
-    return sol
+    return replace(sol, dense=DenseOutput(started, acting, outcome, given)) if dense else sol
 
 
-def _solved_after_start(
-    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, times: GivenTimes
-) -> Outcome:
-    """Apply the events at the start, and solve from the states after them."""
+def _started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch, Settings]:
+    """Apply the events at the start; return the batch of the states after them, and the settings of the solve."""
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()
     acting = Acting(settings.events, times.times, times.event, slots, np.full(batch.size, MOVING), ())
@@ -445,4 +450,4 @@ def _solved_after_start(
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
     acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
     events = tuple(settings.events[e] for e in acting.found)
-    return solve(batch, settings._replace(events=events, acting=acting))
+    return batch, settings._replace(events=events, acting=acting)

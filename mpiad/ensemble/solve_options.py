@@ -232,14 +232,11 @@ def _check_numbers(options: SolveOptions) -> None:
 
 def check_combinations(options: SolveOptions, hosted: bool) -> None:
     """Raise a NotImplementedError if other options don't support events with an affect, or dense output."""
-    at_times, to_host = "Pass the times as saveat", "Copy them to the host with mpiad.device.to_host, and use "
-    for name, asked, instead in [
-        ("dense_output=True", options.dense_output, at_times),
-        ("save_everystep=True", options.save_everystep, at_times),
-        ("arrays on a device or EnsembleGPU", not hosted, to_host + "EnsembleVectorized()"),
-    ]:
-        if asked and options.acting:
-            raise NotImplementedError(f"solve: events with an affect aren't supported with {name}. {instead}.")
+    if options.acting and not hosted:
+        raise NotImplementedError(
+            "solve: events with an affect aren't supported with arrays on a device or EnsembleGPU. Copy them to the host "
+            "with mpiad.device.to_host, and use EnsembleVectorized()."
+        )
     if options.dense_output and not hosted:
         raise NotImplementedError(
             "solve: dense_output=True isn't supported on a device. Pass the times as saveat, or copy the arrays to the "

@@ -59,16 +59,18 @@ def with_plain_numbers(given: Batch) -> Batch:
     """Return a batch whose f is called with one trajectory at a time, if f can't be called with columns."""
     if len(given.shape) > 1 or is_on_device(given.plain()):
         return given
-    with suppress(Exception):  # an error of f will be raised by the call with one trajectory
-        try_once(given.plain(), (), False)
-        return given
     f, (leaves, varies, build) = given.f, given.p
 
     @wraps(f)
     def one_by_one(u: Array, p: Columns, t: Array) -> Array:
         return anp.stack([anp.array(f(u[..., j], p.column(j), t[j])) for j in range(len(t))], axis=-1)
 
-    return given._replace(f=one_by_one, p=Parameters(leaves, varies, lambda leaves: Columns(leaves, varies, build)))
+    changed = given._replace(f=one_by_one, p=Parameters(leaves, varies, lambda leaves: Columns(leaves, varies, build)))
+    for batch in (given, changed):
+        with suppress(Exception):
+            try_once(batch.plain(), (), False)
+            return batch
+    return given  # the solve will raise the error
 
 
 def _widths(batch: Batch) -> list[int]:

@@ -308,18 +308,6 @@ def test_events_that_say_too_much_or_too_little(given, kind, text):
         (Event(times=[0.5], affect=lambda u, p, t: u.__setitem__(0, 1)), {}, TypeError, "affect writes into its arguments"),
         (Event(times=lambda p: [np.nan], affect=_same), {}, ValueError, r"times\(p\) must return a list of times"),
         (Event(times=lambda p: np.ones(3), affect=_same), {}, ValueError, r"of shape \(3,\)"),
-        (
-            Event(times=[0.5], affect=_same),
-            {"dense_output": True},
-            NotImplementedError,
-            "dense_output=True. Pass the times",
-        ),
-        (
-            Event(times=[0.5], affect=_same),
-            {"save_everystep": True},
-            NotImplementedError,
-            "save_everystep=True. Pass the times",
-        ),
     ],
 )
 def test_affects_and_times_that_cant_be_used(event, more, kind, text):
@@ -337,6 +325,15 @@ def test_what_is_traced_around_an_event_is_refused():
     ):
         with pytest.raises(NotImplementedError, match="traced value"):
             mpiad.grad(loss)(0.5, event)
+
+
+@pytest.mark.parametrize("option", ["dense_output", "save_everystep"])
+def test_derivatives_of_all_steps_around_an_event_are_refused(option):
+    event = Event(times=[0.5], affect=_same)
+    with pytest.raises(NotImplementedError, match="Pass the times as saveat"):
+        mpiad.grad(
+            lambda x: solve(ODEProblem(lambda u, p, t: [-u[0]], [x], (0.0, 1.0)), events=event, **{option: True}).u_end[0]
+        )(1.0)
 
 
 def test_events_that_act_are_refused_on_gpus():
