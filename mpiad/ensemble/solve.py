@@ -197,7 +197,9 @@ def solve(
     else:
         with compiler:
             sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
-        compiler.log_warnings([compiler.warnings], 0)
+        if used is not None:
+            compiler.log_warnings([compiler.warnings], 0)
+            compiler.record(sol.naccept + sol.nreject)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, mpi_channel is None or mpi_channel.rank == 0)
     # The given problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem

@@ -41,7 +41,6 @@ def _kernels_kept(tmp_path_factory):
 def _no_earlier_solves():
     """The choice between arrays and kernels doesn't depend on other tests' solves."""
     kernel_choice._histories.clear()
-    kernel_choice._costs.clear()
 
 
 def pytest_collection_modifyitems(config, items):

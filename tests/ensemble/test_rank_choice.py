@@ -40,7 +40,6 @@ def test_a_kernel_is_taken_if_all_ranks_have_it(comm, rank, size, gather, monkey
     text, kernel = ways(comm, solve(ENSEMBLE, Tsit5(), EnsembleMPI(gather=gather), rtol=1e-6))
     assert text.startswith("arrays: estimated ") and "compiling" in text and not kernel
     kernel_choice._histories.clear()
-    kernel_choice._costs.clear()
     monkeypatch.setattr(kernel_choice, "is_cached", lambda *known: True)
     assert ways(comm, solve(ENSEMBLE, Tsit5(), EnsembleMPI(gather=gather), rtol=1e-6)) == ("kernel: in the cache", True)
     assert ways(comm, solve(ENSEMBLE, Tsit5(), EnsembleMPI(gather=gather), rtol=1e-6)) == ("kernel: in memory", True)
@@ -51,6 +50,10 @@ def test_all_ranks_choose_the_same_for_one_problem(comm, rank, monkeypatch):
     monkeypatch.setattr(kernel_choice, "is_cached", lambda *known: rank > 0)
     sol = solve(SWING, Tsit5(), EnsembleMPI())
     assert "compiling" in sol.execution and len(set(comm.allgather(sol.execution))) == 1
+    monkeypatch.setattr(kernel_choice, "_LINES", 0.0)
+    kernel_choice._histories.clear()
+    found = [solve(SWING, Tsit5(), EnsembleMPI()).execution for _ in range(2)]
+    assert found == ["kernel: in the cache", "kernel: in memory"]
 
 
 def test_the_choice_depends_on_the_whole_ensemble(comm, monkeypatch):
@@ -63,7 +66,6 @@ def test_the_choice_depends_on_the_whole_ensemble(comm, monkeypatch):
     count = [kernel for _, kernel in found].index(True)
     assert all(kernel for _, kernel in found[count:])
     kernel_choice._histories.clear()
-    kernel_choice._costs.clear()
     again = [bool(solve(ENSEMBLE, Tsit5(), rtol=1e-6).problem._kernels) for _ in range(12)]
     assert again.index(True) == count
 

@@ -10,8 +10,8 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -51,7 +51,6 @@ _GRADIENT = 5
 _LOADING, _LOADING_COMPONENT, _LINES = 0.04, 0.002, 3e-5
 # The number of steps that is expected for the first solve with rtol = 1e-3.
 _STEPS = 25.0
-_MOST_COSTS = 64
 
 
 class Rates(NamedTuple):
@@ -87,7 +86,8 @@ class History:
     # The work by arrays since a kernel was chosen last: iterations of the loop over steps, and steps of all trajectories.
     iterations: float = 0.0
     steps: float = 0.0
-    kernel: bool = False  # whether a kernel has been used
+    # By the text of a forward kernel: the estimated time to get it, with the kernel of its gradient; zero after its use.
+    costs: dict[str, float] = field(default_factory=dict)
 
     def expected(self, settings: Settings, span: float) -> tuple[float, float]:
         """Return the expected maximum and mean of the numbers of steps."""
@@ -100,25 +100,15 @@ class History:
         number = min(max(number, span / settings.dtmax), settings.max_steps)
         return number, number
 
+    def cost_of(self, texts: dict[str, str]) -> float:
+        """Return the time to get a solve's kernels."""
+        if texts["forward"] not in self.costs:
+            missing = [text for name, text in texts.items() if not is_cached(text, name, signature_in(text, name))]
+            self.costs[texts["forward"]] = self.loading + sum(_LINES * text.count("\n") ** 1.5 for text in missing)
+        return self.costs[texts["forward"]]
+
 
 _histories: WeakKeyDictionary[Any, dict[tuple, History]] = WeakKeyDictionary()
-# By the text of a forward kernel: the estimated time to get this kernel, with that of its gradient; zero after its use.
-_costs: dict[str, float] = {}
-
-
-def _cost_of(texts: dict[str, str], loading: float) -> float:
-    """Return the time to get a solve's kernels."""
-    forward = texts["forward"]
-    if forward not in _costs:
-        missing = [text for name, text in texts.items() if not is_cached(text, name, signature_in(text, name))]
-        _set_cost(forward, loading + sum(_LINES * text.count("\n") ** 1.5 for text in missing))
-    return _costs[forward]
-
-
-def _set_cost(text: str, cost: float) -> None:
-    _costs[text] = cost
-    if len(_costs) > _MOST_COSTS:
-        del _costs[next(iter(_costs))]
 
 
 def _with_acting(settings: Settings) -> Settings:
@@ -193,7 +183,7 @@ class Compiler:
             outcome = self.backend.run(batch, settings)
         else:
             outcome = self._solver(plan, batch, settings).solved(given)
-            _set_cost(self.kernels["forward"], 0.0)
+            self._history.costs[self.kernels["forward"]] = 0.0  # type: ignore[union-attr]  # set by `plan`
         if self._history is not None and not self.together:
             self.record(outcome.naccept + outcome.nreject)
         return outcome
@@ -215,7 +205,6 @@ class Compiler:
             return
         last = tries / solves
         history.last = float(last.max()), float(last.mean())
-        history.kernel = history.kernel or bool(self._chosen)
         if not self._chosen:
             history.iterations += float(tries.max())
             history.steps += float(tries.sum())
@@ -232,15 +221,13 @@ class Compiler:
                 try_once(batch, settings.events, given.traced)
             return found
 
-        def trace() -> TracedProblem | None:
-            return remembered(make, batch, settings.events, given.traced, must)
-
+        must = self.compile is True
+        trace = partial(remembered, make, batch, settings.events, given.traced, must)
         if is_on_device(batch):
             self._check_on_device(batch, settings)
             try_once(batch, settings.events, False)
             self.execution = "arrays: u0 or p is on a device"
             return None
-        must = self.compile is True
         if settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
             # The side to which a condition leaves its root depends on u', and kernels don't solve M u' = f for u'.
             if must:
@@ -276,7 +263,7 @@ class Compiler:
             return seconds * (_GRADIENT if given.traced else 1)
 
         plan, loading, cost, gain = None, history.loading, history.cost, saved()
-        if history.kernel or gain >= cost:
+        if 0.0 in history.costs.values() or gain >= cost:  # a kernel that has been used may be the one of this solve
             plan = trace()
             if plan is None:
                 # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
@@ -284,7 +271,7 @@ class Compiler:
             else:
                 history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program)
                 texts = self._solver(plan, batch, _with_acting(settings)).texts(given)
-                cost, gain = _cost_of(texts, loading), saved()
+                cost, gain = history.cost_of(texts), saved()
                 history.cost = cost
         if not self._agree(cost, gain, loading):
             return None

@@ -59,7 +59,7 @@ def forgetting(monkeypatch, tmp_path):
     """Return a function after which this process knows no more than a new one that has the same folder of kernels."""
 
     def forget():
-        for known in (cache._loaded, kernel_choice._histories, kernel_choice._costs, traced_problem._known):
+        for known in (cache._loaded, kernel_choice._histories, traced_problem._known):
             known.clear()
 
     monkeypatch.setenv("MPIAD_CACHE", str(tmp_path))
