@@ -68,7 +68,12 @@ def later(name: str, rounds: int) -> dict[str, Any]:
     calls = {name: lambda way=way: run(case, way) for name, way in WAYS.items()}
     if case.scipy:
         calls["scipy"] = lambda: by_scipy(case)
-    return {"execution": execution, **dict(zip(calls, fastest(list(calls.values()), rounds)))}
+    best = dict.fromkeys(calls, np.inf)
+    for _ in range(rounds):
+        for side, call in calls.items():
+            call()  # untimed: after another side, code and data are outside of the caches
+            best[side] = min(best[side], fastest([call], 1)[0])
+    return {"execution": execution, **best}
 
 
 def child(folder: str, *arguments: str, python: str = sys.executable, program: Path = Path(__file__)) -> dict[str, Any]:
