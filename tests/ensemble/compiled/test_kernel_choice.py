@@ -48,13 +48,6 @@ def is_compiled(sol):
 
 
 @pytest.fixture
-def free(monkeypatch):
-    """Kernels cost nothing, so that "auto" takes one whenever it can."""
-    for name in ("_LOADING", "_LOADING_COMPONENT", "_LINES"):
-        monkeypatch.setattr(kernel_choice, name, 0.0)
-
-
-@pytest.fixture
 def forgetting(monkeypatch, tmp_path):
     """Return a function after which this process knows no more than a new one that has the same folder of kernels."""
 
