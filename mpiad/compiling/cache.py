@@ -236,7 +236,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     with _lock:
         known = optimization_level, text, name, signature, fast
         if known not in _loaded:
-            key = _checksum(f"{_machine()}\n{optimization_level} {name} {signature} {fast}\n{text}".encode()).decode()
+            key = _source_key(*known) + _checksum(_machine().encode()).decode()[:_KEY]
             started = time.perf_counter()
             function, origin = _from_disk_or_compiled(key, *known[1:])
             _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
@@ -247,6 +247,16 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
                 del _loaded[next(iter(_loaded))]
         kernel = _loaded[known] = _loaded.pop(known)
         return kernel
+
+
+def is_cached(text: str, name: str, signature: str, fast: str = "") -> bool:
+    """Return whether a kernel is in memory, or in the cache on disk as compiled by the same compiler for any machine."""
+    # LLVM, which knows the machine, isn't imported.
+    known = optimization_level, text, name, signature, fast
+    if known in _loaded:
+        return True
+    folder, key = cache_folder(), _source_key(*known)
+    return folder is not None and any(file.startswith(key) and file.endswith(_SUFFIX) for file in os.listdir(folder))
 
 
 def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> list[Callable[..., None]]:
@@ -274,12 +284,25 @@ def _from_disk_or_compiled(key: str, text: str, name: str, signature: str, fast:
     return function_of(file, outside, name, signature), "compiled"
 
 
+# The length of each half of a kernel's key.
+_KEY = 32
+
+
+def _source_key(level: int, text: str, name: str, signature: str, fast: str) -> str:
+    """Return the first half of a kernel's key, which depends on the arguments of `kernel_of` and on the compiler."""
+    return _checksum(f"{_compiler()}\n{level} {name} {signature} {fast}\n{text}".encode()).decode()[:_KEY]
+
+
+@cache
+def _compiler() -> str:
+    return "\n".join(Path(__file__).with_name(name).read_text() for name in _COMPILER)
+
+
 @cache
 def _machine() -> str:
-    """Return a text of everything that determines the machine code besides the arguments of `kernel_of`."""
+    """Return a text of everything that determines the machine code besides the source key; it determines the other half."""
     import llvmlite
     import llvmlite.binding as llvm
 
-    compiler = [Path(__file__).with_name(name) for name in _COMPILER]
     processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return "\n".join([*(file.read_text() for file in compiler), llvmlite.__version__, *processor])
+    return "\n".join([llvmlite.__version__, *processor])

@@ -27,7 +27,10 @@ class EnsembleAlgorithm:
 
 @dataclass(frozen=True)
 class EnsembleSerial(EnsembleAlgorithm):
-    """Solve one trajectory after the other: for comparison, or if f is valid only for columns of one trajectory.
+    """Solve one trajectory after the other: for comparison, or if f computes with numbers instead of columns.
+
+    If f can't be called with columns (for example, it calls ``math.sin(u[0])``, or branches on a component), f is called
+    with one trajectory: u of shape (d,), p without an axis of trajectories, and a number t. Such an f isn't compiled.
 
     Examples
     --------
@@ -36,6 +39,9 @@ class EnsembleSerial(EnsembleAlgorithm):
     >>> ensemble = EnsembleProblem(decay, p=np.array([[1.0], [2.0]]))
     >>> print(np.array_equal(solve(ensemble, RK45(), EnsembleSerial()).u, solve(ensemble).u))
     True
+    >>> switch = ODEProblem(lambda u, p, t: [-u[0] if u[0] > 0.5 else 0.0], [1.0], (0.0, 5.0))
+    >>> print(solve(switch, RK45(), EnsembleSerial(), rtol=1e-8).u_end.round(2))
+    [0.5]
     """
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:

@@ -148,11 +148,11 @@ def _multiples(interval: float, start: Array, end: Array) -> Array:
     if not len(start):
         return np.empty(0)
     if (start != start[0]).any() or (end != end[0]).any():
-        i = int(np.argmax((start != start[0]) | (end != end[0])))
-        raise ValueError(
-            "solve: with a number as saveat all trajectories must have the same tspan, but got "
-            f"({start[0]}, {end[0]}) and ({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
-        )
+        rows = [_multiples(interval, start[i : i + 1], end[i : i + 1]) for i in range(len(start))]
+        times = np.full((len(rows), max(map(len, rows))), np.nan)
+        for row, own in zip(times, rows):
+            row[: len(own)] = own
+        return times
     span = float(end[0] - start[0])
     # The last multiple of the interval may differ from the end by rounding.
     count = int(np.floor(abs(span) / interval * (1 + 1e-12)))

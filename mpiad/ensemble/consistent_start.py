@@ -26,7 +26,7 @@ _MOST_STEPS, _TRACED_STEPS = 30, 2
 _CLOSE = 1e-3
 
 
-def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> tuple[Batch, Array]:
+def consistent_start(given: Batch, mass: Array | None, rtol: Array | float, atol: Array | float) -> tuple[Batch, Array]:
     """Return a batch on the host with consistent initial states, NaN if not found, and the mask of failures, (N,)."""
     free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
@@ -59,7 +59,7 @@ def null_vectors(matrix: Array) -> Array:
 
 
 def _newton(
-    batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
+    batch: Batch, ids: Array, free: Array, equations: Array, rtol: Array | float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
     """Return the states by Newton's method, N A⁻¹ Lᵀ, (d, d, n), and a mask of convergence; `free`, `equations`: N, L."""
     u, p = batch.u0[:, ids].copy(), batch.parameters(ids)

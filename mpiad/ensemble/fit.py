@@ -29,7 +29,7 @@ from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
-from mpiad.ensemble.solve_options import SolveOptions, options_of_states, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
@@ -136,6 +136,9 @@ def joined_fits(parts: Sequence[FitResult]) -> FitResult:
 
 # Maximum number of entries of tangents in a kernel. Compiling takes 5 s with 64 entries, and more than 20 s with 144.
 _CARRIED = 64
+
+# The number of solves of a fit that `compile="auto"` expects.
+_SOLVES = 10
 
 Generator = Callable[[ODEProblem, Array], ODEProblem]
 Tangents = list[Any] | None
@@ -497,13 +500,14 @@ def fit(
     gtol: float = 1e-8,
     x_scale: Array | str = "jac",
     max_nfev: int | None = None,
-    rtol: float = 1e-6,
+    rtol: float | Array = 1e-6,
     atol: float | Array = 1e-9,
     dt: float | None = None,
     dtmax: float = np.inf,
     max_steps: int = 10_000,
     batch_size: int | None = None,
     compile: str | bool = "auto",
+    **others: Any,
 ) -> FitResult:
     """Fit each trajectory of an ensemble to its own data by least squares, all fits at once.
 
@@ -551,7 +555,7 @@ def fit(
     batch_size : int, optional
         Number of fits that run together, which limits the memory; all by default.
     compile : {"auto", True, False}
-        As for `solve`; "auto" compiles if N (m + 1) is at least 1,000.
+        As for `solve`; "auto" expects that a fit takes ten solves.
 
     Returns
     -------
@@ -586,24 +590,25 @@ def fit(
     >>> print(found.p.ravel().round(4), found.retcode)
     [0.5 1.  1.5] ['Success' 'Success' 'Success']
     """
+    refuse_unknown("fit", locals())
     given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
     mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
     used = None if mpi is None else channel(mpi.comm, "ensemble.fit")
     plan = planned(given) if used is None else planned_together(used, given)
     count, m = plan.start.shape
-    # "auto" compiles if the number of states and of their tangents, m per trajectory, is large enough.
-    compiler = Compiler(plan.options.compile, plan.options.backend, count * (1 + m), mpi is not None)
+    compiler = Compiler(plan.options.compile, plan.options.backend, count, used, solves=_SOLVES)
     if mpi is None or used is None:
         found = share = _share(given, plan, compiler, range(count))
     else:
         bounds = mpi.bounds(count, used.size)
-        with raising_together(used, Exception):
+        with raising_together(used, Exception), compiler:
             share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
         warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
         compiler.log_warnings(warnings, used.rank)
         found = joined_fits(parts)
         # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
         mpi.remember(found._tries, 1, bool(compiler.kernels), traced=True)
+        compiler.record(found._tries, found.nfev)
     if used is None or used.rank == 0:
         report("fit", "fits", found.retcode)
     return found if mpi is None or mpi.gather else share

@@ -50,9 +50,8 @@ class Initialization:
         # Trajectories with an empty tspan take no steps.
         self._queue = np.flatnonzero(batch.end != batch.start)
         real = np.zeros(0, batch.u0.dtype).real.dtype
-        self.rtol, self.atol = real.type(settings.rtol), np.asarray(settings.atol, real)[()]
-        if self._xp is not None and np.ndim(self.atol):
-            self.atol = self._xp.to_device(self.atol)
+        tolerances = (np.asarray(given, real)[()] for given in (settings.rtol, settings.atol))
+        self.rtol, self.atol = (x if self._xp is None or not x.ndim else self._xp.to_device(x) for x in tolerances)
 
     def goal(self, ids: Array) -> Array:
         """Return the ends of tspan for some trajectories, in the direction of the solve."""

@@ -50,7 +50,7 @@ class Settings(NamedTuple):
     """The arguments of a solve that every backend needs."""
 
     alg: Algorithm
-    rtol: float
+    rtol: Array | float  # float or array, shape (d, 1); then `atol` is an array, too
     atol: Array | float  # float or array, shape (d, 1)
     dt: float | None  # size of fixed steps, or of the first step
     dtmax: float

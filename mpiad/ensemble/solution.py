@@ -88,6 +88,8 @@ class ODESolution(FactorizationCounts):
         The problem; its ``kernel_source()`` is the source of the compiled kernel, if there is one.
     alg : Algorithm
         The method.
+    execution : str
+        How the problem was solved, "arrays" or "kernel", and the reason: see the parameter `compile` of `solve`.
 
     Examples
     --------
@@ -110,6 +112,7 @@ class ODESolution(FactorizationCounts):
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
     alg: Any = field(default=None, repr=False)
+    execution: str = field(default="", repr=False, compare=False)
 
     def __call__(self, t: float | Array) -> Array:
         """Return the states at any times of tspan, as described for `EnsembleSolution`.
@@ -152,6 +155,8 @@ class EnsembleSolution(FactorizationCounts):
         The problem; its ``kernel_source()`` is the source of the compiled kernel, if there is one.
     alg : Algorithm
         The method.
+    execution : str
+        How the ensemble was solved, the same on all ranks: see `ODESolution`.
 
     Examples
     --------
@@ -177,6 +182,7 @@ class EnsembleSolution(FactorizationCounts):
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
     alg: Any = field(default=None, repr=False)
+    execution: str = field(default="", repr=False, compare=False)
     # The numbers of the return codes, if known.
     _codes: Any = field(default=None, repr=False, compare=False)
     # If only initial and final states are saved: a function that returns the initial states, shape (d, N).
@@ -248,8 +254,8 @@ class EnsembleSolution(FactorizationCounts):
         ending = self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached)
         counts = (int(count[i]) for count in (self.naccept, self.nreject, self.nf))
         dense = self.dense and partial(self.dense, only=i)
-        events, problem = self.events.get(i, []), self.problem
-        return ODESolution(self.u[i], times, *ending, *counts, events=events, problem=problem, dense=dense, alg=self.alg)
+        about = {name: getattr(self, name) for name in ("problem", "alg", "execution")}
+        return ODESolution(self.u[i], times, *ending, *counts, events=self.events.get(i, []), dense=dense, **about)
 
     def __iter__(self) -> Iterator[ODESolution]:
         return (self[i] for i in range(len(self)))
@@ -405,6 +411,8 @@ def solution_of(
         empty = batch.start == batch.end
         if type(u) is np.ndarray and events is None:  # solves on a device save these states
             u[empty] = batch.u0.T[empty][:, None]
+            if times.ndim == 2:
+                u[np.isnan(times)] = np.nan  # the rows of `saveat` may be padded
     return EnsembleSolution.lazy(deferred, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **fields)
 
 

@@ -45,9 +45,17 @@ from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Progress, Settings
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
-from mpiad.ensemble.solve_options import SolveOptions, check_combinations, checked_options, checked_together, settings_of
+from mpiad.ensemble.solve_options import (
+    SolveOptions,
+    check_combinations,
+    checked_options,
+    checked_together,
+    refuse_unknown,
+    settings_of,
+)
 from mpiad.ensemble.step_observers import EventColumns
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.ensemble.trial import with_plain_numbers
 from mpiad.errors import IntegrationError
 from mpiad.progress import progress_bar
 from mpiad.transport import Channel, channel
@@ -68,7 +76,7 @@ def solve(
     saveat: float | Array | None = None,
     save_everystep: bool = False,
     dense_output: bool = False,
-    rtol: float = 1e-3,
+    rtol: float | Array = 1e-3,
     atol: float | Array = 1e-6,
     dt: float | None = None,
     dtmax: float = np.inf,
@@ -80,6 +88,7 @@ def solve(
     compile: str | bool = "auto",
     progress: bool = False,
     throw: bool = False,
+    **others: Any,
 ) -> Any:
     """Solve an ODE, or each trajectory of an ensemble, with its own time, step size and error control.
 
@@ -95,15 +104,16 @@ def solve(
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
         Times at which states are saved. A number is the interval between saved times, from the start; the final state is
-        also saved. A list contains the same times for all trajectories, an array one row of times per trajectory. By
-        default the initial and final states are saved. Times must be sorted from the start to the end, and not traced.
+        also saved; if trajectories have different tspans, ``sol.t`` has one row per trajectory, padded with NaN. A list
+        contains the same times for all trajectories, an array one row of times per trajectory. By default the initial and
+        final states are saved. Times must be sorted from the start to the end, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
         Store all steps, so that ``sol(t)`` returns the states at any times.
-    rtol, atol : float
+    rtol, atol : float, or array with the shape of a state
         Tolerances: the error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components.
-        `atol` may be an array with the shape of a state.
+        `rtol` is at least 100 times the machine precision.
     dt : float, optional
         Size of the first step; for RK4, of every step.
     dtmax : float
@@ -126,9 +136,10 @@ def solve(
         `checkpoints` groups, and stores all steps of one group at a time. By default all states are stored.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
-        code. "auto" compiles for ensembles of at least 1,000 trajectories, except with EnsembleSerial, and always with
-        EnsembleGPU, if f can be compiled and kernels support all options; if not, "auto" solves without a kernel, and
-        True raises an error. Results with and without a kernel agree up to rounding.
+        code. "auto" uses a kernel if f can be compiled, kernels support all options, and by an estimate this solve and
+        earlier ones of the same f without a kernel take longer than getting the kernel; never with EnsembleSerial, always
+        with EnsembleGPU. True raises an error if there can be no kernel. Results with and without a kernel agree up to
+        rounding.
     progress : bool
         Whether to display on standard error the number of finished trajectories and an estimate of the remaining time. With
         several ranks, rank 0 displays the progress of its own trajectories.
@@ -170,22 +181,29 @@ def solve(
     >>> print(mpiad.grad(end, objective="sum")(np.array([[1.0], [2.0]])).ravel().round(4))
     [-0.3679 -0.1353]
     """
-    given = SolveOptions(**locals())._replace(progress=bool(progress))  # first, while only the arguments are in scope
+    refuse_unknown("solve", locals())
+    del others
+    given = SolveOptions(**locals())._replace(progress=bool(progress))  # while only the arguments are in scope
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories
     mpi_channel = None if single else used
     if isinstance(problem, ODEProblem):
-        options = options._replace(problem=EnsembleProblem(problem), backend=EnsembleSerial())
-    compiler = Compiler(compile, options.backend, 0 if single else count, mpi_channel is not None)
+        serial = isinstance(options.backend, EnsembleSerial)
+        options = options._replace(problem=EnsembleProblem(problem), backend=options.backend if serial else _VECTORIZED)
+    compiler = Compiler(compile, options.backend, count, used)
     if mpi_channel is not None:
         sol = _over_ranks(options, compiler, mpi_channel)
     else:
-        sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
+        with compiler:
+            sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
+        if used is not None:
+            compiler.log_warnings([compiler.warnings], 0)
+            compiler.record(sol.naccept + sol.nreject)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, mpi_channel is None or mpi_channel.rank == 0)
     # The given problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
-    sol.problem, sol.alg = solved, alg
+    sol.problem, sol.alg, sol.execution = solved, alg, compiler.execution
     return sol[0] if single else unshared(sol)
 
 
@@ -198,7 +216,8 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
     share: EnsembleSolution | Exception
     try:
-        share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
+        with compiler:
+            share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
     except Exception as error:  # noqa: BLE001 raised on all ranks together
         share = error
     traced = not isinstance(share, Exception) and isbox(share.u_end)
@@ -207,8 +226,9 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
     compiler.log_warnings([other.warnings for other in outcomes.shares], used.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
-    components = int(np.prod(share.u_end.shape[1:]))
-    mpi.remember(outcomes.naccept + outcomes.nreject, components, outcomes.any("compiled"), outcomes.any("traced"))
+    components, tries = int(np.prod(share.u_end.shape[1:])), outcomes.naccept + outcomes.nreject
+    mpi.remember(tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    compiler.record(tries)
     has_outputs = problem.output_func is not None or problem.reduction is not None
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
@@ -258,6 +278,8 @@ def _solved(
     record = options.save_everystep or options.dense_output or given.traced
     # Copies, since derivatives are computed later, when the user may have changed the parameters.
     given = given.own() if record else given
+    if isinstance(options.backend, EnsembleSerial) and compiler.compile is not True:
+        given = with_plain_numbers(given)
     batch = given.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
@@ -273,6 +295,8 @@ def _solved(
     by_arrays = partial(_by_arrays, options, compiler)
     if on_gpu:
         sol = solved_on_gpu(compiler, given, batch, settings, by_arrays)
+        if isinstance(sol, DeviceSolution):
+            compiler.execution = "kernel: EnsembleGPU"
     else:
         sol = by_arrays(given, with_states_on_device(batch), settings)
     if failed is not None and failed.any():
@@ -287,7 +311,8 @@ def _by_arrays(
     """Solve a batch on the device of its arrays, or on the host, by a kernel if `compiler` has one."""
     if options.acting:
         plan = compiler.plan(batch, settings, given)
-        return solved_with_events(partial(compiler.run_planned, plan, given=given), batch, settings, given)
+        run = partial(compiler.run_planned, plan, given=given)
+        return solved_with_events(run, batch, settings, given, options.dense_output)
     outcome = compiler.run(batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
@@ -374,11 +399,17 @@ class GivenTimes:
 
 
 def solved_with_events(
-    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch
+    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch, dense: bool = False
 ) -> EnsembleSolution:
     """Apply events at the start, call `solve`, and return the solution with derivatives for traced values in `given`."""
+    if given.traced and (dense or settings.saveat is None):
+        raise NotImplementedError(
+            "solve: derivatives of solves with events with an affect aren't supported with dense_output=True or "
+            "save_everystep=True. Pass the times as saveat."
+        )
     times = GivenTimes(settings.events, batch)
-    outcome = _solved_after_start(solve, batch, settings, times)
+    started, acting = _started(batch, settings, times)
+    outcome = solve(started, acting)
     run: Run | None = None
     if given.traced:
         run, due = Run(batch, settings, outcome), times.traced(given)
@@ -405,13 +436,11 @@ def solved_with_events(
     sol = solution_of(outcome, batch, settings, events)
     if run is not None:
         sol.u, sol.u_end, sol.t_reached = anp.reshape(u, sol.u.shape), anp.reshape(u_end, sol.u_end.shape), reached
-    return sol
+    return replace(sol, dense=DenseOutput(started, acting, outcome, given)) if dense else sol
 
 
-def _solved_after_start(
-    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, times: GivenTimes
-) -> Outcome:
-    """Apply the events at the start, and solve from the states after them."""
+def _started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch, Settings]:
+    """Apply the events at the start; return the batch of the states after them, and the settings of the solve."""
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()
     acting = Acting(settings.events, times.times, times.event, slots, np.full(batch.size, MOVING), ())
@@ -423,4 +452,4 @@ def _solved_after_start(
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
     acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
     events = tuple(settings.events[e] for e in acting.found)
-    return solve(batch, settings._replace(events=events, acting=acting))
+    return batch, settings._replace(events=events, acting=acting)

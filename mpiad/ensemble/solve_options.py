@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -61,6 +62,21 @@ class SolveOptions(NamedTuple):
         return any(event.acts for event in self.events)
 
 
+# Names of arguments in other libraries.
+_RENAMED = {
+    "reltol": "rtol", "abstol": "atol", "callback": "events", "maxiters": "max_steps", "t_eval": "saveat", "method": "alg",
+    "max_step": "dtmax", "first_step": "dt",
+}  # fmt: skip
+
+
+def refuse_unknown(call: str, given: Mapping[str, Any]) -> None:
+    """Raise a TypeError for the unknown arguments ``given["others"]`` of a call with the arguments `given`."""
+    for name in given["others"]:
+        instead = _RENAMED.get(name)
+        advice = f"; the argument is called {instead}" if instead in given else ""
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{advice}.")
+
+
 def checked_options(options: SolveOptions) -> SolveOptions:
     """Return the checked arguments; raise an error if one is invalid, or `saveat` is traced."""
     _check_kinds(options)
@@ -72,7 +88,8 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         if not isinstance(event, Event):
             raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {event!r}. Make one: Event(condition).")
     if options.gradient not in (None, "tangent", "adjoint"):
-        raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {options.gradient!r}.")
+        hint = " With None, the default, solve chooses." if options.gradient == "auto" else ""
+        raise ValueError(f"solve: gradient must be 'tangent', 'adjoint' or None, but got {options.gradient!r}.{hint}")
     if options.compile not in ("auto", True, False):
         raise ValueError(f"solve: compile must be 'auto', True or False, but got {options.compile!r}.")
     if options.save_everystep and options.saveat is not None:
@@ -95,7 +112,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # The bound is that of SciPy; for smaller tolerances the error estimate consists of rounding errors.
-    rtol = max(options.rtol, _LEAST_RTOL)
+    rtol = np.maximum(options.rtol, _LEAST_RTOL) if np.ndim(options.rtol) else max(options.rtol, _LEAST_RTOL)
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
 
 
@@ -117,17 +134,21 @@ def settings_of(
     options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False, progress: Progress = None
 ) -> Settings:
     """Return the settings for a batch of plain arrays; raise an error if options don't fit the shape or dtype of states."""
-    atol, mass, d = options.atol, options.mass, len(batch.u0)
+    mass, d = options.mass, len(batch.u0)
     if options.alg.tableau.implicit and is_complex(batch.u0):
         raise NotImplementedError(
             f"solve: {type(options.alg).__name__} needs real states, but u0 is {batch.u0.dtype}. Take a Runge-Kutta "
             "method, such as RK45(), or give the real and imaginary parts as components of a real state."
         )
-    if np.ndim(atol):
-        if np.shape(atol) != batch.shape:
+    tolerances = []
+    for name, given in (("rtol", options.rtol), ("atol", options.atol)):
+        if np.ndim(given) and np.shape(given) != batch.shape:
             expected = f"one number, or have the shape of a state, {batch.shape}"
-            raise ValueError(f"solve: atol must be {expected}, but has shape {np.shape(atol)}.")
-        atol = np.reshape(atol, (-1, 1))
+            raise ValueError(f"solve: {name} must be {expected}, but has shape {np.shape(given)}.")
+        tolerances.append(np.reshape(given, (-1, 1)) if np.ndim(given) else given)
+    rtol, atol = tolerances
+    if np.ndim(rtol):
+        atol = np.broadcast_to(atol, (d, 1))
     events = tuple(event.for_states(batch.shape) for event in options.events)
     if mass is not None:
         if mass.shape != (d, d):
@@ -136,7 +157,7 @@ def settings_of(
         mass = mass.astype(batch.u0.real.dtype)
     steps, checkpoints = (options.dt, options.dtmax, options.max_steps), options.checkpoints
     rest = None if options.save_everystep else checkpoints, progress, ends, mass, options.gradient
-    return Settings(options.alg, options.rtol, atol, *steps, events, saveat, record, *rest)
+    return Settings(options.alg, rtol, atol, *steps, events, saveat, record, *rest)
 
 
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
@@ -147,7 +168,8 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
         scalars += f", trajectories={options.trajectories}, {len(options.events)} events, {_kind(given.problem)}"
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
-        return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
+        tolerances = [np.asarray(tolerance, float) for tolerance in (given.rtol, given.atol)]
+        return [f"saveat={given.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")
 
@@ -188,19 +210,18 @@ def _check_kinds(options: SolveOptions) -> None:
 
 
 def _check_numbers(options: SolveOptions) -> None:
-    for name in ("rtol", "dtmax", "dt"):
+    for name in ("dtmax", "dt"):
         value = getattr(options, name)
         if value is None and name == "dt":
             if options.alg.tableau.error is None:
                 raise ValueError(f"solve: {type(options.alg).__name__} takes fixed steps and needs their size, as dt=0.01.")
         elif not isinstance(value, (int, float, np.integer, np.floating)) or not value > 0:
             raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
-    if not math.isfinite(options.rtol):
-        raise ValueError(f"solve: rtol must be finite, but got {options.rtol!r}.")
-    if type(options.atol) is not float or not 0 <= options.atol < math.inf:  # the most frequent case needs no arrays
-        atol = np.asarray(options.atol)
-        if atol.dtype.kind not in "iuf" or not (np.isfinite(atol) & (atol >= 0)).all():
-            raise ValueError(f"solve: atol must be zero or more, but got {options.atol!r}.")
+    for name, value in (("rtol", options.rtol), ("atol", options.atol)):
+        if type(value) is not float or not 0 <= value < math.inf:  # the most frequent case needs no arrays
+            array = np.asarray(value)
+            if array.dtype.kind not in "iuf" or not (np.isfinite(array) & (array >= 0)).all():
+                raise ValueError(f"solve: {name} must be zero or more, and finite, but got {value!r}.")
     for name in ("max_steps", "batch_size", "checkpoints"):
         value = getattr(options, name)
         if value is None and name != "max_steps":
@@ -211,14 +232,11 @@ def _check_numbers(options: SolveOptions) -> None:
 
 def check_combinations(options: SolveOptions, hosted: bool) -> None:
     """Raise a NotImplementedError if other options don't support events with an affect, or dense output."""
-    at_times, to_host = "Pass the times as saveat", "Copy them to the host with mpiad.device.to_host, and use "
-    for name, asked, instead in [
-        ("dense_output=True", options.dense_output, at_times),
-        ("save_everystep=True", options.save_everystep, at_times),
-        ("arrays on a device or EnsembleGPU", not hosted, to_host + "EnsembleVectorized()"),
-    ]:
-        if asked and options.acting:
-            raise NotImplementedError(f"solve: events with an affect aren't supported with {name}. {instead}.")
+    if options.acting and not hosted:
+        raise NotImplementedError(
+            "solve: events with an affect aren't supported with arrays on a device or EnsembleGPU. Copy them to the host "
+            "with mpiad.device.to_host, and use EnsembleVectorized()."
+        )
     if options.dense_output and not hosted:
         raise NotImplementedError(
             "solve: dense_output=True isn't supported on a device. Pass the times as saveat, or copy the arrays to the "

@@ -26,7 +26,7 @@ from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
-from mpiad.ensemble.solve_options import SolveOptions, options_of_states, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
@@ -101,7 +101,7 @@ def _solved_best(matrix: Array, right: Array) -> Array:
 class _Search:
     """The searches for a root of f for each trajectory by Newton's method from u0, shape (d, N)."""
 
-    def __init__(self, equations: Equations, u0: Array, rtol: float, atol: Array | float):
+    def __init__(self, equations: Equations, u0: Array, rtol: Array | float, atol: Array | float):
         (d, count), self._equations = u0.shape, equations
         # A search succeeds if a Newton step is at most ``atol + rtol * abs(u)``, and the Jacobian there is nonsingular.
         self._u, self._rtol, self._atol = u0.copy(), rtol, atol
@@ -305,13 +305,14 @@ def steady_state(
     ensemblealg: EnsembleAlgorithm = _VECTORIZED,
     *,
     trajectories: int | None = None,
-    rtol: float = 1e-8,
+    rtol: float | Array = 1e-8,
     atol: float | Array = 1e-10,
     max_iters: int = 100,
     dt: float | None = None,
     dtmax: float = np.inf,
     max_steps: int = 100_000,
     compile: str | bool = "auto",
+    **others: Any,
 ) -> SteadyStateSolution:
     """Find the steady state of each trajectory, f(u, p, t) = 0.
 
@@ -364,6 +365,7 @@ def steady_state(
     >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
+    refuse_unknown("steady_state", locals())
     given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
     if isinstance(ensemblealg, EnsembleMPI):
         solution = _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
@@ -379,9 +381,9 @@ def steady_state(
 
 def _over_ranks(given: SimpleNamespace, mpi: EnsembleMPI, used: Channel) -> SteadyStateSolution:
     options = _checked_together(used, given)
-    compiler = Compiler(options.compile, options.backend, options.trajectories, together=True)
+    compiler = Compiler(options.compile, options.backend, options.trajectories, used)
     bounds = mpi.bounds(options.trajectories, used.size)
-    with raising_together(used, Exception):
+    with raising_together(used, Exception), compiler:
         share = _find(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = share.u.shape[1:], share.u.dtype
@@ -414,7 +416,7 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
         check_traceable(Field(batch), batch.u0[:, columns], leaves, t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
-    search = _Search(Equations(batch), start, max(options.rtol, least), settings.atol)
+    search = _Search(Equations(batch), start, np.maximum(settings.rtol, least), settings.atol)
     roots, jacobian, codes, niter = search.roots(given.max_iters)
     states = SteadyStates(batch, roots, jacobian)
     leaves = traced.p.leaves
@@ -455,6 +457,7 @@ def _checked_together(used: Channel, given: SimpleNamespace) -> SolveOptions:
     def described(options: SolveOptions) -> list[Any]:
         shown = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
         shown += f", {type(given.problem).__name__}, {options.trajectories} of them"
-        return [f"atol={given.atol!r:.60}, {shown}", shown, np.asarray(options.atol, float), digests_of(given.problem)]
+        tolerances = [np.asarray(given, float) for given in (options.rtol, options.atol)]
+        return [f"atol={given.atol!r:.60}, {shown}", shown, *tolerances, digests_of(given.problem)]
 
     return alike_on_all(used, lambda: _checked(given), described, "steady_state")

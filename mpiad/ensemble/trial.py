@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.batch import Batch, on_device_of
-from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
+from mpiad.ensemble.batch import Batch, Parameters, is_on_device, on_device_of
+from mpiad.ensemble.derivative import COUPLED, Columns, Derivative, derivative_of, locked
 from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -52,6 +53,24 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
                     _check_uncoupled(partial(affected, event, batch), first, moved, "an affect of the events")
         if traced:
             check_traceable(Field(batch), first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
+
+
+def with_plain_numbers(given: Batch) -> Batch:
+    """Return a batch whose f is called with one trajectory at a time, if f can't be called with columns."""
+    if len(given.shape) > 1 or is_on_device(given.plain()):
+        return given
+    f, (leaves, varies, build) = given.f, given.p
+
+    @wraps(f)
+    def one_by_one(u: Array, p: Columns, t: Array) -> Array:
+        return anp.stack([anp.array(f(u[..., j], p.column(j), t[j])) for j in range(len(t))], axis=-1)
+
+    changed = given._replace(f=one_by_one, p=Parameters(leaves, varies, lambda leaves: Columns(leaves, varies, build)))
+    for batch in (given, changed):
+        with suppress(Exception):
+            try_once(batch.plain(), (), False)
+            return batch
+    return given  # the solve will raise the error
 
 
 def _widths(batch: Batch) -> list[int]:

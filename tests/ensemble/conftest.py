@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from mpiad.device import to_device, to_host
 from mpiad.ensemble import EnsembleGPU, ODEProblem, remake
+from mpiad.ensemble.compiled import kernel_choice
 
 WORLD = MPI.COMM_WORLD
 
@@ -34,6 +35,12 @@ def _kernels_kept(tmp_path_factory):
         folder = WORLD.bcast(str(tmp_path_factory.mktemp("kernels")) if WORLD.rank == 0 else None)
         patch.setenv("MPIAD_CACHE", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_solves():
+    """The choice between arrays and kernels doesn't depend on other tests' solves."""
+    kernel_choice._histories.clear()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -725,3 +725,42 @@ def test_states_that_are_numbers():
     doubled = Event(times=[1.0], affect=lambda u, p, t: 2 * u)
     gradient = mpiad.grad(lambda k: solve(ODEProblem(problem.f, 1.0, (0.0, 2.0), k), events=doubled, **TIGHT).u_end)(0.7)
     np.testing.assert_allclose(gradient, -4 * np.exp(-1.4), rtol=1e-10)
+
+
+# ---- all steps
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
+def test_every_step_and_dense_output(alg):
+    """A dose at given times, and a sawtooth that falls at a root: closed forms, with the states after the events."""
+    problem = ODEProblem(lambda u, p, t: [-p[0] * u[0], 1 + 0 * u[1]], [1.0, 0.25], (0.0, 2.0))
+    rates = np.array([[0.5], [1.0], [2.0]])
+    events = (
+        Event(times=[0.0, 0.7, 1.5], affect=lambda u, p, t: [u[0] + 1, u[1]]),
+        Event(lambda u, p, t: u[1] - 1, affect=lambda u, p, t: [u[0], 0 * u[1]], direction=1),
+    )
+
+    def exact(t):
+        amount = np.exp(-rates * t) + sum((t >= at) * np.exp(-rates * (t - at)) for at in (0.0, 0.7, 1.5))
+        return np.stack([amount, np.broadcast_to((t + 0.25) % 1, amount.shape)], axis=2)
+
+    sol = solve(
+        EnsembleProblem(problem, p=rates),
+        alg,
+        events=events,
+        rtol=1e-10,
+        atol=1e-12,
+        dense_output=True,
+        save_everystep=True,
+    )
+    times = np.concatenate([np.random.default_rng(0).uniform(0, 2, 40), [0.0, 0.7, 1.5, 2.0]])
+    times = times[np.abs((times + 0.25) % 1 - 0.5) < 0.499]  # the root is found up to rounding
+    np.testing.assert_allclose(sol(times), exact(times), rtol=1e-7, atol=1e-9)
+    np.testing.assert_array_equal(sol[1](times), sol(times)[1])
+    for i, count in enumerate(sol.naccept):
+        t = sol.t[i, : count + 1]
+        at_root = np.abs(t - 0.75) < 1e-9
+        at_root |= np.abs(t - 1.75) < 1e-9
+        assert (np.diff(t) > 0).all() and at_root.sum() == 2
+        np.testing.assert_allclose(sol.u[i, : count + 1][~at_root], exact(t[~at_root])[i], rtol=1e-7, atol=1e-9)
+        assert (sol.u[i, : count + 1][at_root, 1] == 0).all() and np.isnan(sol.u[i, count + 1 :]).all()

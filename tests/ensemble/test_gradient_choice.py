@@ -16,7 +16,7 @@ from mpiad.ensemble import EnsembleProblem, EnsembleSerial, EnsembleThreads, Ens
 
 pytestmark = pytest.mark.serial
 
-TIGHT = {"rtol": 1e-6, "atol": 1e-9}
+TIGHT = {"rtol": 1e-6, "atol": 1e-9, "compile": False}
 RHO = np.linspace(0, 21, 600)[:, None]
 U0 = np.random.default_rng(0).uniform(0.5, 1.5, (600, 3))
 WAYS = pytest.mark.parametrize("way", ["tangent", "adjoint"])
@@ -59,7 +59,7 @@ def test_shared_parameters_both_ways():
 def test_shared_parameters_in_several_blocks(way, monkeypatch):
     def shared(p, rows=slice(0, 9)):
         ensemble = EnsembleProblem(ODEProblem(lorenz, U0[0], (0.0, 1.0), p), u0=U0[rows])
-        return anp.sum(solve(ensemble, gradient=way, compile=False, **TIGHT).u_end ** 2)
+        return anp.sum(solve(ensemble, gradient=way, **TIGHT).u_end ** 2)
 
     p = np.array([5.0])
     expected = sum(mpiad.grad(lambda p, k=k: shared(p, slice(k, k + 1)))(p) for k in range(9))
@@ -89,6 +89,8 @@ def test_the_way_is_chosen_by_the_number_of_directions(counted):
     assert counted == ["push_run", "pull_run", "pull_run", "pull_run", "push_run"]
     with pytest.raises(ValueError, match="gradient must be"):
         loss(U0[:2], RHO[:2], gradient="forward")
+    with pytest.raises(ValueError, match="With None, the default, solve chooses"):
+        loss(U0[:2], RHO[:2], gradient="auto")
 
 
 @WAYS

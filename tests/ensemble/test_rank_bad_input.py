@@ -30,7 +30,7 @@ REFUSED = {
     "the shape of f": ({"f": lambda u, p, t: [u[0]]}, {}, ValueError, r"shape \(1, 3\).*\(2, 3\) was expected.*columns"),
     "f in place": ({"f": lambda u, p, t: u.__setitem__(0, 1.0)}, {}, TypeError, "writes into its arguments"),
     "saveat": ({}, {"saveat": [0.5, 1.5]}, ValueError, r"1.5 lies outside of \(0.0, 1.0\)"),
-    "rtol": ({}, {"rtol": 0.0}, ValueError, "rtol must be above zero, but got 0.0"),
+    "rtol": ({}, {"rtol": -1.0}, ValueError, "rtol must be zero or more, and finite, but got -1.0"),
     "u0": ({"u0": ["a", "b"]}, {}, TypeError, "u0 must be numbers"),
 }  # fmt: skip
 
@@ -167,7 +167,8 @@ def test_what_kernels_refuse_is_refused_on_all_ranks(solved_by):
 
 @pytest.mark.columns("kernels say why not, and raise")
 def test_an_f_that_cannot_be_compiled_is_told_once_by_all_ranks(caplog, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "LEAST_TRAJECTORIES", N)
+    for name in ("_LOADING", "_LOADING_COMPONENT"):
+        monkeypatch.setattr(kernel_choice, name, 0.0)
 
     def branches(u, p, t):
         return [u[1], -u[0] if np.all(u[0] > -99) else u[0]]

@@ -101,5 +101,5 @@ def test_time_stays_in_tspan():
     rng = np.random.default_rng(0)
     for start, end in rng.standard_normal((200, 2)):
         seen.clear()
-        assert solve(ODEProblem(f, [1.0], (start, end))).t_reached == end
+        assert solve(ODEProblem(f, [1.0], (start, end)), compile=False).t_reached == end
         assert min(start, end) == min(seen) and max(start, end) == max(seen)

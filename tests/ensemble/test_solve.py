@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 from ode_systems import decay, lorenz, lotka_volterra
 from scipy.integrate import solve_ivp
 
+import mpiad
 from mpiad.ensemble import (
     RK4,
     RK45,
@@ -191,3 +194,75 @@ def test_plot():
     assert sol.plot(ax, component=2, lines=4) is ax and len(ax.lines) == 5
     np.testing.assert_allclose(ax.lines[-1].get_ydata(), sol.mean()[:, 2])
     plt.close("all")
+
+
+@both
+def test_relative_tolerances_of_components():
+    """The steps are those of SciPy's RK45, which takes them, too."""
+    rtol, atol = [1e-3, 1e-9], 1e-9
+    expected = solve_ivp(lambda t, u: [u[1], -u[0]], (0.0, 7.0), [0.0, 1.0], rtol=rtol, atol=atol)
+    sol = solve(OSCILLATOR, rtol=rtol, atol=atol)
+    assert sol.naccept == len(expected.t) - 1
+    np.testing.assert_allclose(sol.u_end, expected.y[:, -1], rtol=1e-10)
+    assert solve(OSCILLATOR, rtol=1e-3, atol=atol).naccept < sol.naccept
+    equal, one = solve(OSCILLATOR, rtol=[1e-5, 1e-5]), solve(OSCILLATOR, rtol=1e-5)
+    np.testing.assert_array_equal(equal.u, one.u)
+
+
+@both
+def test_a_relative_tolerance_of_zero():
+    sol = solve(OSCILLATOR, rtol=0.0, atol=1e-6)
+    np.testing.assert_array_equal(sol.u, solve(OSCILLATOR, rtol=1e-14, atol=1e-6).u)
+    np.testing.assert_allclose(sol.u_end, [np.sin(7), np.cos(7)], atol=1e-4)
+
+
+@both
+def test_intervals_in_spans_that_differ():
+    """The rows are those of single solves, padded with NaN."""
+    ends = [1.2, 2.0, -0.7, 0.0]
+    ensemble = EnsembleProblem(OSCILLATOR, prob_func=lambda prob, i, repeat: remake(prob, tspan=(0.0, ends[i - 1])))
+    for batch_size in (None, 2):
+        sol = solve(ensemble, trajectories=4, saveat=0.5, rtol=1e-8, batch_size=batch_size)
+        assert sol.t.shape == (4, 5) and sol.u.shape == (4, 5, 2)
+        for end, t, u in zip(ends, sol.t, sol.u):
+            alone = solve(remake(OSCILLATOR, tspan=(0.0, end)), saveat=0.5, rtol=1e-8)
+            count = len(alone.t)
+            np.testing.assert_array_equal(t[:count], alone.t)
+            np.testing.assert_allclose(u[:count], alone.u, rtol=1e-13, atol=1e-15)
+            assert np.isnan(t[count:]).all() and np.isnan(u[count:]).all()
+
+
+def switched(u, p, t):
+    return [math.sin(u[1]) if u[0] > 0 else u[1], -p[0] * u[0] * math.cos(t)]
+
+
+def switched_columns(u, p, t):
+    return [np.where(u[0] > 0, np.sin(u[1]), u[1]), -p[0] * u[0] * np.cos(t)]
+
+
+@pytest.mark.parametrize("alg", [RK45(), Tsit5()])
+def test_an_f_of_plain_numbers(alg):
+    p = np.linspace(1.0, 2.0, 4)[:, None]
+    sol, expected = (
+        solve(EnsembleProblem(ODEProblem(f, [1.0, 0.2], (0.0, 3.0)), p=p), alg, EnsembleSerial(), saveat=0.5, rtol=1e-8)
+        for f in (switched, switched_columns)
+    )
+    np.testing.assert_allclose(sol.u, expected.u, rtol=1e-11)
+    one = solve(ODEProblem(switched, [1.0, 0.2], (0.0, 3.0), p[3]), alg, EnsembleSerial(), saveat=0.5, rtol=1e-8)
+    np.testing.assert_array_equal(one.u, sol.u[3])
+    assert one.execution == sol.execution == "arrays: EnsembleSerial"
+    with pytest.raises(ValueError, match="f uses an array as a condition"):
+        solve(ODEProblem(switched, [1.0, 0.2], (0.0, 3.0), p[3]))
+    with pytest.raises(ValueError, match="f returned shape"):
+        solve(ODEProblem(lambda u, p, t: [u[0], u[0]], [1.0], (0.0, 3.0)), alg, EnsembleSerial())
+
+
+def test_the_gradient_of_an_f_that_branches():
+    def loss(p, f):
+        sol = solve(EnsembleProblem(ODEProblem(f, [1.0, 0.2], (0.0, 3.0)), p=p), Tsit5(), EnsembleSerial(), rtol=1e-6)
+        return anp.sum(sol.u_end**2)
+
+    p = np.linspace(1.0, 2.0, 3)[:, None]
+    one = mpiad.grad(loss)(p, lambda u, p, t: [u[1] if u[0] > 0 else 2 * u[1], -p[0] * u[0]])
+    other = mpiad.grad(loss)(p, lambda u, p, t: [anp.where(u[0] > 0, u[1], 2 * u[1]), -p[0] * u[0]])
+    np.testing.assert_allclose(one, other, rtol=1e-11)

@@ -169,7 +169,9 @@ def test_other_states_on_another_rank():
 
 REFUSED = {
     "max_iters": ({"max_iters": 0}, ValueError, "max_iters must be an integer above zero, but got 0"),
-    "rtol": ({"rtol": 0.0}, ValueError, "rtol must be above zero"),
+    "reltol": ({"reltol": 1e-6}, TypeError, "the argument is called rtol"),
+    "t_eval": ({"t_eval": [0.5]}, TypeError, r"unexpected keyword argument 't_eval'\.$"),
+    "rtol": ({"rtol": -1.0}, ValueError, "rtol must be zero or more"),
     "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU isn't supported"),
     "reduction": ({"problem": EnsembleProblem(LOGISTIC, p=P, output_func=print)}, ValueError, "output_func"),
     "complex": ({"problem": EnsembleProblem(remake(LOGISTIC, u0=[1j]), p=P)}, NotImplementedError, "complex states"),

@@ -1,24 +1,139 @@
 """The choice between a CPU kernel and array operations, for one call of `solve`.
 
-With ``compile="auto"`` the choice depends only on properties that are the same on all ranks and in all batches of a solve.
+With ``compile="auto"`` the choice depends on an estimate of times: the number of steps, times the operations of a step, in
+arrays and in a kernel, compared with the time for compiling or loading the kernel. Times of earlier solves by arrays
+count, too, so a problem that is solved repeatedly is compiled when arrays have taken as long as compiling. No clock is
+read: two runs that find the same kernels in the cache make the same choice. All ranks and all batches of a solve agree on
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from math import inf
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from mpiad._typing import Function
+import numpy as np
+
+from mpiad._typing import Array, Function
+from mpiad.compiling.arguments import signature_in
+from mpiad.compiling.cache import is_cached
+from mpiad.compiling.program import OPERATIONS, Program
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
+from mpiad.ensemble.compiled.trace import identity_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Acting, Settings
+from mpiad.ensemble.tableaus import Tableau
 from mpiad.ensemble.trial import try_once
+from mpiad.transport import Channel
 from mpiad.transport.resources import cores
 
-# Solving fewer trajectories takes less time than loading or compiling a kernel.
-LEAST_TRAJECTORIES = 1000
+# Times in seconds, fitted to the fastest of several solves with 1 to 1,000 trajectories of 2 to 30 components, and to the
+# compile times of kernels of 300 to 9,500 lines, on an idle core of an x86 server with AVX-512.
+#
+# Arrays. For each iteration of the loop over steps: per stage, and per stage and square root of the operations of f, which
+# approximates the number of NumPy's calls; for implicit methods also per step, and per entry of the Jacobian.
+_STAGE, _CALLS, _IMPLICIT, _ENTRY = 20e-6, 3e-6, 300e-6, 4e-6
+# For each step of a trajectory: per stage and component, operation or function of the C library, and per entry.
+_COMPONENT, _OPERATION, _FUNCTION, _COLUMN_ENTRY = 8e-9, 0.4e-9, 2e-9, 60e-9
+# Kernels, for each step of a trajectory: per stage and component, operation or function; per entry of the Jacobian.
+_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_ENTRY = 2e-9, 0.1e-9, 10e-9, 1e-9
+# A gradient, in units of the solve.
+_GRADIENT = 5
+# The time from an untraced f to a kernel that is on disk (tracing, the kernel's text, the import of LLVM, loading): a
+# constant, and an addition per component of a state. Compile time of a kernel of n lines: _LINES n^1.5.
+_LOADING, _LOADING_COMPONENT, _LINES = 0.04, 0.002, 3e-5
+# The number of steps that is expected for the first solve with rtol = 1e-3.
+_STEPS = 25.0
+
+
+class Rates(NamedTuple):
+    """Estimated times in seconds."""
+
+    iteration: float  # arrays, per iteration of the loop over steps
+    column: float  # arrays, per step of a trajectory
+    lane: float  # kernels, per step of a trajectory
+
+
+@lru_cache(64)
+def rates(tableau: Tableau, d: int, program: Program | None) -> Rates:
+    """Return the times of a step, for a typical f if it isn't traced yet."""
+    operations, functions = 4 * d, 0
+    if program is not None:
+        called = (OPERATIONS.get(instruction.operation) for instruction in program.instructions)
+        operations, functions = program.cost, sum(not operation.simple for operation in called if operation is not None)
+    entries = d * d if tableau.implicit else 0
+    iteration = tableau.calls * (_STAGE + _CALLS * operations**0.5) + _IMPLICIT * bool(entries) + _ENTRY * entries
+    column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions) + _COLUMN_ENTRY * entries
+    lane = tableau.calls * (_LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_FUNCTION * functions)
+    return Rates(iteration, column, lane + _LANE_ENTRY * entries)
+
+
+@dataclass
+class History:
+    """Earlier solves in this process with the same f, method and shape of states, and with or without a gradient."""
+
+    rates: Rates
+    loading: float  # the time to get a kernel that is on disk
+    cost: float  # the time to get a kernel, as estimated last
+    last: tuple[float, float] = (0.0, 0.0)  # numbers of steps in the last solve: the maximum, and the mean
+    # The work by arrays since a kernel was chosen last: iterations of the loop over steps, and steps of all trajectories.
+    iterations: float = 0.0
+    steps: float = 0.0
+    # By the text of a forward kernel: the estimated time to get it, with the kernel of its gradient; zero after its use.
+    costs: dict[str, float] = field(default_factory=dict)
+
+    def expected(self, settings: Settings, span: float) -> tuple[float, float]:
+        """Return the expected maximum and mean of the numbers of steps."""
+        tableau, rtol = settings.alg.tableau, float(np.min(settings.rtol))
+        number = _STEPS * (1e-3 / rtol) ** (1 / tableau.error_order)
+        if tableau.error is None:
+            number = span / settings.dt  # type: ignore[operator]
+        elif self.last[0]:
+            return self.last
+        number = min(max(number, span / settings.dtmax), settings.max_steps)
+        return number, number
+
+    def cost_of(self, texts: dict[str, str]) -> float:
+        """Return the time to get a solve's kernels."""
+        if texts["forward"] not in self.costs:
+            missing = [text for name, text in texts.items() if not is_cached(text, name, signature_in(text, name))]
+            self.costs[texts["forward"]] = self.loading + sum(_LINES * text.count("\n") ** 1.5 for text in missing)
+        return self.costs[texts["forward"]]
+
+
+_histories: WeakKeyDictionary[Any, dict[tuple, History]] = WeakKeyDictionary()
+
+
+def _with_acting(settings: Settings) -> Settings:
+    """Return settings with the events that act, as they will be after the events at the start."""
+    if not any(event.acts for event in settings.events):
+        return settings
+    none = np.empty(0)
+    acting = Acting(settings.events, none, none, none, none, ())
+    return settings._replace(acting=acting, events=tuple(settings.events[e] for e in acting.found))
+
+
+def _described(cost: float, gain: float, loading: float) -> str:
+    """Return a text about the choice, given the time to get a kernel, and the time that it saves."""
+    action, origin = ("loading", "in the cache") if cost <= loading else ("compiling", f"compiled, estimated {_time(cost)}")
+    if cost <= gain:
+        return f"kernel: {'in memory' if cost <= 0 else origin}"
+    if cost == inf:
+        return "arrays: f or an event can't be compiled"
+    if gain < 0:
+        return f"arrays: estimated {_time(-gain)} faster than a kernel"
+    return f"arrays: estimated {_time(gain)}, {action} a kernel {_time(cost)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.2g} ms" if seconds < 0.0995 else f"{seconds:.2g} s"
 
 
 def refuse_mass_on_device(settings: Settings) -> None:
@@ -31,13 +146,32 @@ def refuse_mass_on_device(settings: Settings) -> None:
 
 
 class Compiler:
-    """The kernels that one call of `solve` compiles; `count`: the size of the whole ensemble, or 0 for a single problem."""
+    """The choice for one call of `solve`, and the kernels that it compiles; `count`: the number of trajectories.
 
-    def __init__(self, compile: str | bool, backend: EnsembleAlgorithm, count: int, together: bool = False):
-        self.compile, self.backend, self._count, self.together = compile, backend, count, together
+    `used`: the channel of the ranks that solve the ensemble together. All of them enter the compiler as a context, since
+    they agree on the choice once, at the first batch or at the exit. `solves`: the expected number of solves.
+    """
+
+    def __init__(
+        self, compile: str | bool, backend: EnsembleAlgorithm, count: int, used: Channel | None = None, solves: int = 1
+    ):
+        self.compile, self.backend, self.together = compile, backend, used is not None
         self.kernels: dict[str, str] = {}  # their texts, by the names "forward" and "reverse"
+        self._count, self._used, self._solves = count, used, solves
+        self._history: History | None = None
+        self._last_solver: Solver | None = None
+        self._chosen = None if compile == "auto" else bool(compile)
+        how = "EnsembleSerial" if compile == "auto" else f"compile={compile}"
+        self.execution = f"{'kernel' if self._chosen else 'arrays'}: {how}"
         # Warnings about f, which are stored until `log_warnings` if several ranks solve the ensemble (`together`).
         self._pending: list[tuple[Function, str]] = []
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._used is not None and self._chosen is None and (kind is None or issubclass(kind, Exception)):
+            self._agree(-inf, inf, 0.0)
 
     def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch, by a kernel if `plan` chooses one."""
@@ -46,42 +180,113 @@ class Compiler:
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch, given the result of `plan` for this batch or a similar one."""
         if plan is None:
-            return self.backend.run(batch, settings)
+            outcome = self.backend.run(batch, settings)
+        else:
+            outcome = self._solver(plan, batch, settings).solved(given)
+            self._history.costs[self.kernels["forward"]] = 0.0  # type: ignore[union-attr]  # set by `plan`
+        if self._history is not None and not self.together:
+            self.record(outcome.naccept + outcome.nreject)
+        return outcome
+
+    def _solver(self, plan: TracedProblem, batch: Batch, settings: Settings) -> Solver:
+        known = self._last_solver
+        if known is not None and known.batch is batch and known.settings is settings:
+            return known
         threads = 1
         if isinstance(self.backend, EnsembleThreads):
             threads = len(cores()) if self.backend.threads is None else max(1, self.backend.threads)
-        return Solver(self.kernels, plan, batch, settings, threads).solved(given)
+        self._last_solver = Solver(self.kernels, plan, batch, settings, threads)
+        return self._last_solver
+
+    def record(self, tries: Array, solves: Array | int = 1) -> None:
+        """Store the numbers of tried steps in all `solves`, shape (N,), for the choices of later calls."""
+        history = self._history
+        if history is None or not len(tries):
+            return
+        last = tries / solves
+        history.last = float(last.max()), float(last.mean())
+        if not self._chosen:
+            history.iterations += float(tries.max())
+            history.steps += float(tries.sum())
 
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
         """Check f and the events by a first call; return the traced problem if a CPU kernel will solve the batch."""
 
-        def make(known: bool = False) -> TracedProblem | None:
+        def make(known: bool) -> TracedProblem | None:
             # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.
             if not known:
                 try_once(batch, settings.events, given.traced)
-            found = problem_of(batch, settings.events, must, self.warn) if wanted else None
+            found = problem_of(batch, settings.events, must, self.warn)
             if known and found is None:
                 try_once(batch, settings.events, given.traced)
             return found
 
+        must = self.compile is True
+        trace = partial(remembered, make, batch, settings.events, given.traced, must)
         if is_on_device(batch):
             self._check_on_device(batch, settings)
             try_once(batch, settings.events, False)
+            self.execution = "arrays: u0 or p is on a device"
             return None
-        must = wanted = self.compile is True
-        if self.compile == "auto":
-            vectorized = self.together or not isinstance(self.backend, EnsembleSerial)
-            wanted = self._count >= LEAST_TRAJECTORIES and vectorized
-        wanted = wanted and batch.size > 0
-        if wanted and settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
+        if settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
             # The side to which a condition leaves its root depends on u', and kernels don't solve M u' = f for u'.
             if must:
                 raise NotImplementedError(
                     "solve: compile=True isn't supported for a mass_matrix together with an event whose affect acts at the "
                     "root of a condition. Leave compile out, or give times= instead of the condition."
                 )
-            wanted = False
-        return remembered(make, batch, settings.events, given.traced, must) if wanted else make()
+            self.execution = "arrays: kernels don't support a mass_matrix together with these events"
+        elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
+            if self._history is None:
+                tableau, d, known = settings.alg.tableau, len(batch.u0), _histories.setdefault(identity_of(batch.f), {})
+                loading = _LOADING + _LOADING_COMPONENT * d
+                first = History(rates(tableau, d, None), loading, loading)
+                self._history = known.setdefault((batch.shape, tableau, given.traced), first)
+            plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
+            if plan is not None:
+                return plan
+        try_once(batch, settings.events, given.traced)
+        return None
+
+    def _choose(
+        self, trace: Callable[[], TracedProblem | None], history: History, batch: Batch, settings: Settings, given: Batch
+    ) -> TracedProblem | None:
+        """Return the traced problem if a kernel will take less time than arrays, its compilation included."""
+        span = float(np.abs(batch.end - batch.start).max())
+        longest, mean = history.expected(settings, span)
+        batches = max(1.0, self._count / batch.size / (1 if self._used is None else self._used.size))
+
+        def saved() -> float:
+            iterations, steps = history.iterations + self._solves * longest * batches, self._solves * self._count * mean
+            per = history.rates
+            seconds = iterations * per.iteration + (history.steps + steps) * (per.column - per.lane)
+            return seconds * (_GRADIENT if given.traced else 1)
+
+        plan, loading, cost, gain = None, history.loading, history.cost, saved()
+        if 0.0 in history.costs.values() or gain >= cost:  # a kernel that has been used may be the one of this solve
+            plan = trace()
+            if plan is None:
+                # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
+                history.iterations, history.steps, history.cost, cost = 0.0, 0.0, loading, inf
+            else:
+                history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program)
+                texts = self._solver(plan, batch, _with_acting(settings)).texts(given)
+                cost, gain = history.cost_of(texts), saved()
+                history.cost = cost
+        if not self._agree(cost, gain, loading):
+            return None
+        history.iterations = history.steps = 0.0
+        return plan
+
+    def _agree(self, cost: float, gain: float, loading: float) -> bool:
+        """Choose by the largest cost and the smallest gain of all ranks; collective if several ranks solve together."""
+        if self._used is not None:
+            costs, gains, loadings = zip(*self._used.data.allgather((cost, gain, loading)))
+            cost, gain, loading = max(costs), min(gains), max(loadings)
+        self._chosen = cost <= gain
+        if cost > -inf:  # any rank has trajectories, and could use a kernel
+            self.execution = _described(cost, gain, loading)
+        return self._chosen
 
     def _check_on_device(self, batch: Batch, settings: Settings) -> None:
         if self.compile is True:

@@ -57,15 +57,29 @@ class Solver:
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
-    def solved(self, given: Batch) -> Outcome:
-        """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
+    def _spec_for(self, given: Batch) -> KernelSpec:
+        """Return the spec of the forward kernel, which propagates tangents of the traced parts of `given` or records."""
         # With events the end times depend on all inputs.
         times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
         if given.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
             self.directions = self.traced.carried(given, self.settings.gradient)  # otherwise an adjoint will be used
         # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
-        outcome = self._run(self.spec._replace(directions=self.directions, record=record))
+        return self.spec._replace(directions=self.directions, record=record)
+
+    def texts(self, given: Batch) -> dict[str, str]:
+        """Return the texts of the kernels of a solve and, as far as it is known before the solve, of its gradient."""
+        texts = {"forward": kernel_text("forward", self.traced, self._spec_for(given))}
+        if given.traced and not self.directions:
+            wanted = [j for part in self.traced.packing.parts if isbox(given.p.leaves[part.place]) for j in part.scalars]
+            timed, acts = isbox(given.start) or isbox(given.end), self.settings.acting is not None
+            spec, places = self._reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
+            texts["reverse"] = kernel_text("reverse", self.traced, spec, places)
+        return texts
+
+    def solved(self, given: Batch) -> Outcome:
+        """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
+        outcome = self._run(self._spec_for(given))
         if self.settings.record:
             outcome.solver = self
         return outcome
@@ -131,6 +145,13 @@ class Solver:
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, events: bool) -> tuple[Any, KernelSpec]:
         """Return the reverse kernel for the `wanted` parameters, and its spec; `events`: whether there are any at roots."""
+        spec, places = self._reverse_spec(wanted, timed, inside, jumps, events)
+        return self._function("reverse", spec, places), spec
+
+    def _reverse_spec(
+        self, wanted: list[int], timed: bool, inside: bool, jumps: bool, events: bool
+    ) -> tuple[KernelSpec, tuple[int, ...]]:
+        """Return the spec of a reverse kernel, and its parameters in the order of the kernel's arguments."""
         names = self.traced.names
         varying, shared = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
@@ -140,12 +161,13 @@ class Solver:
             timed=timed,
             inside=inside,
             tolerances=False,
+            relative=False,
             affects=None,
             acting=(),
             jumps=tuple((e, e in (self.spec.affects or ())) for e in acts) if jumps else None,
             events=self.spec.events if events else (),
         )
-        return self._function("reverse", spec, (*varying, *shared)), spec
+        return spec, (*varying, *shared)
 
 
 class _Launch:
@@ -170,13 +192,14 @@ class _Launch:
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
             self._event_arrays += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
             self._event_arrays += self.at_given_times
-        atol = argument(np.ravel(settings.atol), real)
+        tolerances = [np.ravel(settings.atol), np.ravel(settings.rtol)][: 1 + spec.relative]
+        atol = argument(np.concatenate(tolerances), real)
         # Initial states and tspan are passed as one column if all trajectories share them.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
         inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
-        options = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
+        options = (float(np.max(settings.rtol)), atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._inputs = (*inputs, solver.times, *options)
         ends = parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject
         self._outputs = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last

@@ -44,6 +44,8 @@ class KernelSpec(NamedTuple):
     inside: bool = False  # whether states inside steps are interpolated: at saved times, or to locate events
     record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
+    # Whether each component has its own relative tolerance, too; these follow the absolute ones in the kernel's argument.
+    relative: bool = False
     # Directions of tangents: ("u", i) for component i of the initial state; ("p", i), ("s", i) for parameters.
     directions: tuple[tuple[str, int], ...] = ()
     # Numbers of parameters, per trajectory and shared, with respect to which an adjoint differentiates.
@@ -109,7 +111,8 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
         options["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
     sizes = program.groups["state"], varying, len(traced.names) - varying
     options |= {"single": real_dtype(batch.u0.dtype) == np.float32, "in_pairs": is_complex(batch.u0), "events": events}
-    options |= {"inside": bool(events) or not _at_ends(batch, settings.saveat), "tolerances": np.ndim(settings.atol) > 0}
+    options |= {"inside": bool(events) or not _at_ends(batch, settings.saveat), "relative": np.ndim(settings.rtol) > 0}
+    options["tolerances"] = options["relative"] or np.ndim(settings.atol) > 0
     options["mass"] = None if settings.mass is None else entries_of(settings.mass)
     return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)
 

@@ -232,7 +232,7 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),
         "i": range(spec.stages + 1), "inner": range(1, spec.stages), "last": spec.stages, "used": steps.used(),
-        "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "lu_length": steps.lu_length,
+        "tolerance": range(len(spec.numbers) * (1 + spec.relative) if spec.tolerances else 1), "lu_length": steps.lu_length,
         "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
         "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip

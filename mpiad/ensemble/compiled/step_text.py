@@ -28,7 +28,7 @@ class Steps:
     def __init__(self, spec: KernelSpec, fused: bool = True):
         self.spec, self.fused = spec, fused
         # Times are double. `h_` and `rtol_`, which are multiplied by states, have the precision of states.
-        self.h, self.rtol = ("h_", "rtol_") if spec.single else ("h", "rtol")
+        self.h = "h_" if spec.single else "h"
         self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
 
     # ---- numbers
@@ -119,6 +119,10 @@ class Steps:
         """Return the name of the absolute tolerance of entry n of a state."""
         return f"atol{n}" if self.spec.tolerances else "atol0"
 
+    def rtol(self, n: int) -> str:
+        """Return the name of the relative tolerance of entry n of a state."""
+        return f"atol{len(self.spec.numbers) + n}" if self.spec.relative else "rtol_" if self.spec.single else "rtol"
+
     def error(self) -> list[str]:
         """Return lines for `q2`, the mean square of error over tolerance; for fixed steps 0, NaN if new isn't finite."""
         spec = self.spec
@@ -133,7 +137,7 @@ class Steps:
             else:
                 lines += [f"low{n} = abs(u_{n})", f"high{n} = abs(new_{n})"]
                 lines.append(f"largest{n} = where(high{n} > low{n}, high{n}, low{n})")
-            lines.append(f"scale{n} = {self.rtol} * largest{n} + {self.atol(n)}")
+            lines.append(f"scale{n} = {self.rtol(n)} * largest{n} + {self.atol(n)}")
             errors = [f"({self.weighted(spec.tableau.error, 'k', c)}) * {self.h}" for c in parts]
             lines += [f"e{c} = {self.quotient(error, f'scale{n}')}" for c, error in zip(parts, errors)]
         total = " + ".join(f"e{c} * e{c}" for c in range(spec.d))
@@ -179,7 +183,7 @@ class Steps:
         lines = []
         for n, parts in enumerate(spec.numbers):
             modulus = f"math.hypot({', '.join(f'u_{c}' for c in parts)})" if len(parts) > 1 else f"abs(u_{n})"
-            lines.append(f"w_{n} = {self.rtol} * {modulus} + {self.atol(n)}")
+            lines.append(f"w_{n} = {self.rtol(n)} * {modulus} + {self.atol(n)}")
         for out, numerator in (("d0", "u_{}"), ("d1", "k0_{}")):
             lines += self._norm(out, numerator)
         lines += [

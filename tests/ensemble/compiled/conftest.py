@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+from mpiad.ensemble.compiled import kernel_choice
+
 
 @pytest.fixture(autouse=True)
 def _nothing_on_disk(monkeypatch):
@@ -22,3 +24,10 @@ def _interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Kernels cost nothing, so that "auto" takes one whenever it can."""
+    for name in ("_LOADING", "_LOADING_COMPONENT", "_LINES"):
+        monkeypatch.setattr(kernel_choice, name, 0.0)

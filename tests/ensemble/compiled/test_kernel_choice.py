@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 
+import mpiad
 from mpiad.compiling import cache
-from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, solve
+from mpiad.ensemble import (
+    RK4,
+    RK45,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    ODEProblem,
+    Tsit5,
+    solve,
+)
 from mpiad.ensemble.compiled import kernel_choice, traced_problem
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
@@ -20,7 +35,7 @@ def decay(u, p, t):
     return [-u[0]]
 
 
-def many(f, count=kernel_choice.LEAST_TRAJECTORIES, d=1):
+def many(f, count=1000, d=1):
     return EnsembleProblem(ODEProblem(f, np.ones(d), (0.0, 0.1)), u0=np.ones((count, d)))
 
 
@@ -32,16 +47,124 @@ def is_compiled(sol):
         return False
 
 
-def test_by_size_and_backend():
+@pytest.fixture
+def forgetting(monkeypatch, tmp_path):
+    """Return a function after which this process knows no more than a new one that has the same folder of kernels."""
+
+    def forget():
+        for known in (cache._loaded, kernel_choice._histories, traced_problem._known):
+            known.clear()
+
+    monkeypatch.setenv("MPIAD_CACHE", str(tmp_path))
+    forget()
+    return forget
+
+
+def kinds(solutions):
+    """Return the ways of some solutions: a, arrays; c, compiled; d, from the disk; m, from the memory."""
+    ends = {"compiled": "c", "cache": "d", "memory": "m"}
+    return "".join(
+        next((kind for word, kind in ends.items() if word in sol.execution), "?") if is_compiled(sol) else "a"
+        for sol in solutions
+    )
+
+
+def swinging(u, p, t):
+    return [u[1], -p[0] * u[0]]
+
+
+SWING = ODEProblem(swinging, [1.0, 0.0], (0.0, 20.0), [2.0])
+
+
+def test_work_pays_for_a_kernel_at_once_or_by_and_by(forgetting):
+    found = [solve(SWING, Tsit5(), rtol=1e-6) for _ in range(30)]
+    assert re.fullmatch("aa+cm+", kinds(found))
+    assert found[0].execution.startswith("arrays: estimated ") and "loading a kernel 44 ms" in found[0].execution
+    np.testing.assert_allclose(found[-1].u, found[0].u, rtol=1e-11)
+    # One long solve costs more than a kernel, and so does a large ensemble, in any number of batches.
+    forgetting()
+    assert kinds([solve(SWING, RK4(), dt=1e-3), solve(SWING, RK4(), dt=1.0)]) == "cm"
+    forgetting()
+    ensemble = EnsembleProblem(SWING, p=np.linspace(1.0, 2.0, 200_000)[:, None])
+    assert kinds([solve(ensemble, RK4(), dt=1.0, batch_size=50_000)]) == "c"
+
+
+def test_the_same_kernels_give_the_same_choices(forgetting):
+    def ways():
+        forgetting()
+        return kinds(solve(SWING, Tsit5(), rtol=1e-6) for _ in range(30))
+
+    first, second, third = ways(), ways(), ways()
+    assert second == third and re.fullmatch("a+dm+", second)
+    assert second.index("d") < first.index("c")
+    # A kernel of the other way is in memory: even a short solve takes it.
+    forgetting()
+    solve(SWING, Tsit5(), rtol=1e-6, compile=True)
+    assert kinds([solve(SWING, Tsit5(), rtol=1e-2)]) == "m"
+
+
+@pytest.mark.thorough
+def test_the_same_choices_in_new_processes(tmp_path):
+    program = (
+        "from mpiad.ensemble import ODEProblem, Tsit5, solve\n"
+        "swing = ODEProblem(lambda u, p, t: [u[1], -p[0] * u[0]], [1.0, 0.0], (0.0, 20.0), [2.0])\n"
+        "sols = [solve(swing, Tsit5(), rtol=1e-6) for _ in range(30)]\n"
+        "print([(sol.execution, sol.u.tobytes().hex()) for sol in sols])"
+    )
+    environment = {**os.environ, "MPIAD_CACHE": str(tmp_path)}
+    first, second, third = (
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True).stdout
+        for _ in range(3)
+    )
+    assert "compiled" in first and "compiled" not in second
+    assert "in the cache" in second and second == third
+
+
+def test_forward_and_reverse_kernel_belong_together(forgetting, tmp_path):
+    def ways(count):
+        forgetting()
+        solutions = []
+
+        def loss(u0):
+            solutions.append(solve(ODEProblem(swinging, u0, (0.0, 20.0), [2.0]), Tsit5(), gradient="adjoint"))
+            return anp.sum(solutions[-1].u_end ** 2)
+
+        gradients = [mpiad.grad(loss)(np.array([1.0, 0.0])) for _ in range(count)]
+        np.testing.assert_allclose(gradients, [gradients[0]] * count, rtol=1e-11)
+        return kinds(solutions)
+
+    first, second = ways(15), ways(4)
+    assert re.fullmatch("aa+cm+", first) and re.fullmatch("a*dm+", second)
+    assert len(list(tmp_path.iterdir())) == 2
+    before, reverse = sorted(tmp_path.iterdir(), key=lambda file: b"def reverse" in file.read_bytes())
+    assert b"def forward" in before.read_bytes()
+    reverse.unlink()
+    assert "d" not in ways(4)
+
+
+def test_a_kernel_that_is_slower_isn_t_taken(forgetting, monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_LANE_OPERATION", 1e-6)
+    kernel_choice.rates.cache_clear()
+    sol = solve(EnsembleProblem(SWING, p=np.linspace(1.0, 2.0, 40_000)[:, None]), RK4(), dt=1.0)
+    assert re.fullmatch(r"arrays: estimated [\d.]+ s faster than a kernel", sol.execution)
+    kernel_choice.rates.cache_clear()
+
+
+@pytest.mark.usefixtures("free")
+def test_by_backend_and_option():
     assert is_compiled(solve(many(decay)))
-    assert not is_compiled(solve(many(decay, kernel_choice.LEAST_TRAJECTORIES - 1)))
-    assert not is_compiled(solve(many(decay), compile=False))
-    # The whole ensemble counts, not a batch.
-    assert is_compiled(solve(many(decay), batch_size=300))
-    assert not is_compiled(solve(many(decay), RK45(), EnsembleSerial(), max_steps=1))
-    assert is_compiled(solve(many(decay, 3), compile=True))
+    assert is_compiled(solve(many(decay, 1)))
+    assert is_compiled(solve(many(decay).problem))
+    assert is_compiled(solve(many(decay), RK45(), EnsembleThreads(2)))
+    assert is_compiled(solve(many(decay), RK45(), EnsembleMPI()))
+    for options in ({"compile": False}, {"ensemblealg": EnsembleSerial(), "max_steps": 1}):
+        sol = solve(many(decay, 3), **options)
+        assert not is_compiled(sol) and sol.execution.startswith("arrays: ")
+    assert solve(many(decay, 3), compile=True).execution == "kernel: compile=True"
+    assert solve(many(decay, 3), compile=False)[2].execution == "arrays: compile=False"
 
 
+@pytest.mark.usefixtures("free")
 def test_complex_numbers(caplog):
     u0 = np.ones((1000, 1), complex)
     assert is_compiled(solve(EnsembleProblem(ODEProblem(decay, u0[0], (0.0, 0.1)), u0=u0)))
@@ -55,6 +178,7 @@ def test_complex_numbers(caplog):
     assert line in caplog.records[0].getMessage()
 
 
+@pytest.mark.usefixtures("free")
 def test_an_f_that_branches_is_told_once(caplog):
     def branches(u, p, t):
         return [-u[0] if np.all(u[0] > 0) else u[0]]
@@ -67,6 +191,7 @@ def test_an_f_that_branches_is_told_once(caplog):
         solve(many(branches, 5), compile=True)
 
 
+@pytest.mark.usefixtures("free")
 def test_large_ones(caplog, monkeypatch):
     monkeypatch.setattr(traced_problem, "MOST_COMPONENTS", 3)
     assert not is_compiled(solve(many(lambda u, p, t: -u, d=4)))
@@ -74,6 +199,7 @@ def test_large_ones(caplog, monkeypatch):
     assert is_compiled(solve(many(lambda u, p, t: -u, 3, d=4), compile=True))
 
 
+@pytest.mark.usefixtures("free")
 def test_operations_that_change_from_solve_to_solve(caplog, monkeypatch):
     monkeypatch.setattr(traced_problem, "_MOST_PROGRAMS", 2)
 
@@ -84,6 +210,7 @@ def test_operations_that_change_from_solve_to_solve(caplog, monkeypatch):
     assert "Pass the changing values as p" in caplog.text
 
 
+@pytest.mark.usefixtures("free")
 def test_partial_functions_are_those_that_they_call(caplog, monkeypatch):
     monkeypatch.setattr(traced_problem, "_MOST_PROGRAMS", 1)
     functions = [lambda u, p, t: [-u[0]], lambda u, p, t: [-2 * u[0]]]

@@ -181,6 +181,7 @@ def test_gradients_where_every_step_is_saved_or_the_ends_move(more):
             onp.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9 * onp.abs(a).max())
 
 
+@pytest.mark.usefixtures("free")
 def test_time_in_single_precision_goes_the_vectorised_way(caplog):
     problem = EnsembleProblem(ODEProblem(lotka_volterra, onp.ones(2, onp.float32), (0.0, 1.0)), p=P.astype(onp.float32))
     with pytest.raises(ValueError, match="compile=True"):
@@ -191,6 +192,7 @@ def test_time_in_single_precision_goes_the_vectorised_way(caplog):
         solve(problem, events=Event(lambda u, p, t: t - 0.25), compile=True)
 
 
+@pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("kind", ["a condition of the events", "an affect"])
 def test_what_branches_is_told_once(kind, caplog):
     def branches(u, p, t):
@@ -207,6 +209,7 @@ def test_what_branches_is_told_once(kind, caplog):
         solve(problem, compile=True, events=event)
 
 
+@pytest.mark.usefixtures("free")
 def test_conditions_that_do_something_else_with_numbers(caplog):
     problem = EnsembleProblem(ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 1.0)), u0=onp.ones((1000, 1)))
 
@@ -218,6 +221,7 @@ def test_conditions_that_do_something_else_with_numbers(caplog):
     assert "types of its arguments" in caplog.text
 
 
+@pytest.mark.usefixtures("free")
 def test_conditions_that_change_from_solve_to_solve(caplog, monkeypatch):
     monkeypatch.setattr(traced_problem, "_MOST_PROGRAMS", 1)
     problem = EnsembleProblem(ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 1.0)), u0=onp.ones((1000, 1)))

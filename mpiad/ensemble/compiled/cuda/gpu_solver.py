@@ -170,7 +170,7 @@ class Solver:
     def _forward(
         self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any], table: Sequence[Any]
     ) -> None:
-        settings, rtol = self.settings, self.real.type(self.settings.rtol)
+        settings, rtol = self.settings, self.real.type(np.max(self.settings.rtol))
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
         # The second run, without arrays for results, saves no states.
         inputs = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
@@ -268,7 +268,7 @@ class Inputs(NamedTuple):
     # Strides of `u0` along components and along trajectories.
     u0_row: int
     u0_column: int
-    atol: Array  # shape (d,)
+    atol: Array  # shape (d,), or with a relative tolerance per component (2 d,): absolute and relative ones
 
 
 def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: TracedProblem) -> Inputs:
@@ -281,7 +281,9 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: Tra
     times = np.asarray(settings.saveat, float)
     spans = [np.asarray(x, float) for x in (batch.start, batch.end)]
     same_span, same_start = all(map(_is_shared, spans)), _is_shared(batch.u0)
-    on_host = {"times": times, "atol": np.broadcast_to(np.ravel(settings.atol), (d,)).astype(real)}
+    tolerances = [np.broadcast_to(np.ravel(settings.atol), (d,))]
+    tolerances += [np.ravel(settings.rtol)] if np.ndim(settings.rtol) else []
+    on_host = {"times": times, "atol": np.concatenate(tolerances).astype(real)}
     if not any(map(is_device_array, shared)):
         on_host["s"] = np.concatenate([np.ravel(leaf) for leaf in shared] or [np.empty(0)]).astype(real)
     if same_span:

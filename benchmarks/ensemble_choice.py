@@ -1,0 +1,141 @@
+"""The choice of compile="auto" beside both of its ways, kernels and arrays, and beside SciPy and diffrax, on one core.
+
+    python benchmarks/ensemble_choice.py [--cases "one Lotka-Volterra solve" ...] [--rounds 5] [--no-peers]
+
+`benchmarks/choice/systems.py` says what is solved. Kernels are on disk: a process with compile=True has put them there. The
+first solve of a process is timed in new processes, without imports, and later solves in one process, in which the sides
+alternate; the least of all times counts. The later solves of "auto" begin after as many as it takes to settle. diffrax runs
+where `make bench-peers` has installed it, after its compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from choice.systems import CASES, Case, run
+from reaches import report, report_missing
+from scipy.integrate import solve_ivp
+from timing import fastest
+
+from mpiad.pytrees import flatten
+
+HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
+LIMIT = 300
+WAYS: dict[str, Any] = {"auto": "auto", "kernel": True, "arrays": False}
+OVER_BETTER, OVER_SCIPY = 1.2, {"RK45": 0.5, "LSODA": 1.0}
+PEER_CASES = {"hybrid, 12, gradient": 12, "hybrid, 200, gradient": 200}
+SETTLING = 300  # solves by "auto", at most
+
+
+def first(name: str, way: str) -> dict[str, Any]:
+    """Return the time of the first solve of this process."""
+    begin = time.perf_counter()
+    _, execution = run(CASES[name], WAYS[way])
+    return {"seconds": time.perf_counter() - begin, "execution": execution}
+
+
+def by_scipy(case: Case) -> np.ndarray:
+    """Return the final state."""
+    problem: Any = case.problem
+    arguments = lambda t, u: problem.f(u, problem.p, t)  # noqa: E731
+    return solve_ivp(arguments, problem.tspan, problem.u0, case.scipy, rtol=case.rtol, atol=case.atol).y[:, -1]
+
+
+def later(name: str, rounds: int) -> dict[str, Any]:
+    """Return the times of later solves of this process, by side, and what "auto" has settled for."""
+    case, begin = CASES[name], time.perf_counter()
+    execution = ""
+    for _ in range(SETTLING):
+        _, execution = run(case, "auto")
+        if execution == "kernel: in memory" or time.perf_counter() - begin > 20:
+            break
+    results = [flatten(run(case, way)[0])[0] for way in WAYS.values()]
+    for other in results[1:]:
+        for x, y in zip(results[0], other):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9)
+    calls = {name: lambda way=way: run(case, way) for name, way in WAYS.items()}
+    if case.scipy:
+        calls["scipy"] = lambda: by_scipy(case)
+    best = dict.fromkeys(calls, np.inf)
+    for _ in range(rounds):
+        for side, call in calls.items():
+            call()  # untimed: after another side, code and data are outside of the caches
+            best[side] = min(best[side], fastest([call], 1)[0])
+    return {"execution": execution, **best}
+
+
+def child(folder: str, *arguments: str, python: str = sys.executable, program: Path = Path(__file__)) -> dict[str, Any]:
+    """Return what a process of this benchmark prints."""
+    environment = {**os.environ, "MPIAD_CACHE": folder}
+    command = [python, str(program), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measured(name: str, rounds: int, folder: str, peers: bool) -> None:
+    """Measure a case, print its figures and report its ratios."""
+    case = CASES[name]
+    child(folder, "--first", name, "kernel")
+    firsts = dict.fromkeys(WAYS, np.inf)
+    how = ""
+    for _ in range(rounds):
+        for way in WAYS:
+            found = child(folder, "--first", name, way)
+            firsts[way] = min(firsts[way], found["seconds"])
+            how = found["execution"] if way == "auto" else how
+    times = child(folder, "--later", name, "--rounds", str(4 * rounds))
+    print(f"{name}\n  first: {shown(firsts)}; {how}\n  later: {shown(times)}; {times['execution']}", flush=True)
+    for label, each in (("first", firsts), ("later", times)):
+        better = min(each["kernel"], each["arrays"])
+        report(f"{name}, {label} solve, auto over the better way", each["auto"] / better, at_most=OVER_BETTER)
+    if case.scipy:
+        line = f"{name}, later solve, auto over {case.scipy}"
+        report(line, times["auto"] / times["scipy"], at_most=OVER_SCIPY[case.scipy])
+    if name in PEER_CASES and peers:
+        line = f"{name}, later solve, auto over diffrax"
+        if not PEERS.exists():
+            report_missing(line, "peer not installed")
+            return
+        program = HERE / "choice" / "side_diffrax.py"
+        peer = child(folder, str(PEER_CASES[name]), str(4 * rounds), python=str(PEERS), program=program)
+        print(f"  diffrax: {1e3 * peer['seconds']:.2f} ms")
+        report(line, times["auto"] / peer["seconds"])
+
+
+def shown(times: dict[str, Any]) -> str:
+    """Return times in milliseconds."""
+    return ", ".join(f"{side} {1e3 * seconds:.2f} ms" for side, seconds in times.items() if not isinstance(seconds, str))
+
+
+def main() -> None:
+    """Measure all cases, or in a child one of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--first", nargs=2)
+    parser.add_argument("--later")
+    options = parser.parse_args()
+    if options.first or options.later:
+        print(json.dumps(first(*options.first) if options.first else later(options.later, options.rounds)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.cases:
+            measured(name, options.rounds, folder, not options.no_peers)
+
+
+main()
