@@ -139,8 +139,11 @@ class StepMatrices:
         self._count = len(numbers)
         self._of_jacobian, self._of_mass = (np.searchsorted(numbers, part) for part in parts[:2])
 
-    def factorized(self, entries: Array, h: Array) -> LU:
-        """Return the factors, given the entries of -h J, shape (m, n); steps of size 0 need no factors if W is sparse."""
+    def factorized(self, entries: Array, h: Array, scale: Array | float = 1.0) -> LU:
+        """Return the factors, given the entries of -h J, shape (m, n); steps of size 0 need no factors if W is sparse.
+
+        For sparse matrices, M/γ may be multiplied by a `scale`, shape (n,).
+        """
         n = entries.shape[1]
         if self.elimination is None:
             matrices = np.zeros_like(entries, shape=(self._d, self._d, n))
@@ -149,7 +152,7 @@ class StepMatrices:
             return ColumnLU(matrices)
         matrices = np.zeros((self._count, n), entries.dtype)
         matrices[self._of_jacobian] = entries
-        matrices[self._of_mass] += self._mass.scaled(self._d).astype(entries.dtype)[:, None]
+        matrices[self._of_mass] += self._mass.scaled(self._d).astype(entries.dtype)[:, None] * scale
         columns, solvers = np.flatnonzero(h), np.full(n, None)
         solvers[columns] = self.elimination.solvers(matrices, columns)
         return SparseLU(self.elimination.order, solvers)
