@@ -53,18 +53,18 @@ def _no_solution(row: Array, transposed: int) -> Array:
     return np.full_like(row, np.nan)
 
 
-class _Banded:
+class Banded:
     """A pattern with a small bandwidth."""
 
     def __init__(self, pattern: Places, d: int):
         ones = scipy.sparse.csr_array((np.ones(len(pattern.rows)), pattern), (d, d))
         self.order = reverse_cuthill_mckee(scipy.sparse.csr_array(ones + ones.T), symmetric_mode=True)
         row, column = (np.argsort(self.order)[indices] for indices in pattern)
-        self._lower, self._upper = int((row - column).max(initial=0)), int((column - row).max(initial=0))
+        self.lower, self.upper = int((row - column).max(initial=0)), int((column - row).max(initial=0))
         # LAPACK needs `lower` further diagonals for row exchanges.
-        self._shape = d, 2 * self._lower + self._upper + 1
-        self._index = column * self._shape[1] + self._lower + self._upper + row - column
-        self.work = 2 * d * (self._lower * (self._lower + self._upper) + _SOLVES * self._shape[1])
+        self._shape = d, 2 * self.lower + self.upper + 1
+        self._index = column * self._shape[1] + self.lower + self.upper + row - column
+        self.work = 2 * d * (self.lower * (self.lower + self.upper) + _SOLVES * self._shape[1])
 
     def solvers(self, entries: Array, columns: Array) -> list[Callable[[Array, int], Array]]:
         """Factorize the matrices of some columns; `entries` has the shape (m, n)."""
@@ -72,13 +72,13 @@ class _Banded:
         bands, found = np.zeros((len(columns), *self._shape), entries.dtype), []
         bands.reshape(len(columns), -1)[:, self._index] = entries[:, columns].T
         for band in bands:
-            lu, exchanges, singular = factorize(band.T, self._lower, self._upper, overwrite_ab=1)
+            lu, exchanges, singular = factorize(band.T, self.lower, self.upper, overwrite_ab=1)
             found.append(_no_solution if singular else partial(self._solved, solve, lu, exchanges))
         finite = np.isfinite(bands).all(axis=(1, 2))
         return [solver if usable else _no_solution for solver, usable in zip(found, finite)]
 
     def _solved(self, solve: Callable, lu: Array, exchanges: Array, row: Array, transposed: int) -> Array:
-        return solve(lu, self._lower, self._upper, row, exchanges, transposed, overwrite_b=1)[0]
+        return solve(lu, self.lower, self.upper, row, exchanges, transposed, overwrite_b=1)[0]
 
 
 class _MinimumDegree:
@@ -116,12 +116,12 @@ class _MinimumDegree:
         return lu.solve(row, "T" if transposed else "N")
 
 
-def elimination_of(pattern: Places, d: int) -> _Banded | _MinimumDegree | None:
+def elimination_of(pattern: Places, d: int) -> Banded | _MinimumDegree | None:
     """Return how to factorize matrices with a pattern one by one; None if `ColumnLU` takes less work."""
     dense = _COLUMNS * 2 * d * d * (d / 3 + _SOLVES)
     if d < LEAST_SPARSE or len(pattern.rows) > d * d / 4:
         return None
-    found: _Banded | _MinimumDegree = _Banded(pattern, d)
+    found: Banded | _MinimumDegree = Banded(pattern, d)
     if found.work > _CALL:
         found = min(found, _MinimumDegree(pattern, d), key=lambda elimination: elimination.work)
     return found if found.work < dense else None
