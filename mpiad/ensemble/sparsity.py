@@ -28,10 +28,13 @@ _DEPENDS = {"where": slice(1, None), "copysign": slice(0, 1)}
 
 def pattern_of(program: Program) -> Places:
     """Return the entries of ∂f/∂u that aren't structurally zero, sorted by row."""
-    d, masks = program.groups["state"], list[int]()  # per value, the states on which it depends, as bits
-    for operation, arguments, value in program.instructions:
+    d, masks, zeros = program.groups["state"], list[int](), set[int]()
+    for number, (operation, arguments, value) in enumerate(program.instructions):
+        # The states on which a value depends, as bits.
         mask = 1 << value[1] if operation == "input" and value[0] == "state" else 0  # type: ignore[index, operator]
-        if operation in PARTIALS:
+        if operation == "constant" and value == 0:
+            zeros.add(number)
+        if operation in PARTIALS and not (operation == "multiply" and zeros.intersection(arguments)):
             for argument in arguments[_DEPENDS.get(operation, slice(None))]:
                 mask |= masks[argument]
         masks.append(mask)
