@@ -116,7 +116,7 @@ class RosenbrockReplay(StepReplay):
     def _prepare(self) -> None:
         run, size = self._run, getval(self._size)
         self._entries, self._slope = linearized(run, self._u, self._leaves, _like(self.t, self._u))
-        self._lu = run.step_matrices.factorized(getval(self._entries) * -size, size)
+        self._lu = run.step_matrices.factorized(getval(self._entries) * -size)
 
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass

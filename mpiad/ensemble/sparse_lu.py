@@ -7,17 +7,19 @@ together by `ColumnLU`. The choice depends on counted operations of the pattern 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse
-from scipy.linalg.lapack import get_lapack_funcs
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.sparse.linalg import splu
 
 from mpiad._typing import Array
+from mpiad.compiling.cache import functions_of
 from mpiad.ensemble.column_lu import ColumnLU, Mass, Places
 
 # Number of unknowns from which matrices may be factorized one by one.
@@ -28,57 +30,139 @@ _SOLVES, _SUPERLU, _CALL, _COLUMNS = 8, 4, 50_000, 2
 
 
 class SparseLU:
-    """LU factorizations of matrices whose unknowns are permuted: column j is solved by ``solvers[j](x, transposed)``."""
+    """LU factorizations of matrices whose unknowns are permuted: column j is solved by ``solvers[j]``, if it isn't None."""
 
-    def __init__(self, order: Array, solvers: Sequence[Callable[[Array, int], Array] | None]):
+    def __init__(self, order: Array, solvers: Sequence[Any]):
         self._order, self._solvers = order, solvers
 
-    def solve(self, x: Array, transposed: int = 0) -> None:
-        """Replace right-hand sides, shape (d, n), by the solutions; columns without a solver aren't changed."""
+    def solve(self, x: Array, transposed: str = "N") -> None:
+        """Replace right-hand sides, shape (d, n), by the solutions."""
         rows = np.ascontiguousarray(x[self._order].T)
         for row, solver in zip(rows, self._solvers):
-            if solver is not None:
-                row[...] = solver(row, transposed)
+            row[...] = np.nan if solver is None else solver.solve(row, transposed)
         x[self._order] = rows.T
+
+    def solve_transposed(self, x: Array) -> None:
+        """Replace right-hand sides by the solutions with the transposed matrices."""
+        self.solve(x, "T")
+
+
+class BandedLU:
+    """LU factorizations of banded matrices; the factors overwrite the matrices, shape (d, height, n): see `Banded`."""
+
+    def __init__(self, matrices: Array, band: Banded):
+        self._factors, self._swaps = matrices, np.empty((len(matrices), band.lower, matrices.shape[2]), matrices.dtype)
+        self._band = band.order, band.lower, band.upper
+        factorize, *self._solve = _compiled(matrices.dtype.name)
+        factorize(matrices, self._swaps, *self._band[1:])
+
+    def solve(self, x: Array, transposed: int = 0) -> None:
+        """Replace right-hand sides, shape (d, n), by the solutions."""
+        self._solve[transposed](self._factors, self._swaps, x, *self._band)
 
     def solve_transposed(self, x: Array) -> None:
         """Replace right-hand sides by the solutions with the transposed matrices."""
         self.solve(x, 1)
 
 
-LU: TypeAlias = "ColumnLU | SparseLU"
-
-
-def _no_solution(row: Array, transposed: int) -> Array:
-    return np.full_like(row, np.nan)
+LU: TypeAlias = "ColumnLU | BandedLU | SparseLU"
 
 
 class Banded:
-    """A pattern with a small bandwidth."""
+    """A pattern with a small bandwidth, in reverse Cuthill-McKee order."""
 
     def __init__(self, pattern: Places, d: int):
         ones = scipy.sparse.csr_array((np.ones(len(pattern.rows)), pattern), (d, d))
-        self.order = reverse_cuthill_mckee(scipy.sparse.csr_array(ones + ones.T), symmetric_mode=True)
+        self.order = reverse_cuthill_mckee(scipy.sparse.csr_array(ones + ones.T), symmetric_mode=True).astype(np.int64)
         row, column = (np.argsort(self.order)[indices] for indices in pattern)
         self.lower, self.upper = int((row - column).max(initial=0)), int((column - row).max(initial=0))
-        # LAPACK needs `lower` further diagonals for row exchanges.
+        # Entry (i, j) is at [j, lower + upper + i - j]; row exchanges need `lower` further diagonals.
         self._shape = d, 2 * self.lower + self.upper + 1
         self._index = column * self._shape[1] + self.lower + self.upper + row - column
         self.work = 2 * d * (self.lower * (self.lower + self.upper) + _SOLVES * self._shape[1])
 
-    def solvers(self, entries: Array, columns: Array) -> list[Callable[[Array, int], Array]]:
-        """Factorize the matrices of some columns; `entries` has the shape (m, n)."""
-        factorize, solve = get_lapack_funcs(("gbtrf", "gbtrs"), (entries,))
-        bands, found = np.zeros((len(columns), *self._shape), entries.dtype), []
-        bands.reshape(len(columns), -1)[:, self._index] = entries[:, columns].T
-        for band in bands:
-            lu, exchanges, singular = factorize(band.T, self.lower, self.upper, overwrite_ab=1)
-            found.append(_no_solution if singular else partial(self._solved, solve, lu, exchanges))
-        finite = np.isfinite(bands).all(axis=(1, 2))
-        return [solver if usable else _no_solution for solver, usable in zip(found, finite)]
+    def factorized(self, entries: Array) -> BandedLU:
+        """Return the factors of matrices with `entries`, shape (m, n)."""
+        matrices = np.zeros((math.prod(self._shape), entries.shape[1]), entries.dtype)
+        matrices[self._index] = entries
+        return BandedLU(matrices.reshape(*self._shape, -1), self)
 
-    def _solved(self, solve: Callable, lu: Array, exchanges: Array, row: Array, transposed: int) -> Array:
-        return solve(lu, self.lower, self.upper, row, exchanges, transposed, overwrite_b=1)[0]
+
+# Compiled functions; the innermost loops are over the matrices. Pivoting is pairwise: row k and each row below in which the
+# entry may be nonzero are exchanged, if this entry is larger, before the entry is eliminated. Exchanges are selections, so
+# that the loops have no branches. The diagonal of U is stored as reciprocals.
+#
+# References
+# ----------
+# D. C. Sorensen, Analysis of pairwise pivoting in Gaussian elimination, IEEE Transactions on Computers C-34 (1985).
+
+
+@cache
+def _compiled(dtype: str) -> list[Callable[..., None]]:
+    matrices, vectors = f"{dtype}[:, :, ::1], {dtype}[:, :, ::1]", f"{dtype}[:, ::1], int64[::1]"
+    solve = f"void({matrices}, {vectors}, int64, int64)"
+    signatures = {"_factorize": f"void({matrices}, int64, int64)", "_substitute": solve, "_substitute_transposed": solve}
+    return functions_of(__name__, signatures)
+
+
+def _factorize(w: Any, swaps: Any, lower: int, upper: int) -> None:
+    d, n, width = w.shape[0], w.shape[2], lower + upper
+    for k in range(d):
+        for i in range(k + 1, min(k + lower + 1, d)):
+            for c in range(n):
+                own = w[k, width, c]
+                other = w[k, width + i - k, c]
+                exchanged = abs(other) > abs(own)
+                swaps[k, i - k - 1, c] = 1 if exchanged else 0
+                w[k, width, c] = other if exchanged else own
+                quotient = own / other if exchanged else other / own
+                w[k, width + i - k, c] = 0 * own if other == 0 else quotient
+            for j in range(k + 1, min(k + width + 1, d)):
+                for c in range(n):
+                    own = w[j, width + k - j, c]
+                    other = w[j, width + i - j, c]
+                    pivot = other if swaps[k, i - k - 1, c] > 0 else own
+                    w[j, width + k - j, c] = pivot
+                    other = own if swaps[k, i - k - 1, c] > 0 else other
+                    w[j, width + i - j, c] = other - w[k, width + i - k, c] * pivot
+        for c in range(n):
+            w[k, width, c] = 1 / w[k, width, c] + (w[k, width, c] - w[k, width, c])
+
+
+def _substitute(w: Any, swaps: Any, x: Any, order: Any, lower: int, upper: int) -> None:
+    d, n, width = w.shape[0], w.shape[2], lower + upper
+    for k in range(d):
+        for i in range(k + 1, min(k + lower + 1, d)):
+            for c in range(n):
+                own = x[order[k], c]
+                other = x[order[i], c]
+                pivot = other if swaps[k, i - k - 1, c] > 0 else own
+                other = own if swaps[k, i - k - 1, c] > 0 else other
+                x[order[k], c] = pivot
+                x[order[i], c] = other - w[k, width + i - k, c] * pivot
+    for k in range(d - 1, -1, -1):
+        for c in range(n):
+            x[order[k], c] = x[order[k], c] * w[k, width, c]
+        for i in range(max(k - width, 0), k):
+            for c in range(n):
+                x[order[i], c] = x[order[i], c] - w[k, width + i - k, c] * x[order[k], c]
+
+
+def _substitute_transposed(w: Any, swaps: Any, x: Any, order: Any, lower: int, upper: int) -> None:
+    d, n, width = w.shape[0], w.shape[2], lower + upper
+    for k in range(d):
+        for i in range(max(k - width, 0), k):
+            for c in range(n):
+                x[order[k], c] = x[order[k], c] - w[k, width + i - k, c] * x[order[i], c]
+        for c in range(n):
+            x[order[k], c] = x[order[k], c] * w[k, width, c]
+    for k in range(d - 1, -1, -1):
+        for i in range(min(k + lower, d - 1), k, -1):
+            for c in range(n):
+                other = x[order[i], c]
+                own = x[order[k], c] - w[k, width + i - k, c] * other
+                x[order[k], c] = other if swaps[k, i - k - 1, c] > 0 else own
+                x[order[i], c] = own if swaps[k, i - k - 1, c] > 0 else other
 
 
 class _MinimumDegree:
@@ -98,22 +182,16 @@ class _MinimumDegree:
         starts = np.searchsorted(column[self._sorted], np.arange(d + 1))
         self._structure, self._shape = (row[self._sorted], starts), (d, d)
 
-    def solvers(self, entries: Array, columns: Array) -> list[Callable[[Array, int], Array]]:
-        """Factorize the matrices of some columns; `entries` has the shape (m, n)."""
+    def factorized(self, entries: Array) -> SparseLU:
+        """Return the factors of matrices with `entries`, shape (m, n)."""
         found: list[Any] = []
-        for values in entries[self._sorted][:, columns].T:
-            found.append(_no_solution)
+        for values in entries[self._sorted].T:
+            found.append(None)
             if np.isfinite(values).all():
                 matrix = scipy.sparse.csc_array((values, *self._structure), self._shape)
-                try:
-                    found[-1] = partial(self._solved, splu(matrix, permc_spec="NATURAL"))
-                except RuntimeError:
-                    pass  # exactly singular
-        return found
-
-    @staticmethod
-    def _solved(lu: Any, row: Array, transposed: int) -> Array:
-        return lu.solve(row, "T" if transposed else "N")
+                with suppress(RuntimeError):  # exactly singular
+                    found[-1] = splu(matrix, permc_spec="NATURAL")
+        return SparseLU(self.order, found)
 
 
 def elimination_of(pattern: Places, d: int) -> Banded | _MinimumDegree | None:
@@ -139,11 +217,8 @@ class StepMatrices:
         self._count = len(numbers)
         self._of_jacobian, self._of_mass = (np.searchsorted(numbers, part) for part in parts[:2])
 
-    def factorized(self, entries: Array, h: Array, scale: Array | float = 1.0) -> LU:
-        """Return the factors, given the entries of -h J, shape (m, n); steps of size 0 need no factors if W is sparse.
-
-        For sparse matrices, M/γ may be multiplied by a `scale`, shape (n,).
-        """
+    def factorized(self, entries: Array, scale: Array | float = 1.0) -> LU:
+        """Return the factors, given the entries of -h J, shape (m, n); for sparse W, M/γ may have a scale, shape (n,)."""
         n = entries.shape[1]
         if self.elimination is None:
             matrices = np.zeros_like(entries, shape=(self._d, self._d, n))
@@ -153,6 +228,4 @@ class StepMatrices:
         matrices = np.zeros((self._count, n), entries.dtype)
         matrices[self._of_jacobian] = entries
         matrices[self._of_mass] += self._mass.scaled(self._d).astype(entries.dtype)[:, None] * scale
-        columns, solvers = np.flatnonzero(h), np.full(n, None)
-        solvers[columns] = self.elimination.solvers(matrices, columns)
-        return SparseLU(self.elimination.order, solvers)
+        return self.elimination.factorized(matrices)

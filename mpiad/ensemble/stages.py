@@ -117,7 +117,7 @@ class RosenbrockStages(Stages):
         entries, time_derivative = self._jacobian.entries(u, p, self._times[1])
         # Backwards in time f changes its sign, but ∂f/∂t doesn't.
         entries *= -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real)
-        lu = self._matrices.factorized(entries, self._h[0])
+        lu = self._matrices.factorized(entries)
         if time_derivative is not None:
             time_derivative *= self._h
         for i in range(1, last):

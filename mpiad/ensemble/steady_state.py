@@ -106,7 +106,7 @@ class Equations:
             matrices = np.swapaxes(matrices, 1, 2) if transposed else matrices
             return lambda right: solved_each(matrices, right.T).T
         entries, scale = (jacobians.T, 0.0) if rates is None else (-jacobians.T, rates)
-        lu = self._sparse.factorized(entries, np.ones(len(jacobians)), scale)
+        lu = self._sparse.factorized(entries, scale)
 
         def solved(right: Array) -> Array:
             x = right.copy()
