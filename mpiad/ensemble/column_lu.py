@@ -106,15 +106,10 @@ class Mass:
         """Return the places of the nonzero entries of M."""
         return Places(np.arange(d), np.arange(d)) if self._matrix is None else Places(*np.nonzero(self._matrix))
 
-    def scaled(self, d: int) -> Array:
-        """Return the nonzero entries of M/γ."""
-        return (np.ones(d) if self._matrix is None else self._matrix[self.places(d)].astype(float)) / self._gamma
-
-    def add_to(self, matrices: Array) -> None:
-        """Add M/γ to matrices, shape (d, d, n)."""
-        d = len(matrices)
-        for i, j, value in zip(*map(np.ndarray.tolist, self.places(d)), self.scaled(d).tolist()):
-            matrices[i, j] += matrices.dtype.type(value)
+    def scaled(self, dtype: np.dtype) -> Array:
+        """Return the nonzero entries of M/γ, shape (m, 1), or one number for the identity."""
+        entries = np.float64(1.0) if self._matrix is None else self._matrix[np.nonzero(self._matrix)][:, None]
+        return (entries / self._gamma).astype(dtype)
 
     def times(self, x: Array) -> Array:
         """Return M x, for x of shape (d, n)."""

@@ -9,7 +9,7 @@ The adjoint of a Rosenbrock method in a kernel needs second derivatives of f; it
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -71,8 +71,8 @@ class FieldJacobian:
 
     def __init__(self, batch: Batch, places: Places, program: JacobianProgram | None, groups: Array | None = None):
         # Tangents are computed along groups of columns, masks of shape (groups, d), or along single columns.
-        self.places, self.program, self.groups, self._check = places, program, groups, None
-        self._packing, self._field = packing_of(batch.p), Field(batch)
+        self.places, self.program, self.groups, self.check = places, program, groups, None
+        self._packing, self.field = packing_of(batch.p), Field(batch)
         self._p: Tree = None
         self._rows: dict[int, Any] = {}
         if groups is not None:
@@ -83,14 +83,6 @@ class FieldJacobian:
             self._used = np.zeros(groups.size, bool)
             self._used[group * len(batch.u0) + places.rows] = True
 
-    def checked(self, batch: Batch) -> FieldJacobian:
-        """Check a user's pattern for an f that can't be traced, now and in later calls of `entries`; return self."""
-        if batch.size:
-            self._check, (p, u, t) = PatternCheck(self._field, self.places, self.groups), _first_columns(batch)
-            with np.errstate(all="ignore"):
-                self._check.by_nan(u, _leaves(p), t)
-        return self
-
     def chosen(self, products: Array) -> Array:
         """Return the entries among the tangents along all groups, shape (groups · d, n), which may be traced."""
         return products if self.groups is None else products[self._used]
@@ -98,10 +90,10 @@ class FieldJacobian:
     def entries(self, u: Array, p: Tree, t: Array) -> tuple[Array, Array | None]:
         """Return the entries at n states, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
         if self.program is None:
-            _, products, slope = jacobian_by_tangents(self._field, u, _leaves(p), t, self.groups)
+            _, products, slope = jacobian_by_tangents(self.field, u, _leaves(p), t, self.groups)
             entries = self.chosen(np.concatenate(products))
-            if self._check is not None:
-                self._check.by_product(u, _leaves(p), t, entries)
+            if self.check is not None:
+                self.check.by_product(u, _leaves(p), t, entries)
             return entries, slope
         if p is not self._p:  # p is a new object if the trajectories have changed
             self._p, self._rows = p, self._packing.numbers(_leaves(p), u.shape[1], u.dtype)
@@ -122,14 +114,6 @@ class FieldJacobian:
         return out
 
 
-class _Structure(NamedTuple):
-    """What `FieldJacobian` needs of a traced f."""
-
-    places: Places
-    program: JacobianProgram | None
-    groups: Array | None = None
-
-
 def jacobian_of(batch: Batch) -> FieldJacobian:
     """Return the Jacobian of a batch's f; raise a TypeError if f can be neither traced nor differentiated.
 
@@ -138,9 +122,9 @@ def jacobian_of(batch: Batch) -> FieldJacobian:
     d = len(batch.u0)
     given = None if batch.sparsity is None else given_pattern(batch.sparsity, d)
     found = _structure_of(batch)
-    if isinstance(found, _Structure):
+    if not isinstance(found, str):
         if given is not None:
-            refuse_missing(given, found.places, d)
+            refuse_missing(given, found[0], d)
         return FieldJacobian(batch, *found)
     if is_on_device(batch):
         raise TypeError(
@@ -151,7 +135,15 @@ def jacobian_of(batch: Batch) -> FieldJacobian:
     jacobian = FieldJacobian(batch, dense if given is None else given, None, given and groups_of(given, d))
     if batch.size:
         _check_differentiable(jacobian, batch, found)
-    return jacobian if given is None else jacobian.checked(batch)
+    if batch.size and given is not None:
+        jacobian.check, (p, u, t) = PatternCheck(jacobian.field, jacobian.places, jacobian.groups), _first_columns(batch)
+        with np.errstate(all="ignore"):
+            jacobian.check.by_nan(u, _leaves(p), t)
+    return jacobian
+
+
+# The places of the entries, and the program or the groups of columns: see `FieldJacobian`.
+_Structure: TypeAlias = "tuple[Places, JacobianProgram | None, Array | None]"
 
 
 def _structure_of(batch: Batch) -> _Structure | str:
@@ -169,9 +161,9 @@ def _structure_of(batch: Batch) -> _Structure | str:
                 places = pattern_of(program)
                 groups = groups_of(places, len(batch.u0))
                 if _tangents_cost(batch, len(groups)) < program.cost:
-                    return _Structure(places, None, groups)
+                    return places, None, groups
             found = jacobian_program(program)
-            return _Structure(Places(*np.array(found.places, int).reshape(-1, 2).T), found)
+            return Places(*np.array(found.places, int).reshape(-1, 2).T), found, None
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 

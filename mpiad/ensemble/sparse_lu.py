@@ -1,8 +1,8 @@
 """The matrices W = M/γ - h J of Rosenbrock steps, and their LU factorizations, sparse if this takes less work.
 
-Sparse matrices are factorized one by one, in an order of the unknowns that is computed once from the pattern: by LAPACK as
-banded matrices in reverse Cuthill-McKee order, or by SuperLU in an order of minimum degree. Dense ones are factorized
-together by `ColumnLU`. The choice depends on counted operations of the pattern only, not on the number of trajectories.
+`ColumnLU` factorizes dense matrices. Matrices with a small bandwidth, in reverse Cuthill-McKee order, are factorized by
+compiled loops over the band, and others one by one by SuperLU, in an order of minimum degree. The choice depends on the
+pattern only, by counted operations: not on the number of trajectories, whose results it would change.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from mpiad._typing import Array
 from mpiad.compiling.cache import functions_of
 from mpiad.ensemble.column_lu import ColumnLU, Mass, Places
 
-# Number of unknowns from which matrices may be factorized one by one.
+# Number of unknowns from which matrices may be sparse.
 LEAST_SPARSE = 40
-# The number of solves per factorization, and the costs, in operations of LAPACK, of an operation of SuperLU, of a call of
-# it, and of an operation of `ColumnLU`.
+# The number of solves per factorization, and the costs, in operations of a banded factorization, of an operation of
+# SuperLU, of a call of it, and of an operation of `ColumnLU`.
 _SOLVES, _SUPERLU, _CALL, _COLUMNS = 8, 4, 50_000, 2
 
 
 class SparseLU:
-    """LU factorizations of matrices whose unknowns are permuted: column j is solved by ``solvers[j]``, if it isn't None."""
+    """LU factorizations by SuperLU, one per matrix; None for singular matrices."""
 
-    def __init__(self, order: Array, solvers: Sequence[Any]):
-        self._order, self._solvers = order, solvers
+    def __init__(self, factors: Sequence[Any]):
+        self._factors = factors
 
     def solve(self, x: Array, transposed: str = "N") -> None:
         """Replace right-hand sides, shape (d, n), by the solutions."""
-        rows = np.ascontiguousarray(x[self._order].T)
-        for row, solver in zip(rows, self._solvers):
-            row[...] = np.nan if solver is None else solver.solve(row, transposed)
-        x[self._order] = rows.T
+        for c, lu in enumerate(self._factors):
+            x[:, c] = np.nan if lu is None else lu.solve(np.ascontiguousarray(x[:, c]), transposed)
 
     def solve_transposed(self, x: Array) -> None:
         """Replace right-hand sides by the solutions with the transposed matrices."""
@@ -166,36 +164,38 @@ def _substitute_transposed(w: Any, swaps: Any, x: Any, order: Any, lower: int, u
 
 
 class _MinimumDegree:
-    """Any other pattern."""
+    """Any other pattern, in an order of minimum degree."""
 
     def __init__(self, pattern: Places, d: int):
-        values = np.where(pattern.rows == pattern.columns, 2.0 * d, 1.0)  # no rows are exchanged
-        matrix = scipy.sparse.csc_array((values, pattern), (d, d))
-        trials = [splu(matrix, permc_spec=spec) for spec in ("COLAMD", "MMD_AT_PLUS_A")]
-        best: Any = min(trials, key=lambda lu: lu.nnz)
-        # Counted products of a factorization: for each pivot, its column of L times its row of U.
-        products = np.diff(best.L.tocsc().indptr).astype(float) @ np.diff(best.U.tocsr().indptr)
-        self.order = np.argsort(best.perm_c)
-        self.work = _SUPERLU * 2 * (products + _SOLVES * best.nnz) + _CALL
-        row, column = (best.perm_c[indices] for indices in pattern)
-        self._sorted = np.lexsort((row, column))
-        starts = np.searchsorted(column[self._sorted], np.arange(d + 1))
-        self._structure, self._shape = (row[self._sorted], starts), (d, d)
+        self._sorted, self._shape = np.lexsort(pattern), (d, d)
+        rows, columns = (indices[self._sorted] for indices in pattern)
+        self._structure = rows, np.searchsorted(columns, np.arange(d + 1))
+        entries = np.where(pattern.rows == pattern.columns, 2.0 * d, 1.0)[:, None]  # no rows are exchanged
+        works = {}
+        for self._order in ("COLAMD", "MMD_AT_PLUS_A"):
+            lu: Any = self._factors_of(entries)[0]
+            # Counted products of a factorization: for each pivot, its column of L times its row of U.
+            products = np.diff(lu.L.tocsc().indptr).astype(float) @ np.diff(lu.U.tocsr().indptr)
+            works[self._order] = _SUPERLU * 2 * (products + _SOLVES * lu.nnz) + _CALL
+        self._order = min(works, key=lambda order: works[order])
+        self.work = works[self._order]
 
     def factorized(self, entries: Array) -> SparseLU:
         """Return the factors of matrices with `entries`, shape (m, n)."""
+        return SparseLU(self._factors_of(entries))
+
+    def _factors_of(self, entries: Array) -> list[Any]:
         found: list[Any] = []
-        for values in entries[self._sorted].T:
+        for values in np.ascontiguousarray(entries[self._sorted].T):
             found.append(None)
             if np.isfinite(values).all():
-                matrix = scipy.sparse.csc_array((values, *self._structure), self._shape)
                 with suppress(RuntimeError):  # exactly singular
-                    found[-1] = splu(matrix, permc_spec="NATURAL")
-        return SparseLU(self.order, found)
+                    found[-1] = splu(scipy.sparse.csc_array((values, *self._structure), self._shape), self._order)
+        return found
 
 
 def elimination_of(pattern: Places, d: int) -> Banded | _MinimumDegree | None:
-    """Return how to factorize matrices with a pattern one by one; None if `ColumnLU` takes less work."""
+    """Return how to factorize matrices with a pattern; None if `ColumnLU` takes less work."""
     dense = _COLUMNS * 2 * d * d * (d / 3 + _SOLVES)
     if d < LEAST_SPARSE or len(pattern.rows) > d * d / 4:
         return None
@@ -209,23 +209,21 @@ class StepMatrices:
     """The matrices W = M/γ - h J of many trajectories; J has entries at `places`."""
 
     def __init__(self, places: Places, mass: Mass, d: int, on_host: bool = True):
-        self._places, self._mass, self._d = places, mass, d
+        self._mass, self._d = mass, d
         # W has entries at the places of J and M, and on the diagonal, which are numbered by row and column.
         parts = [rows * d + columns for rows, columns in (places, mass.places(d), (np.arange(d), np.arange(d)))]
         numbers = np.unique(np.concatenate(parts))
-        self.elimination = elimination_of(Places(*np.divmod(numbers, d)), d) if on_host else None
-        self._count = len(numbers)
+        self._pattern = Places(*np.divmod(numbers, d))
+        self.elimination = elimination_of(self._pattern, d) if on_host else None
         self._of_jacobian, self._of_mass = (np.searchsorted(numbers, part) for part in parts[:2])
 
     def factorized(self, entries: Array, scale: Array | float = 1.0) -> LU:
-        """Return the factors, given the entries of -h J, shape (m, n); for sparse W, M/γ may have a scale, shape (n,)."""
-        n = entries.shape[1]
-        if self.elimination is None:
-            matrices = np.zeros_like(entries, shape=(self._d, self._d, n))
-            matrices[self._places] = entries
-            self._mass.add_to(matrices)
-            return ColumnLU(matrices)
-        matrices = np.zeros((self._count, n), entries.dtype)
+        """Return the factors, given the entries of -h J, shape (m, n); M/γ may have a scale, shape (n,)."""
+        matrices = np.zeros_like(entries, shape=(len(self._pattern.rows), entries.shape[1]))
         matrices[self._of_jacobian] = entries
-        matrices[self._of_mass] += self._mass.scaled(self._d).astype(entries.dtype)[:, None] * scale
-        return self.elimination.factorized(matrices)
+        matrices[self._of_mass] += self._mass.scaled(entries.dtype) * scale
+        if self.elimination is not None:
+            return self.elimination.factorized(matrices)
+        dense = np.zeros_like(entries, shape=(self._d, self._d, entries.shape[1]))
+        dense[self._pattern] = matrices
+        return ColumnLU(dense)
