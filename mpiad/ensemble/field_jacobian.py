@@ -71,7 +71,8 @@ class FieldJacobian:
 
     def __init__(self, batch: Batch, places: Places, program: JacobianProgram | None, groups: Array | None = None):
         # Tangents are computed along groups of columns, masks of shape (groups, d), or along single columns.
-        self.places, self.program, self.groups, self.check = places, program, groups, None
+        self.places, self.program, self.groups = places, program, groups
+        self.check: PatternCheck | None = None  # for a user's pattern of an f that can't be traced
         self._packing, self.field = packing_of(batch.p), Field(batch)
         self._p: Tree = None
         self._rows: dict[int, Any] = {}
@@ -136,9 +137,10 @@ def jacobian_of(batch: Batch) -> FieldJacobian:
     if batch.size:
         _check_differentiable(jacobian, batch, found)
     if batch.size and given is not None:
-        jacobian.check, (p, u, t) = PatternCheck(jacobian.field, jacobian.places, jacobian.groups), _first_columns(batch)
+        check, (p, u, t) = PatternCheck(jacobian.field, jacobian.places, jacobian.groups), _first_columns(batch)
         with np.errstate(all="ignore"):
-            jacobian.check.by_nan(u, _leaves(p), t)
+            check.by_nan(u, _leaves(p), t)
+        jacobian.check = check
     return jacobian
 
 

@@ -49,10 +49,10 @@ def given_pattern(given: Any, d: int) -> Places:
     if isbox(given) or not (scipy.sparse.issparse(given) or isinstance(given, (np.ndarray, list, tuple))):
         kind = "a traced array" if isbox(given) else type(given).__name__
         raise TypeError(f"solve: jac_sparsity must be an array or a SciPy sparse matrix, but is {kind}.")
-    shape = given.shape if scipy.sparse.issparse(given) else np.shape(given)
+    pattern: Any = scipy.sparse.coo_array(given)
+    shape = pattern.shape
     if shape != (d, d):
         raise ValueError(f"solve: jac_sparsity must have shape {(d, d)}, as u0 has {d} components, but has {shape}.")
-    pattern = scipy.sparse.coo_array(given)
     pattern.sum_duplicates()
     kept = np.flatnonzero(pattern.data)
     order = kept[np.lexsort((pattern.col[kept], pattern.row[kept]))]

@@ -124,18 +124,20 @@ class Equations:
 
     def _singular(self, entries: Array, weight: Array) -> bool:
         d, (rows, columns) = len(weight), self._jacobian.places
-        scaled = scipy.sparse.csr_array((entries * weight[columns], (rows, columns)), (d, d))
-        size = np.abs(scaled).max(axis=1).toarray().ravel()
+        scaled: Any = scipy.sparse.csr_array((entries * weight[columns], (rows, columns)), (d, d))
+        size = abs(scaled).max(axis=1).toarray().ravel()
         size[size == 0] = 1.0
         solve, transposed = (self.solver(entries[None], transposed=along) for along in (False, True))
-        inverse = LinearOperator(
+        operator: Any = LinearOperator
+        inverse = operator(
             (d, d), dtype=entries.dtype,
             matvec=lambda x: solve((size * x.ravel())[:, None])[:, 0] / weight,
             rmatvec=lambda x: transposed((x.ravel() / weight)[:, None])[:, 0] * size,
         )  # fmt: skip
         if not np.isfinite(inverse.matvec(np.ones(d))).all():
             return True
-        return bool(_SINGULAR * onenormest(inverse) * np.abs(scaled / size[:, None]).sum(axis=0).max() >= 1)
+        norm: Any = onenormest(inverse)
+        return bool(_SINGULAR * norm * abs(scaled / size[:, None]).sum(axis=0).max() >= 1)
 
     def dense(self, jacobians: Array) -> Array:
         """Return the Jacobians as an array of shape (n, d, d)."""
