@@ -77,7 +77,10 @@ def blocks(u, p, t):
 
 
 SYSTEMS = {"banded": fisher, "arrow": arrow, "blocks": blocks, "random": partial(coupled, MATRICES["random"])}
-every_system = pytest.mark.parametrize("system", SYSTEMS)
+# The systems differ in their patterns; the others are solved with --thorough.
+every_system = pytest.mark.parametrize(
+    "system", [pytest.param(name, marks=() if name == "banded" else pytest.mark.thorough) for name in SYSTEMS]
+)
 BAND = scipy.sparse.diags_array([1.0, 1.0, 1.0], offsets=[-1, 0, 1], shape=(D, D))
 START = np.exp(-(np.linspace(-2, 3, D) ** 2))
 
@@ -139,6 +142,7 @@ def test_solutions_are_those_of_radau(system):
 
 
 @pytest.mark.serial
+@pytest.mark.thorough
 def test_gradients_are_those_of_differences():
     problem, rng = ensemble(fisher), np.random.default_rng(0)
     weighted = lambda p: anp.sum(solve(remake(problem, p=p), Rodas5P(), rtol=1e-11, atol=1e-13).u_end ** 2)  # noqa: E731
@@ -161,6 +165,7 @@ def test_a_state_that_is_a_matrix():
 
 
 @pytest.mark.serial
+@pytest.mark.thorough
 def test_mass_matrices(dense):
     # Linear finite elements, and an algebraic equation for the last component.
     mass = (np.diag(np.full(D, 4.0)) + np.diag(np.ones(D - 1), 1) + np.diag(np.ones(D - 1), -1)) / 6
@@ -234,6 +239,14 @@ def test_a_missing_entry_is_named(f):
 
 
 @pytest.mark.serial
+def test_a_missing_entry_is_named_by_kernels_too():
+    problem = ODEProblem(lambda u, p, t: [u[1] - u[0], -u[1]], [1.0, 2.0], (0.0, 1.0), jac_sparsity=np.eye(2))
+    for compiled in (True, False):
+        with pytest.raises(ValueError, match="no entry in row 0 and column 1"):
+            solve(problem, Rodas5P(), compile=compiled)
+
+
+@pytest.mark.serial
 def test_invalid_patterns():
     for pattern, error, text in (
         (np.ones((D, D - 1)), ValueError, rf"shape \({D}, {D}\), as u0 has {D} components, but has \({D}, {D - 1}\)"),
@@ -287,7 +300,7 @@ def test_groups_of_columns():
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("system", ["banded", "arrow"])
+@pytest.mark.parametrize("system", ["banded", pytest.param("arrow", marks=pytest.mark.thorough)])
 def test_steady_states(system, dense):
     f = lambda u, p, t: SYSTEMS[system](u, p, 0.0 * t)  # noqa: E731
 
