@@ -108,7 +108,7 @@ class Mass:
 
     def scaled(self, dtype: np.dtype) -> Array:
         """Return the nonzero entries of M/γ, shape (m, 1), or one number for the identity."""
-        entries = np.float64(1.0) if self._matrix is None else self._matrix[np.nonzero(self._matrix)][:, None]
+        entries = np.float64(1.0) if self._matrix is None else self._matrix[np.nonzero(self._matrix)].astype(float)[:, None]
         return (entries / self._gamma).astype(dtype)
 
     def times(self, x: Array) -> Array:
