@@ -8,7 +8,7 @@ group of inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import TypeAlias
 
@@ -146,7 +146,7 @@ def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     new, zero = copy_program(builder, program), Symbol(builder, builder.constant(0.0))
     inputs = _inputs(program, wanted)
     tangents = {builder.input(*place): Symbol(builder, builder.input(seeds, i)) for i, place in enumerate(inputs)}
-    _push(builder, max(new, default=-1) + 1, tangents)
+    _push(builder, range(max(new, default=-1) + 1), tangents)
     outputs = [tangents.get(new[output], zero).number for output in program.outputs]
     return builder.program({**program.groups, seeds: len(inputs)}, outputs)
 
@@ -154,13 +154,26 @@ def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) -> dict[tuple[int, int], int]:
     """Append the nonzero partial derivatives to a builder; return their numbers by (output, place in `wanted`)."""
     new, found = copy_program(builder, program), {}
-    size, one = max(new, default=-1) + 1, Symbol(builder, builder.constant(1.0))
+    one, users = Symbol(builder, builder.constant(1.0)), dict[int, list[int]]()
+    for number in range(max(new, default=-1) + 1):
+        for argument in builder.instructions[number].arguments:
+            users.setdefault(argument, []).append(number)
     for j, place in enumerate(_inputs(program, wanted)):
         # The other inputs have no tangents, since zero tangents would remain in products: 0 · x may be NaN.
         tangents = {builder.input(*place): one}
-        _push(builder, size, tangents)
+        _push(builder, _dependent(users, *tangents), tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}
     return found
+
+
+def _dependent(users: Mapping[int, list[int]], number: int) -> list[int]:
+    """Return the numbers of the values that depend on a value, in order."""
+    found, waiting = set[int](), [number]
+    while waiting:
+        new = [user for user in users.get(waiting.pop(), ()) if user not in found]
+        found.update(new)
+        waiting += new
+    return sorted(found)
 
 
 def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
@@ -172,9 +185,9 @@ def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
     ]
 
 
-def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:
-    """Compute the tangents of the first `size` values."""
-    for number in range(size):
+def _push(builder: Builder, numbers: Iterable[int], tangents: dict[int, Symbol]) -> None:
+    """Compute the tangents of values, given their numbers in order."""
+    for number in numbers:
         operation, arguments, _ = builder.instructions[number]
         with_tangents = [i for i, argument in enumerate(arguments) if argument in tangents]
         if with_tangents and operation == "where":

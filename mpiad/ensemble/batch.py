@@ -76,6 +76,7 @@ class Batch(NamedTuple):
     p: Parameters
     start: Array  # shape (N,)
     end: Array  # shape (N,)
+    sparsity: Any = None  # the user's pattern of the Jacobian of f: see `ODEProblem.jac_sparsity`
 
     @property
     def size(self) -> int:

@@ -6,6 +6,8 @@ infinite or NaN; a Rosenbrock step is then rejected because of its error.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from mpiad._typing import Array
@@ -63,12 +65,30 @@ def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:
     x[rows, ..., columns] = np.moveaxis(row, -1, 0)
 
 
+class Places(NamedTuple):
+    """The rows and the columns of entries of matrices: int arrays of shape (m,)."""
+
+    rows: Array
+    columns: Array
+
+
+def sums_by_row(terms: Array, rows: Array, count: int) -> Array:
+    """Return the sum of the terms, shape (m, ..., n), of each of `count` rows, by elementwise operations."""
+    order = np.argsort(rows, kind="stable")
+    # The number of each term among those of its row; terms with the same number are added at once.
+    number = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
+    out = np.zeros_like(terms, shape=(count, *terms.shape[1:]))
+    for k in range(number.max(initial=-1) + 1):
+        chosen = order[number == k]
+        out[rows[chosen]] += terms[chosen]
+    return out
+
+
 def products(matrix: Array, x: Array) -> Array:
     """Return a constant matrix times x, shape (d, ..., n), by elementwise operations, which keep columns independent."""
-    total = np.zeros_like(x, shape=(len(matrix), *x.shape[1:]))
-    for i, j, value in entries_of(matrix):
-        total[i] += np.array(value, x.dtype) * x[j]
-    return total
+    rows, columns = np.nonzero(matrix)
+    values = matrix[rows, columns].astype(x.dtype)
+    return sums_by_row(values.reshape(-1, *(1,) * (x.ndim - 1)) * x[columns], rows, len(matrix))
 
 
 def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
@@ -77,16 +97,19 @@ def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
 
 
 class Mass:
-    """Products with the mass matrix M, shape (d, d), and with M/γ; `matrix` is None for the identity."""
+    """Products with the mass matrix M, shape (d, d), and M/γ; `matrix` is None for the identity."""
 
     def __init__(self, matrix: Array | None, gamma: float):
-        self._gamma, self._matrix, self._entries = gamma, matrix, None if matrix is None else entries_of(matrix)
+        self._gamma, self._matrix = gamma, matrix
 
-    def add_to(self, matrices: Array) -> None:
-        """Add M/γ to matrices, shape (d, d, n)."""
-        diagonal = ((i, i, 1.0) for i in range(len(matrices)))
-        for i, j, value in diagonal if self._entries is None else self._entries:
-            matrices[i, j] += matrices.dtype.type(value / self._gamma)
+    def places(self, d: int) -> Places:
+        """Return the places of the nonzero entries of M."""
+        return Places(np.arange(d), np.arange(d)) if self._matrix is None else Places(*np.nonzero(self._matrix))
+
+    def scaled(self, dtype: np.dtype) -> Array:
+        """Return the nonzero entries of M/γ, shape (m, 1), or one number for the identity."""
+        entries = np.float64(1.0) if self._matrix is None else self._matrix[np.nonzero(self._matrix)].astype(float)[:, None]
+        return (entries / self._gamma).astype(dtype)
 
     def times(self, x: Array) -> Array:
         """Return M x, for x of shape (d, n)."""

@@ -66,13 +66,12 @@ def _newton(
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)
     derivative.check(locked(u), p, locked(t))
-    write_jacobian = jacobian_of(batch)
-    matrices, gain = np.zeros((len(u), *u.shape), u.dtype), np.zeros((len(u), *u.shape), u.dtype)
+    jacobian = jacobian_of(batch)
+    gain = np.zeros((len(u), *u.shape), u.dtype)
     converged = np.zeros(len(ids), bool)
     for _ in range(_MOST_STEPS):
-        write_jacobian(matrices, u, p, t)
         derivative.write(k, u, p, t)
-        new = gains(matrices, free, equations)
+        new = gains(jacobian.matrices(u, p, t), free, equations)
         # If all equations hold, the state is consistent for any index of the system.
         holds = np.all(products(equations.T, k) == 0, axis=0)
         change = np.where(holds, 0, applied(new, k))

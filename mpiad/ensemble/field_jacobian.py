@@ -8,9 +8,8 @@ The adjoint of a Rosenbrock method in a kernel needs second derivatives of f; it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,11 +17,16 @@ from mpiad._typing import Array, Tree
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, evaluated, simplify
 from mpiad.device.transfer import to_host
+from mpiad.differentiation.shortcuts import shortened
+from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch, is_on_device
-from mpiad.ensemble.compiled.trace import ParameterPacking, packing_of, program_of
+from mpiad.ensemble.column_lu import Places
+from mpiad.ensemble.compiled.trace import packing_of, program_of
 from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
+from mpiad.ensemble.sparse_lu import LEAST_SPARSE
+from mpiad.ensemble.sparsity import PatternCheck, given_pattern, groups_of, pattern_of, refuse_missing
 from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -54,87 +58,149 @@ def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Pr
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
 
 
-_Derived = TypeVar("_Derived")
 # Number of trajectories for which the values of a program and of f are compared if arrays are on a device.
 _COMPARED_TRAJECTORIES = 3
 
 
-# ``write(out, u, p, t)`` writes ∂f/∂u at n states into `out`, shape (d, d, n), and returns ∂f/∂t, shape (d, n), or None if
-# it is zero. Entries that are structurally zero aren't written, so `out` must hold zeros at the first call.
-JacobianWriter: TypeAlias = "Callable[[Array, Array, Tree, Array], Array | None]"
+# Number of operations of a program that take as much time as a tangent of one operation of arrays.
+_PER_TANGENT = 8
 
 
-def jacobian_of(batch: Batch) -> JacobianWriter:
-    """Return a writer of the Jacobian of a batch's f; raise a TypeError if f can be neither traced nor differentiated."""
-    found = derived(jacobian_program, batch)
-    if isinstance(found, JacobianProgram):
-        return _ProgramJacobian(found, packing_of(batch.p)).write
+class FieldJacobian:
+    """The Jacobian of a batch's f at the places of its entries, computed by a program or by tangents."""
+
+    def __init__(self, batch: Batch, places: Places, program: JacobianProgram | None, groups: Array | None = None):
+        # Tangents are computed along groups of columns, masks of shape (groups, d), or along single columns.
+        self.places, self.program, self.groups = places, program, groups
+        self.check: PatternCheck | None = None  # for a user's pattern of an f that can't be traced
+        self._packing, self.field = packing_of(batch.p), Field(batch)
+        self._p: Tree = None
+        self._rows: dict[int, Any] = {}
+        if groups is not None:
+            # The products with groups contain the entries, sorted by group and row. `places` gets the same order.
+            group = np.argmax(groups, axis=0)[places.columns]
+            order = np.lexsort((places.rows, group))
+            self.places = Places(*(indices[order] for indices in places))
+            self._used = np.zeros(groups.size, bool)
+            self._used[group * len(batch.u0) + places.rows] = True
+
+    def chosen(self, products: Array) -> Array:
+        """Return the entries among the tangents along all groups, shape (groups · d, n), which may be traced."""
+        return products if self.groups is None else products[self._used]
+
+    def entries(self, u: Array, p: Tree, t: Array) -> tuple[Array, Array | None]:
+        """Return the entries at n states, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
+        if self.program is None:
+            _, products, slope = jacobian_by_tangents(self.field, u, _leaves(p), t, self.groups)
+            entries = self.chosen(np.concatenate(products))
+            if self.check is not None:
+                self.check.by_product(u, _leaves(p), t, entries)
+            return entries, slope
+        if p is not self._p:  # p is a new object if the trajectories have changed
+            self._p, self._rows = p, self._packing.numbers(_leaves(p), u.shape[1], u.dtype)
+        values = evaluated(self.program.program, u, self._rows, [t])
+        entries, slope = np.empty_like(u, shape=(len(self.program.places), *u.shape[1:])), None
+        for k, value in zip(range(len(entries)), values):
+            entries[k] = value
+        if self.program.slopes:
+            slope = np.zeros_like(u)
+            for i, value in zip(self.program.slopes, values[len(entries) :]):
+                slope[i] = value
+        return entries, slope
+
+    def matrices(self, u: Array, p: Tree, t: Array) -> Array:
+        """Return the Jacobians at n states, shape (d, d, n)."""
+        out = np.zeros_like(u, shape=(len(u), *u.shape))
+        out[self.places] = self.entries(u, p, t)[0]
+        return out
+
+
+def jacobian_of(batch: Batch) -> FieldJacobian:
+    """Return the Jacobian of a batch's f; raise a TypeError if f can be neither traced nor differentiated.
+
+    Raise a TypeError or a ValueError if the user's pattern of the Jacobian is invalid or lacks an entry.
+    """
+    d = len(batch.u0)
+    given = None if batch.sparsity is None else given_pattern(batch.sparsity, d)
+    found = _structure_of(batch)
+    if not isinstance(found, str):
+        if given is not None:
+            refuse_missing(given, found[0], d)
+        return FieldJacobian(batch, *found)
     if is_on_device(batch):
         raise TypeError(
             f"solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed ({found}). Write "
             "f with functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
         )
-    field = Field(batch)
-
-    def write(out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        _, columns, slope = jacobian_by_tangents(field, u, _leaves(p), t)
-        np.stack(columns, axis=1, out=out)
-        return slope
-
+    dense = Places(*np.divmod(np.arange(d * d), d)[::-1])  # column by column
+    jacobian = FieldJacobian(batch, dense if given is None else given, None, given and groups_of(given, d))
     if batch.size:
-        _check_differentiable(write, batch, str(found))
-    return write
+        _check_differentiable(jacobian, batch, found)
+    if batch.size and given is not None:
+        check, (p, u, t) = PatternCheck(jacobian.field, jacobian.places, jacobian.groups), _first_columns(batch)
+        with np.errstate(all="ignore"):
+            check.by_nan(u, _leaves(p), t)
+        jacobian.check = check
+    return jacobian
 
 
-def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
-    """Return `derivative` of the program of f, or the reason why f can't be traced; the result is cached."""
-    if is_on_device(batch):  # a few trajectories as host arrays
+# The places of the entries, and the program or the groups of columns: see `FieldJacobian`.
+_Structure: TypeAlias = "tuple[Places, JacobianProgram | None, Array | None]"
+
+
+def _structure_of(batch: Batch) -> _Structure | str:
+    """Return the structure of the Jacobian, or the reason why f can't be traced; the result is cached."""
+    on_host = not is_on_device(batch)
+    if not on_host:  # a few trajectories as host arrays
         batch = batch.share(slice(0, _COMPARED_TRAJECTORIES))
         u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
         batch = batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
 
-    def derive(_: bool) -> _Derived | str:
+    def find(_: bool) -> _Structure | str:
         try:
-            return derivative(program_of(batch))
+            program = program_of(batch)
+            if on_host and len(batch.u0) >= LEAST_SPARSE:
+                places = pattern_of(program)
+                groups = groups_of(places, len(batch.u0))
+                if _tangents_cost(batch, len(groups)) < program.cost:
+                    return places, None, groups
+            found = jacobian_program(program)
+            return Places(*np.array(found.places, int).reshape(-1, 2).T), found, None
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 
-    found: Any = remembered(derive, batch, (), derivative.__name__)
+    found: Any = remembered(find, batch, (), "Jacobian", on_host)
     return found
 
 
-def _check_differentiable(write: JacobianWriter, batch: Batch, untraced: str) -> None:
-    d, ids = len(batch.u0), np.zeros(2, int)  # f is always called with at least two columns
-    p, t = batch.parameters(ids), batch.start[ids].astype(batch.u0.dtype)
+def _tangents_cost(batch: Batch, directions: int) -> float:
+    """Return the time of f with tangents in operations of a program; infinity if f can't be differentiated by arrays."""
+    p, u, t = _first_columns(batch)
     try:
         with np.errstate(all="ignore"):
-            write(np.zeros((d, d, 2), batch.u0.dtype), batch.u0[:, ids], p, t)
+            field, leaves = Field(batch), _leaves(p)
+            _, _, recording = trace_list(lambda variables: [field.array(shortened(variables[0]), leaves, t)], [u])
+    except (TypeError, ValueError, NotImplementedError):
+        return np.inf
+    return _PER_TANGENT * len(recording.nodes) * (2 + directions)
+
+
+def _first_columns(batch: Batch) -> tuple[Tree, Array, Array]:
+    """Return parameters, state and time of the first trajectory, twice: f is always called with at least two columns."""
+    ids = np.zeros(2, int)
+    return batch.parameters(ids), batch.u0[:, ids], batch.start[ids].astype(batch.u0.dtype)
+
+
+def _check_differentiable(jacobian: FieldJacobian, batch: Batch, untraced: str) -> None:
+    p, u, t = _first_columns(batch)
+    try:
+        with np.errstate(all="ignore"):
+            jacobian.entries(u, p, t)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise TypeError(
             f"solve: a Rosenbrock method needs the Jacobian of f, but f can't be traced ({untraced}) or differentiated "
             f"({str(error).rstrip('.')}). Write f with the functions of autograd.numpy, or take RK45()."
         ) from error
-
-
-class _ProgramJacobian:
-    """The Jacobian computed by a program, whose operations process all columns."""
-
-    def __init__(self, jacobian: JacobianProgram, packing: ParameterPacking):
-        self._program, self._places, self._slopes = jacobian
-        self._packing, self._p, self._rows = packing, None, {}
-
-    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        if p is not self._p:  # p is a new object if the trajectories have changed
-            self._p, self._rows = p, self._packing.numbers(_leaves(p), u.shape[1], u.dtype)
-        values = evaluated(self._program, u, self._rows, [t])
-        for (i, j), value in zip(self._places, values):
-            out[i, j] = value
-        if not self._slopes:
-            return None
-        slope = np.zeros_like(u)
-        for i, value in zip(self._slopes, values[len(self._places) :]):
-            slope[i] = value
-        return slope
 
 
 def _leaves(p: Tree) -> list:

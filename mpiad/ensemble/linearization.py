@@ -57,16 +57,19 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
 
 
 def jacobian_by_tangents(
-    field: Field, u: Array, leaves: Sequence[Any], t: Array
+    field: Field, u: Array, leaves: Sequence[Any], t: Array, directions: Array | None = None
 ) -> tuple[Array, list[Array], Array | None]:
-    """Return f, the columns of ∂f/∂u, and ∂f/∂t or None if it is zero, each of shape (d, n); arguments may be traced."""
+    """Return f, the columns of ∂f/∂u, and ∂f/∂t or None if it is zero, each of shape (d, n); arguments may be traced.
+
+    With `directions`, shape (c, d), return the products of ∂f/∂u with these vectors instead of the columns.
+    """
     zeros = np.zeros_like(getval(u))
-    units = np.eye(len(u), dtype=zeros.dtype)[:, :, None] + zeros
+    units = (np.eye(len(u)) if directions is None else directions).astype(zeros.dtype)[:, :, None] + zeros
     with restoring_state(), Bundle() as bundle:
         state = shortened(bundle.variable(u, [*units, None]))
-        time = shortened(bundle.variable(t, [None] * len(u) + [np.ones_like(getval(t))]))
+        time = shortened(bundle.variable(t, [None] * len(units) + [np.ones_like(getval(t))]))
         value, found = bundle.parts(field.array(state, leaves, time))
-    *columns, slope = found or [None] * (len(u) + 1)
+    *columns, slope = found or [None] * (len(units) + 1)
     return value, [zeros if column is None else column for column in columns], slope
 
 

@@ -73,7 +73,7 @@ def columns_of(
     start, end = (_stack([span[k] for span in spans]) for k in (0, 1))
     u0 = u0 if u0.dtype == dtype else u0.astype(dtype)
     p = _stacked([problem.p for problem in problems], numbers, common, others)
-    return Batch(first.f, states[0].shape, u0, p, start, end)
+    return Batch(first.f, states[0].shape, u0, p, start, end, first.jac_sparsity)
 
 
 def _stack(arrays: list[Any], axis: int = 0) -> Array:
@@ -102,7 +102,8 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
         leaves, build = flatten(ensemble.p)
         p = Parameters([_trajectories_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
     start, end = (_repeated(t, count) for t in _span(problem))
-    return Batch(problem.f, as_state(problem.u0).shape, initial_states(ensemble, numbers), p, start, end)
+    states, shape = initial_states(ensemble, numbers), as_state(problem.u0).shape
+    return Batch(problem.f, shape, states, p, start, end, problem.jac_sparsity)
 
 
 def _rows(numbers: Sequence[int]) -> slice:

@@ -75,6 +75,10 @@ class ODEProblem(KernelSources):
         The matrix M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. If M is
         singular, this is a differential-algebraic system of index 1. Newton's method then moves u0 along the null space of
         M until the algebraic equations hold. Only `Rodas5P` supports mass matrices.
+    jac_sparsity : array or SciPy sparse matrix, shape (d, d), optional
+        The pattern of ∂f/∂u for stiff methods: its nonzero entries are those of the Jacobian that may be nonzero, at all
+        states; a matrix as a state is flattened. It is needed only if f can't be traced, otherwise it is compared with the
+        pattern of the traced f.
 
     Raises
     ------
@@ -94,6 +98,7 @@ class ODEProblem(KernelSources):
     tspan: tuple[Any, Any]
     p: Tree = None
     mass_matrix: Array = None
+    jac_sparsity: Any = None
 
     def __post_init__(self) -> None:
         self._convert(("f", "u0", "p"))

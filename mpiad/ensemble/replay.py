@@ -21,13 +21,11 @@ from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.ensemble.batch import two_at_least
-from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.compiled.trace import packing_of
-from mpiad.ensemble.field_jacobian import JacobianProgram
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_operators import replaced, rows_of, solved, sum_of_stages, values_of
+from mpiad.ensemble.step_operators import replaced, row_sums, rows_of, solved, sum_of_stages, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
@@ -116,14 +114,9 @@ class RosenbrockReplay(StepReplay):
     """One step of a Rosenbrock method (see `tableaus` for the notation), which doesn't compute f at its ends."""
 
     def _prepare(self) -> None:
-        table = cast(RosenbrockTableau, self._run.tableau)
-        self._mass = Mass(self._run.settings.mass, table.gamma)
-        self._places, self._entries, self._slope = linearized(self._run, self._u, self._leaves, _like(self.t, self._u))
-        u, size = getval(self._u), getval(self._size)
-        matrices = np.zeros_like(u, shape=(len(u), *u.shape))
-        matrices[self._places] = getval(self._entries) * -size
-        self._mass.add_to(matrices)
-        self._lu = ColumnLU(matrices)
+        run, size = self._run, getval(self._size)
+        self._entries, self._slope = linearized(run, self._u, self._leaves, _like(self.t, self._u))
+        self._lu = run.step_matrices.factorized(getval(self._entries) * -size)
 
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
@@ -134,26 +127,26 @@ class RosenbrockReplay(StepReplay):
             right = self._sum(right, 1.0, coupling)
         elif any(coupling):
             # Products with M are elementwise, since those of matrices may differ in rounding with the number of columns.
-            zeros, entries = np.zeros_like(getval(self._u)), mass.astype(self._size.dtype)
-            before = self._sum(zeros, 1.0, coupling)
-            products = [sum(entries[i, j] * before[j] for j in np.flatnonzero(row).tolist()) for i, row in enumerate(mass)]
-            right = right + rows_of(zeros, *products)
+            rows, columns = np.nonzero(mass)
+            before = self._sum(np.zeros_like(getval(self._u)), 1.0, coupling)
+            terms = mass[rows, columns].astype(self._size.dtype)[:, None] * before[columns]
+            right = right + row_sums(terms, rows, len(mass))
         if self._slope is not None and table.slopes[i - 1]:
             right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
-        return solved(self._lu, self._places, self._entries, self._size, right)
+        return solved(self._lu, self._run.jacobian.places, self._entries, self._size, right)
 
 
-def linearized(run: Run, u: Array, leaves: list[Any], t: Array) -> tuple[Any, Array, Array | None]:
-    """Return places and values of the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
-    found, d, plain = run.jacobian, len(u), getval(u)
-    if isinstance(found, JacobianProgram):
+def linearized(run: Run, u: Array, leaves: list[Any], t: Array) -> tuple[Array, Array | None]:
+    """Return the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
+    jacobian, d, plain = run.jacobian, len(u), getval(u)
+    found = jacobian.program
+    if found is not None:
         values = values_of(found.program, u, _numbers(run, leaves, plain), t[None])
         count, of_time = len(found.places), dict(zip(found.slopes, range(len(found.places), len(values))))
         slope = rows_of(plain, *[values[of_time[i]] if i in of_time else 0.0 for i in range(d)]) if of_time else None
-        places = tuple(np.array(found.places, int).reshape(-1, 2).T)
-        return places, values[:count], slope
-    _, columns, slope = jacobian_by_tangents(run.field, u, leaves, t)
-    return np.divmod(np.arange(d * d), d)[::-1], concatenate(columns), slope
+        return values[:count], slope
+    _, products, slope = jacobian_by_tangents(run.field, u, leaves, t, jacobian.groups)
+    return jacobian.chosen(concatenate(products)), slope
 
 
 def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:

@@ -11,14 +11,16 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients, coefficients_of
+from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.field_jacobian import JacobianProgram, derived, jacobian_program
+from mpiad.ensemble.field_jacobian import FieldJacobian, jacobian_of
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.sparse_lu import StepMatrices
 from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.ensemble.step_sweep import (
     Columns,
@@ -234,9 +236,16 @@ class Run:
         return coefficients_of(self.tableau, self.batch.u0)
 
     @cached_property
-    def jacobian(self) -> JacobianProgram | str:
-        """The program of the Jacobian of f, or the reason why f can't be traced."""
-        return derived(jacobian_program, self.batch)
+    def jacobian(self) -> FieldJacobian:
+        """The Jacobian of f."""
+        return jacobian_of(self.batch)
+
+    @cached_property
+    def step_matrices(self) -> StepMatrices:
+        """The matrices of the steps of a Rosenbrock method."""
+        table: Any = self.tableau
+        mass = Mass(self.settings.mass, table.gamma)
+        return StepMatrices(self.jacobian.places, mass, len(self.batch.u0), self.xp is None)
 
     @cached_property
     def terminated(self) -> Array:

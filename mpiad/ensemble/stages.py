@@ -12,12 +12,13 @@ from functools import partial
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.column_lu import ColumnLU, Mass
+from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
-from mpiad.ensemble.field_jacobian import JacobianWriter, jacobian_of
+from mpiad.ensemble.field_jacobian import FieldJacobian, jacobian_of
+from mpiad.ensemble.sparse_lu import StepMatrices
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
 # These functions are called with `out` as a positional argument, which is faster than a keyword argument.
@@ -93,7 +94,9 @@ def stages_for(coefficients: Coefficients, batch: Batch, mass: Array | None) -> 
     derivative = derivative_of(batch.f, batch.shape)
     tableau = coefficients.tableau
     if isinstance(tableau, RosenbrockTableau):
-        return partial(RosenbrockStages, tableau, jacobian_of(batch), Mass(mass, tableau.gamma), coefficients, derivative)
+        jacobian, scaled = jacobian_of(batch), Mass(mass, tableau.gamma)
+        matrices = StepMatrices(jacobian.places, scaled, len(batch.u0), not is_on_device(batch))
+        return partial(RosenbrockStages, tableau, jacobian, matrices, scaled, coefficients, derivative)
     return partial(Stages, coefficients, derivative)
 
 
@@ -101,22 +104,20 @@ class RosenbrockStages(Stages):
     """`Stages` of a Rosenbrock method, between f at the current state and f at the new state (see `tableaus`)."""
 
     def __init__(
-        self, tableau: RosenbrockTableau, write: JacobianWriter, mass: Mass, coefficients: Coefficients,
-        derivative: Derivative, like: Array,
+        self, tableau: RosenbrockTableau, jacobian: FieldJacobian, matrices: StepMatrices, mass: Mass,
+        coefficients: Coefficients, derivative: Derivative, like: Array,
     ):  # fmt: skip
         super().__init__(coefficients, derivative, like)
-        self._tableau, self._differentiate, self._mass = tableau, write, mass
-        self._jacobian, self._matrix = (np.zeros_like(like, order="C", shape=(len(like), *like.shape)) for _ in range(2))
+        self._tableau, self._jacobian, self._matrices, self._mass = tableau, jacobian, matrices, mass
 
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state: see `Stages.compute`."""
         tableau, k, last = self._tableau, self.k, self._coefficients.last
         self._begin(t, h, t_new, sign)
-        time_derivative = self._differentiate(self._jacobian, u, p, self._times[1])
+        entries, time_derivative = self._jacobian.entries(u, p, self._times[1])
         # Backwards in time f changes its sign, but ∂f/∂t doesn't.
-        np.multiply(self._jacobian, -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real), self._matrix)
-        self._mass.add_to(self._matrix)
-        lu = ColumnLU(self._matrix)
+        entries *= -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real)
+        lu = self._matrices.factorized(entries)
         if time_derivative is not None:
             time_derivative *= self._h
         for i in range(1, last):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from types import SimpleNamespace
@@ -10,15 +10,19 @@ from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
+import scipy.sparse
 from autograd.tracer import isbox
+from scipy.sparse.linalg import LinearOperator, onenormest
 
 from mpiad._typing import Array
 from mpiad.differentiation.products import jvp
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
+from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
+from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents, pulled, with_leaves
 from mpiad.ensemble.members import master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
@@ -27,6 +31,7 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
+from mpiad.ensemble.sparse_lu import LEAST_SPARSE, StepMatrices
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
@@ -57,10 +62,23 @@ _LARGEST = 1e200  # limit of 1/τ
 
 
 class Equations:
-    """The function f of a batch of plain arrays, at the end of tspan, and its Jacobian."""
+    """The function f of a batch of plain arrays, at the end of tspan, and its Jacobian.
+
+    Jacobians have the shape (n, d, d), or (n, m), their entries, if these are factorized one by one: see `sparse_lu`.
+    """
 
     def __init__(self, batch: Batch):
-        self._batch, self._field = batch, Field(batch)
+        self._batch, self._field, self._sparse = batch, Field(batch), None
+        if batch.size and len(batch.u0) >= LEAST_SPARSE:
+            self._jacobian = jacobian_of(batch)
+            matrices = StepMatrices(self._jacobian.places, Mass(None, 1.0), len(batch.u0))
+            self._sparse = matrices if matrices.elimination else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one Jacobian."""
+        d = len(self._batch.u0)
+        return (d, d) if self._sparse is None else (len(self._jacobian.places.rows),)
 
     def columns(self, ids: Array) -> tuple[list, Array]:
         """Return the leaves of the parameters and the times of some trajectories."""
@@ -72,10 +90,63 @@ class Equations:
         return np.asarray(self._field.array(u[:, columns], *self.columns(ids[columns])), u.dtype)[:, : len(ids)]
 
     def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
-        """Return f, shape (d, n), and its Jacobian with respect to the states, shape (n, d, d)."""
+        """Return f, shape (d, n), and its Jacobian with respect to the states."""
         columns = two_at_least(len(ids))
+        if self._sparse is not None:
+            p = self._batch.parameters(ids[columns])
+            entries, _ = self._jacobian.entries(u[:, columns], p, self._batch.end[ids[columns]].astype(u.dtype))
+            return self.values(u, ids), entries[:, : len(ids)].T
         value, found, _ = jacobian_by_tangents(self._field, u[:, columns], *self.columns(ids[columns]))
         return value[:, : len(ids)], np.ascontiguousarray(np.stack(found, axis=-1)[:, : len(ids)].swapaxes(0, 1))
+
+    def solver(self, jacobians: Array, rates: Array | None = None, transposed: bool = False) -> Callable[[Array], Array]:
+        """Return a function that solves J x = b, or (rate - J) x = b, for right-hand sides b of shape (d, n)."""
+        if self._sparse is None:
+            matrices = jacobians if rates is None else rates[:, None, None] * np.eye(jacobians.shape[-1]) - jacobians
+            matrices = np.swapaxes(matrices, 1, 2) if transposed else matrices
+            return lambda right: solved_each(matrices, right.T).T
+        entries, scale = (jacobians.T, 0.0) if rates is None else (-jacobians.T, rates)
+        lu = self._sparse.factorized(entries, scale)
+
+        def solved(right: Array) -> Array:
+            x = right.copy()
+            (lu.solve_transposed if transposed else lu.solve)(x)
+            x[:, ~right.any(axis=0)] = 0.0  # also if the matrix is singular
+            return x
+
+        return solved
+
+    def singular(self, jacobians: Array, weight: Array) -> Array:
+        """Return a mask of the singular Jacobians, shape (n,), independent of the units of components."""
+        if self._sparse is None:
+            return _singular(jacobians, weight)
+        return np.array([self._singular(*one) for one in zip(jacobians, weight.T)], bool)
+
+    def _singular(self, entries: Array, weight: Array) -> bool:
+        d, (rows, columns) = len(weight), self._jacobian.places
+        scaled: Any = scipy.sparse.csr_array((entries * weight[columns], (rows, columns)), (d, d))
+        size = abs(scaled).max(axis=1).toarray().ravel()
+        size[size == 0] = 1.0
+        solve, transposed = (self.solver(entries[None], transposed=along) for along in (False, True))
+        operator: Any = LinearOperator
+        inverse = operator(
+            (d, d), dtype=entries.dtype,
+            matvec=lambda x: solve((size * x.ravel())[:, None])[:, 0] / weight,
+            rmatvec=lambda x: transposed((x.ravel() / weight)[:, None])[:, 0] * size,
+        )  # fmt: skip
+        if not np.isfinite(inverse.matvec(np.ones(d))).all():
+            return True
+        norm: Any = onenormest(inverse)
+        return bool(_SINGULAR * norm * abs(scaled / size[:, None]).sum(axis=0).max() >= 1)
+
+    def dense(self, jacobians: Array) -> Array:
+        """Return the Jacobians as an array of shape (n, d, d)."""
+        if self._sparse is None:
+            return jacobians
+        d = len(self._batch.u0)
+        matrices = np.zeros((len(jacobians), d * d), jacobians.dtype)
+        matrices[:, self._jacobian.places.rows * d + self._jacobian.places.columns] = jacobians
+        return matrices.reshape(-1, d, d)
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
@@ -102,13 +173,13 @@ class _Search:
     """The searches for a root of f for each trajectory by Newton's method from u0, shape (d, N)."""
 
     def __init__(self, equations: Equations, u0: Array, rtol: Array | float, atol: Array | float):
-        (d, count), self._equations = u0.shape, equations
+        count, self._equations = u0.shape[1], equations
         # A search succeeds if a Newton step is at most ``atol + rtol * abs(u)``, and the Jacobian there is nonsingular.
         self._u, self._rtol, self._atol = u0.copy(), rtol, atol
         self._codes, self._niter = np.full(count, _ACTIVE), np.zeros(count, int)
-        self._jacobian = np.full((count, d, d), np.nan, u0.dtype)
         self._f, self._rate = np.zeros_like(u0), np.zeros(count)
         self._codes[~np.isfinite(u0).all(axis=0)] = ConvergenceCode.InitialFailure.code
+        self._jacobian = np.full((count, *equations.shape), np.nan, u0.dtype)
         self._linearize(self.active, ConvergenceCode.InitialFailure)
         ids = self.active
         size, change = (np.abs(x[:, ids]).max(axis=0, initial=0.0).astype(float) for x in (u0, self._f))
@@ -124,12 +195,12 @@ class _Search:
         u, f, rate = self._u[:, ids], self._f[:, ids], self._rate[ids]
         with np.errstate(all="ignore"):
             # A step of the linearly implicit Euler method, of length 1 / rate.
-            matrix = rate[:, None, None] * np.eye(len(u)) - self._jacobian[ids]
-            step = solved_each(matrix, f.T).T
+            solved = self._equations.solver(self._jacobian[ids], rate)
+            step = solved(f)
             new = self._equations.values(u + step, ids)
             good = np.isfinite(new).all(axis=0)
             # Natural monotonicity test: the ratio of the next simplified Newton step, with the same matrix, to this step.
-            following = solved_each(matrix, np.where(good, new - rate * step, 0.0).T).T
+            following = solved(np.where(good, new - rate * step, 0.0))
             contraction = np.where(good, self._size(following, u) / self._size(step, u), np.inf)
         better = contraction <= _MOST_CONTRACTION
         self._u[:, ids[better]] += step[:, better]
@@ -141,7 +212,7 @@ class _Search:
         self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
 
     def roots(self, max_iters: int) -> tuple[Array, Array, Array, Array]:
-        """Return roots, (d, N), NaN if not found, their Jacobians, (N, d, d), codes, and numbers of accepted steps."""
+        """Return roots, (d, N), NaN if not found, their Jacobians, codes, and numbers of accepted steps."""
         for _ in range(max_iters):
             if not self.active.size:
                 break
@@ -151,7 +222,9 @@ class _Search:
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
         if ids.size:
             _, jacobian[ids] = self._equations.linearized(self._u[:, ids], ids)
-            codes[ids[_singular(jacobian[ids], self._weight(self._u[:, ids]))]] = ConvergenceCode.Singular.code
+            codes[ids[self._equations.singular(jacobian[ids], self._weight(self._u[:, ids]))]] = (
+                ConvergenceCode.Singular.code
+            )
             ids = ids[codes[ids] == ConvergenceCode.Success.code]
         u[:, ids] = self._u[:, ids]
         return u, jacobian, codes, self._niter
@@ -162,10 +235,10 @@ class _Search:
             return
         with np.errstate(all="ignore"):
             f, jacobian = self._equations.linearized(self._u[:, ids], ids)
-            finite = np.isfinite(f).all(axis=0) & np.isfinite(jacobian).all(axis=(1, 2))
+            finite = np.isfinite(f).all(axis=0) & np.isfinite(jacobian).reshape(len(ids), -1).all(axis=1)
             self._codes[ids[~finite]] = failure.code
             ids, f, jacobian = ids[finite], f[:, finite], jacobian[finite]
-            step = solved_each(jacobian, -f.T).T
+            step = self._equations.solver(jacobian)(-f)
         self._jacobian[ids], self._f[:, ids] = jacobian, f
         last = self._size(step, self._u[:, ids]) <= 1
         self._u[:, ids[last]] += step[:, last]
@@ -197,8 +270,9 @@ def _singular(jacobian: Array, weight: Array) -> Array:
 class SteadyStates:
     """The steady states, shape (N, d), NaN if not found, as a function of parameters' leaves (see `solve_operator`)."""
 
-    def __init__(self, batch: Batch, u: Array, jacobian: Array):
-        self._batch, self._jacobian, self.vector = batch, jacobian, np.ascontiguousarray(u.T)
+    def __init__(self, batch: Batch, equations: Equations, u: Array, jacobian: Array):
+        self._batch, self._equations, self._jacobian = batch, equations, jacobian
+        self.vector = np.ascontiguousarray(u.T)
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
@@ -208,7 +282,7 @@ class SteadyStates:
         if not ids.size:
             return cotangents
         # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
-        bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
+        bars = -self._equations.solver(self._jacobian[ids], transposed=True)(g[ids].T)
         u, leaves, t = self._at_steady_states(ids[two_at_least(len(ids))])
 
         def results(variables: list[Any]) -> list[tuple[Any, Any]]:
@@ -229,12 +303,12 @@ class SteadyStates:
         given = [leaves[place] for place in tangents]
         along = [np.take(g, columns, axis=-1) if varies[place] else g for place, g in tangents.items()]
         value = lambda given: Field(self._batch).array(u, with_leaves(leaves, tangents, given), t)  # noqa: E731
-        result[ids] = -solved_each(self._jacobian[ids], jvp(value, given, along)[1].T[: len(ids)])
+        result[ids] = -self._equations.solver(self._jacobian[ids])(jvp(value, given, along)[1][:, : len(ids)]).T
         return result
 
     def _at_steady_states(self, ids: Array) -> tuple[Array, list[Any], Array]:
         """Return the steady states of some trajectories, and their leaves and times, as columns."""
-        return np.ascontiguousarray(self.vector[ids].T), *Equations(self._batch).columns(ids)
+        return np.ascontiguousarray(self.vector[ids].T), *self._equations.columns(ids)
 
     def pull_traced(self, *_: Any) -> NoReturn:
         """Raise a NotImplementedError, since second derivatives aren't supported."""
@@ -412,18 +486,19 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
     if batch.size:
         # f is traced once before the search, for a better error message.
         columns = np.zeros(2, int)
-        leaves, t = Equations(batch).columns(columns)
-        check_traceable(Field(batch), batch.u0[:, columns], leaves, t)
+        t = batch.end[columns].astype(batch.u0.dtype)
+        check_traceable(Field(batch), batch.u0[:, columns], batch.p.taken(columns), t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
-    search = _Search(Equations(batch), start, np.maximum(settings.rtol, least), settings.atol)
+    equations = Equations(batch)
+    search = _Search(equations, start, np.maximum(settings.rtol, least), settings.atol)
     roots, jacobian, codes, niter = search.roots(given.max_iters)
-    states = SteadyStates(batch, roots, jacobian)
+    states = SteadyStates(batch, equations, roots, jacobian)
     leaves = traced.p.leaves
     u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
-    return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, jacobian, indices)
+    return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, equations.dense(jacobian), indices)
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:

@@ -22,7 +22,8 @@ from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.forward import BundleNode
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.shortcuts import BundleBox, bundle_box
-from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.column_lu import Places, sums_by_row
+from mpiad.ensemble.sparse_lu import LU
 
 
 def _applied(operator: Any, *args: Any) -> Array:
@@ -163,11 +164,19 @@ def _values_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args:
     return _applied(values_of, _derivative_of(program, False, wanted), *groups, concatenate(list(gs)))
 
 
-Places = tuple[Sequence[int], Sequence[int]]  # the rows and the columns of entries of matrices
+row_sums = primitive(sums_by_row)
+
+
+def _row_sums_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    return lambda g: [g[args[1]]]
+
+
+def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
+    return _applied(row_sums, gs[0], *args[1:])
 
 
 @primitive
-def solved(lu: ColumnLU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
+def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
     """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
     x = right.copy()
     (lu.solve_transposed if transposed else lu.solve)(x)
@@ -198,9 +207,7 @@ def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args:
     if 2 in tangents or 3 in tangents:
         moved = h * tangents[2] if 2 in tangents else 0.0
         moved = moved + tangents[3] * entries if 3 in tangents else moved
-        terms = moved * ans[columns]
-        own = [[e for e, row in enumerate(rows) if row == i] for i in range(len(ans))]
-        sums = rows_of(getval(ans), *[sum(terms[e] for e in chosen) if chosen else 0.0 for chosen in own])
+        sums = _applied(row_sums, moved * ans[columns], rows, len(ans))
         change = sums if change is None else change + sums
     return _applied(solved, lu, places, entries, h, change, transposed)
 
@@ -210,6 +217,7 @@ for _operator, _vjp, _jvp in (
     (replaced, _replaced_vjp, _replaced_jvp),
     (advanced, _advanced_vjp, _advanced_jvp),
     (values_of, _values_vjp, _values_jvp),
+    (row_sums, _row_sums_vjp, _row_sums_jvp),
     (solved, _solved_vjp, _solved_jvp),
 ):
     defvjp_argnums(_operator, _vjp)

@@ -30,6 +30,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.device.assembly import concatenate
+from mpiad.differentiation.coloring import colors_of, first_missing
 from mpiad.domain import Domain
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_alltoall
 from mpiad.redistribution import GhostExchange
@@ -145,16 +146,12 @@ def _colors(rows: Any, offsets: np.ndarray, group: Channel, comm: Comm) -> np.nd
     exchange, colors = GhostExchange(ghosts, (start, stop), comm), np.full(own + len(ghosts), -1)
     rounds: list[int] = []
     for partners in group.data.allgather([rank for rank, _ in exchange.sources]):
-        rounds.append(_first_missing({rounds[rank] for rank in partners if rank < len(rounds)}))
+        rounds.append(first_missing({rounds[rank] for rank in partners if rank < len(rounds)}))
     for number in range(max(rounds) + 1):
-        for k in range(own if number == rounds[group.rank] else 0):
-            colors[k] = _first_missing(set(colors[near.indices[near.indptr[k] : near.indptr[k + 1]]].tolist()))
+        if number == rounds[group.rank]:
+            colors_of(near, colors, own)
         colors[own:] = exchange.fetch(colors[:own])
     return colors[:own]
-
-
-def _first_missing(numbers: set[int]) -> int:
-    return next(k for k in itertools.count() if k not in numbers)
 
 
 def _checked_products(

@@ -17,11 +17,12 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned, is_complex, real_dtype
 from mpiad.compiling.c_translation import c_lines
 from mpiad.ensemble.batch import Batch, same_for_all
-from mpiad.ensemble.column_lu import entries_of
+from mpiad.ensemble.column_lu import Places, entries_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.sparsity import given_pattern, refuse_missing
 from mpiad.ensemble.tableaus import Tableau
 
 # The number of columns of the table of events that CPU kernels write: the trajectory, the event, the step (from 0), the
@@ -105,6 +106,9 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
     if settings.alg.tableau.implicit:
         # The sparsity pattern is part of the spec, since elimination is generated for the nonzero entries.
         _, options["jacobian"], options["slopes"] = jacobian_program(program)
+        if batch.sparsity is not None:
+            given, found = given_pattern(batch.sparsity, program.groups["state"]), np.array(options["jacobian"], int)
+            refuse_missing(given, Places(*found.reshape(-1, 2).T), program.groups["state"])
     if acting is not None:
         options["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
         options["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events))

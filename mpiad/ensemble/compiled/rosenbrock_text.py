@@ -6,12 +6,16 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from mpiad.compiling.source import numbered
+from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.jumps import LEAST, UNRESOLVED
 from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.sparse_lu import Banded
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
 
@@ -116,27 +120,29 @@ for n_ in range({size}):
     {b}[{start} + n_] = zero
 @assigned
 for k_ in range({d}):
+    below_ = min(k_ + {lower+1}, {d})
+    right_ = min(k_ + {width+1}, {d})
     top_ = abs($w[k_, k_])
     best_ = k_
-    for n_ in range(k_ + 1, {d}):
+    for n_ in range(k_ + 1, below_):
         size_ = abs($w[n_, k_])
         if size_ > top_:
             top_ = size_
             best_ = n_
     $swap[k_] = best_
     if best_ != k_:
-        for n_ in range({d}):
+        for n_ in range(k_, right_):
             v = $w[k_, n_]
             $w[k_, n_] = $w[best_, n_]
             $w[best_, n_] = v
     v = $w[k_, k_]
     v = one / v + (v - v)
     $w[k_, k_] = v
-    for n_ in range(k_ + 1, {d}):
+    for n_ in range(k_ + 1, below_):
         $w[n_, k_] = $w[n_, k_] * v
-    for m_ in range(k_ + 1, {d}):
+    for m_ in range(k_ + 1, right_):
         v = $w[k_, m_]
-        for n_ in range(k_ + 1, {d}):
+        for n_ in range(k_ + 1, below_):
             $w[n_, m_] = $w[n_, m_] - $w[n_, k_] * v
 """
 
@@ -150,52 +156,67 @@ if best_ != k_:
 
 # The right-hand side is copied from scalars to the buffer, and the solution back.
 _SOLVED = """
-each c: {b}[{rhs+c}] = {x}_{c}
+@read
 for k_ in range({d}):
     @exchanged
-for k_ in range({d}):
     v = $x[k_]
-    for n_ in range(k_ + 1, {d}):
+    for n_ in range(k_ + 1, min(k_ + {lower+1}, {d})):
         $x[n_] = $x[n_] - $w[n_, k_] * v
 for k_ in range({d-1}, -1, -1):
     v = $x[k_] * $w[k_, k_]
     $x[k_] = v
-    for n_ in range(k_):
+    for n_ in range(max(k_ - {width}, 0), k_):
         $x[n_] = $x[n_] - $w[n_, k_] * v
-each c: {x}_{c} = {b}[{rhs+c}]
+@written
 """
 
 _SOLVED_TRANSPOSED = """
-each c: {b}[{rhs+c}] = {x}_{c}
+@read
 for k_ in range({d}):
     v = $x[k_]
-    for n_ in range(k_):
+    for n_ in range(max(k_ - {width}, 0), k_):
         v = v - $w[n_, k_] * $x[n_]
     $x[k_] = v * $w[k_, k_]
 for k_ in range({d-1}, -1, -1):
     v = $x[k_]
-    for n_ in range(k_ + 1, {d}):
+    for n_ in range(k_ + 1, min(k_ + {lower+1}, {d})):
         v = v - $w[n_, k_] * $x[n_]
     $x[k_] = v
-for k_ in range({d-1}, -1, -1):
     @exchanged
-each c: {x}_{c} = {b}[{rhs+c}]
+@written
 """
 
 
 class LoopedLU:
-    """A factorization by loops; the buffer contains the factors, by columns, a right-hand side, and the row exchanges."""
+    """A factorization by loops over the band; the buffer contains the factors, a right-hand side, and the row exchanges.
+
+    The factors are stored by columns, in the order of the unknowns of `Banded`, or in the given order if the band is wide.
+    """
 
     def __init__(self, d: int, entries: Iterable[tuple[int, int]], buffer: str, start: int):
-        self._names = {"b": buffer, "start": start, "d": d, "size": d * d, "c": range(d)}
-        self._names |= {"rhs": start + d * d, "swaps": start + d * d + d}
-        self._names["assigned"] = [f"{buffer}[{start + j * d + i}] = w{i}_{j}" for i, j in entries]
+        entries = list(entries)
+        band, place = Banded(Places(*np.array(entries).T), d), list(range(d))
+        # The entries of a column, with those of row exchanges, are consecutive; entry (i, j) is at w + j * stride + i.
+        lower, width, stride, first = d - 1, d - 1, d, 0
+        if 2 * band.lower + band.upper + 1 < d:
+            lower, width, place = band.lower, band.lower + band.upper, np.argsort(band.order).tolist()
+            stride, first = lower + width, width
+        self.length = d * (lower + width + 1 if first else d) + 2 * d
+        self._names = {"b": buffer, "start": start, "d": d, "size": self.length - 2 * d, "w": start + first}
+        self._names |= {"lower": lower, "width": width, "stride": stride, "place": place}
+        self._names |= {"rhs": start + self.length - 2 * d, "swaps": start + self.length - d}
+        self._names["assigned"] = [
+            f"{buffer}[{start + first + place[j] * stride + place[i]}] = w{i}_{j}" for i, j in entries
+        ]
         self._names["exchanged"] = filled(_EXCHANGED, self._names)
         self.factors = self._lines(_FACTORED)
 
     def _lines(self, template: str, x: str = "") -> list[str]:
-        elements = r"{b}[{start} + \2 * {d} + \1]", r"{b}[{rhs} + \1]", r"{b}[{swaps} + \1]"
-        text = "\n".join(filled(template, self._names | {"x": x}))
+        elements = r"{b}[{w} + \2 * {stride} + \1]", r"{b}[{rhs} + \1]", r"{b}[{swaps} + \1]"
+        right = [f"{self._names['b']}[{self._names['rhs'] + k}]" for k in self._names["place"]]
+        read = [f"{element} = {x}_{c}" for c, element in enumerate(right)]
+        written = [f"{x}_{c} = {element}" for c, element in enumerate(right)]
+        text = "\n".join(filled(template, self._names | {"read": read, "written": written}))
         for mark, element in zip((r"\$w\[(\w+), (\w+)\]", r"\$x\[(\w+)\]", r"\$swap\[(\w+)\]"), elements):
             text = re.sub(mark, filled(element, self._names)[0], text)
         return text.splitlines()
@@ -256,11 +277,11 @@ class RosenbrockSteps(Steps):
             lu = UnrolledLU(d, entries)
             if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
                 return lu
-        size = d * d + 2 * d
+        lu = LoopedLU(d, entries, "lu", 0)
         if fields is None:
-            self.lu_length = size
-            return LoopedLU(d, entries, "lu", 0)
-        return LoopedLU(d, entries, "b", fields.reserve("lu", size))
+            self.lu_length = lu.length
+            return lu
+        return LoopedLU(d, entries, "b", fields.reserve("lu", lu.length))
 
     def matrix(self, u: str = "u") -> list[str]:
         """Return lines for the LU factors of W (see `RosenbrockTableau`) at a state, and for h ∂f/∂t."""

@@ -19,9 +19,18 @@ def sparse(seed):
     return matrix
 
 
+def banded(seed):
+    """Return a matrix whose bandwidth is small in another order of the unknowns."""
+    rng = np.random.default_rng(seed)
+    order = np.array([4, 0, 7, 2, 8, 5, 1, 6, 3])
+    band = np.diag(0.1 * rng.normal(size=D)) + np.diag(rng.normal(size=D - 1), 1) + np.diag(rng.normal(size=D - 1), -1)
+    return band[order][:, order]
+
+
 @pytest.mark.parametrize("make", [UnrolledLU, lambda d, places: LoopedLU(d, places, "b", 3)])
+@pytest.mark.parametrize("sparse", [sparse, banded])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_solutions_are_those_of_numpy(make, transposed):
+def test_solutions_are_those_of_numpy(make, sparse, transposed):
     places = sorted({*map(tuple, np.argwhere(sparse(0)).tolist()), *((i, i) for i in range(D))})
     lu = make(D, places)
     lines = [*lu.factors, *(lu.solved_transposed("x") if transposed else lu.solved("x"))]
@@ -33,6 +42,11 @@ def test_solutions_are_those_of_numpy(make, transposed):
         exec(text, names)  # noqa: S102 the language is a part of Python
         found = [names[f"x_{i}"] for i in range(D)]
         np.testing.assert_allclose(found, np.linalg.solve(matrix.T if transposed else matrix, right), rtol=1e-9)
+
+
+def test_the_loops_run_over_a_band():
+    places = sorted({*map(tuple, np.argwhere(banded(0)).tolist()), *((i, i) for i in range(D))})
+    assert LoopedLU(D, places, "b", 0).length == (4 + 2) * D
 
 
 def test_the_order_of_unknowns_fills_little():

@@ -1,0 +1,229 @@
+"""The matrices W = M/γ - h J of Rosenbrock steps, and their LU factorizations, sparse if this takes less work.
+
+`ColumnLU` factorizes dense matrices. Matrices with a small bandwidth, in reverse Cuthill-McKee order, are factorized by
+compiled loops over the band, and others one by one by SuperLU, in an order of minimum degree. The choice depends on the
+pattern only, by counted operations: not on the number of trajectories, whose results it would change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import scipy.sparse
+from scipy.sparse.csgraph import reverse_cuthill_mckee
+from scipy.sparse.linalg import splu
+
+from mpiad._typing import Array
+from mpiad.compiling.cache import functions_of
+from mpiad.ensemble.column_lu import ColumnLU, Mass, Places
+
+# Number of unknowns from which matrices may be sparse.
+LEAST_SPARSE = 40
+# The number of solves per factorization, and the costs, in operations of a banded factorization, of an operation of
+# SuperLU, of a call of it, and of an operation of `ColumnLU`.
+_SOLVES, _SUPERLU, _CALL, _COLUMNS = 8, 4, 50_000, 2
+
+
+class SparseLU:
+    """LU factorizations by SuperLU, one per matrix; None for singular matrices."""
+
+    def __init__(self, factors: Sequence[Any]):
+        self._factors = factors
+
+    def solve(self, x: Array, transposed: str = "N") -> None:
+        """Replace right-hand sides, shape (d, n), by the solutions."""
+        for c, lu in enumerate(self._factors):
+            x[:, c] = np.nan if lu is None else lu.solve(np.ascontiguousarray(x[:, c]), transposed)
+
+    def solve_transposed(self, x: Array) -> None:
+        """Replace right-hand sides by the solutions with the transposed matrices."""
+        self.solve(x, "T")
+
+
+class BandedLU:
+    """LU factorizations of banded matrices; the factors overwrite the matrices, shape (d, height, n): see `Banded`."""
+
+    def __init__(self, matrices: Array, band: Banded):
+        self._factors, self._swaps = matrices, np.empty((len(matrices), band.lower, matrices.shape[2]), matrices.dtype)
+        self._band = band.order, band.lower, band.upper
+        factorize, *self._solve = _compiled(matrices.dtype.name)
+        factorize(matrices, self._swaps, *self._band[1:])
+
+    def solve(self, x: Array, transposed: int = 0) -> None:
+        """Replace right-hand sides, shape (d, n), by the solutions."""
+        self._solve[transposed](self._factors, self._swaps, x, *self._band)
+
+    def solve_transposed(self, x: Array) -> None:
+        """Replace right-hand sides by the solutions with the transposed matrices."""
+        self.solve(x, 1)
+
+
+LU: TypeAlias = "ColumnLU | BandedLU | SparseLU"
+
+
+class Banded:
+    """A pattern with a small bandwidth, in reverse Cuthill-McKee order."""
+
+    def __init__(self, pattern: Places, d: int):
+        ones = scipy.sparse.csr_array((np.ones(len(pattern.rows)), pattern), (d, d))
+        self.order = reverse_cuthill_mckee(scipy.sparse.csr_array(ones + ones.T), symmetric_mode=True).astype(np.int64)
+        row, column = (np.argsort(self.order)[indices] for indices in pattern)
+        self.lower, self.upper = int((row - column).max(initial=0)), int((column - row).max(initial=0))
+        # Entry (i, j) is at [j, lower + upper + i - j]; row exchanges need `lower` further diagonals.
+        self._shape = d, 2 * self.lower + self.upper + 1
+        self._index = column * self._shape[1] + self.lower + self.upper + row - column
+        self.work = 2 * d * (self.lower * (self.lower + self.upper) + _SOLVES * self._shape[1])
+
+    def factorized(self, entries: Array) -> BandedLU:
+        """Return the factors of matrices with `entries`, shape (m, n)."""
+        matrices = np.zeros((math.prod(self._shape), entries.shape[1]), entries.dtype)
+        matrices[self._index] = entries
+        return BandedLU(matrices.reshape(*self._shape, -1), self)
+
+
+# Compiled functions; the innermost loops are over the matrices. Pivoting is pairwise: row k and each row below in which the
+# entry may be nonzero are exchanged, if this entry is larger, before the entry is eliminated. Exchanges are selections, so
+# that the loops have no branches. The diagonal of U is stored as reciprocals.
+#
+# References
+# ----------
+# D. C. Sorensen, Analysis of pairwise pivoting in Gaussian elimination, IEEE Transactions on Computers C-34 (1985).
+
+
+@cache
+def _compiled(dtype: str) -> list[Callable[..., None]]:
+    matrices, vectors = f"{dtype}[:, :, ::1], {dtype}[:, :, ::1]", f"{dtype}[:, ::1], int64[::1]"
+    solve = f"void({matrices}, {vectors}, int64, int64)"
+    signatures = {"_factorize": f"void({matrices}, int64, int64)", "_substitute": solve, "_substitute_transposed": solve}
+    return functions_of(__name__, signatures)
+
+
+def _factorize(w: Any, swaps: Any, lower: int, upper: int) -> None:
+    d, n, width = w.shape[0], w.shape[2], lower + upper
+    for k in range(d):
+        for i in range(k + 1, min(k + lower + 1, d)):
+            for c in range(n):
+                own = w[k, width, c]
+                other = w[k, width + i - k, c]
+                exchanged = abs(other) > abs(own)
+                swaps[k, i - k - 1, c] = 1 if exchanged else 0
+                w[k, width, c] = other if exchanged else own
+                quotient = own / other if exchanged else other / own
+                w[k, width + i - k, c] = 0 * own if other == 0 else quotient
+            for j in range(k + 1, min(k + width + 1, d)):
+                for c in range(n):
+                    own = w[j, width + k - j, c]
+                    other = w[j, width + i - j, c]
+                    pivot = other if swaps[k, i - k - 1, c] > 0 else own
+                    w[j, width + k - j, c] = pivot
+                    other = own if swaps[k, i - k - 1, c] > 0 else other
+                    w[j, width + i - j, c] = other - w[k, width + i - k, c] * pivot
+        for c in range(n):
+            w[k, width, c] = 1 / w[k, width, c] + (w[k, width, c] - w[k, width, c])
+
+
+def _substitute(w: Any, swaps: Any, x: Any, order: Any, lower: int, upper: int) -> None:
+    d, n, width = w.shape[0], w.shape[2], lower + upper
+    for k in range(d):
+        for i in range(k + 1, min(k + lower + 1, d)):
+            for c in range(n):
+                own = x[order[k], c]
+                other = x[order[i], c]
+                pivot = other if swaps[k, i - k - 1, c] > 0 else own
+                other = own if swaps[k, i - k - 1, c] > 0 else other
+                x[order[k], c] = pivot
+                x[order[i], c] = other - w[k, width + i - k, c] * pivot
+    for k in range(d - 1, -1, -1):
+        for c in range(n):
+            x[order[k], c] = x[order[k], c] * w[k, width, c]
+        for i in range(max(k - width, 0), k):
+            for c in range(n):
+                x[order[i], c] = x[order[i], c] - w[k, width + i - k, c] * x[order[k], c]
+
+
+def _substitute_transposed(w: Any, swaps: Any, x: Any, order: Any, lower: int, upper: int) -> None:
+    d, n, width = w.shape[0], w.shape[2], lower + upper
+    for k in range(d):
+        for i in range(max(k - width, 0), k):
+            for c in range(n):
+                x[order[k], c] = x[order[k], c] - w[k, width + i - k, c] * x[order[i], c]
+        for c in range(n):
+            x[order[k], c] = x[order[k], c] * w[k, width, c]
+    for k in range(d - 1, -1, -1):
+        for i in range(min(k + lower, d - 1), k, -1):
+            for c in range(n):
+                other = x[order[i], c]
+                own = x[order[k], c] - w[k, width + i - k, c] * other
+                x[order[k], c] = other if swaps[k, i - k - 1, c] > 0 else own
+                x[order[i], c] = own if swaps[k, i - k - 1, c] > 0 else other
+
+
+class _MinimumDegree:
+    """Any other pattern, in an order of minimum degree."""
+
+    def __init__(self, pattern: Places, d: int):
+        self._sorted, self._shape = np.lexsort(pattern), (d, d)
+        rows, columns = (indices[self._sorted] for indices in pattern)
+        self._structure = rows, np.searchsorted(columns, np.arange(d + 1))
+        entries = np.where(pattern.rows == pattern.columns, 2.0 * d, 1.0)[:, None]  # no rows are exchanged
+        works = {}
+        for self._order in ("COLAMD", "MMD_AT_PLUS_A"):
+            lu: Any = self._factors_of(entries)[0]
+            # Counted products of a factorization: for each pivot, its column of L times its row of U.
+            products = np.diff(lu.L.tocsc().indptr).astype(float) @ np.diff(lu.U.tocsr().indptr)
+            works[self._order] = _SUPERLU * 2 * (products + _SOLVES * lu.nnz) + _CALL
+        self._order = min(works, key=lambda order: works[order])
+        self.work = works[self._order]
+
+    def factorized(self, entries: Array) -> SparseLU:
+        """Return the factors of matrices with `entries`, shape (m, n)."""
+        return SparseLU(self._factors_of(entries))
+
+    def _factors_of(self, entries: Array) -> list[Any]:
+        found: list[Any] = []
+        for values in np.ascontiguousarray(entries[self._sorted].T):
+            found.append(None)
+            if np.isfinite(values).all():
+                with suppress(RuntimeError):  # exactly singular
+                    found[-1] = splu(scipy.sparse.csc_array((values, *self._structure), self._shape), self._order)
+        return found
+
+
+def elimination_of(pattern: Places, d: int) -> Banded | _MinimumDegree | None:
+    """Return how to factorize matrices with a pattern; None if `ColumnLU` takes less work."""
+    dense = _COLUMNS * 2 * d * d * (d / 3 + _SOLVES)
+    if d < LEAST_SPARSE or len(pattern.rows) > d * d / 4:
+        return None
+    found: Banded | _MinimumDegree = Banded(pattern, d)
+    if found.work > _CALL:
+        found = min(found, _MinimumDegree(pattern, d), key=lambda elimination: elimination.work)
+    return found if found.work < dense else None
+
+
+class StepMatrices:
+    """The matrices W = M/γ - h J of many trajectories; J has entries at `places`."""
+
+    def __init__(self, places: Places, mass: Mass, d: int, on_host: bool = True):
+        self._mass, self._d = mass, d
+        # W has entries at the places of J and M, and on the diagonal, which are numbered by row and column.
+        parts = [rows * d + columns for rows, columns in (places, mass.places(d), (np.arange(d), np.arange(d)))]
+        numbers = np.unique(np.concatenate(parts))
+        self._pattern = Places(*np.divmod(numbers, d))
+        self.elimination = elimination_of(self._pattern, d) if on_host else None
+        self._of_jacobian, self._of_mass = (np.searchsorted(numbers, part) for part in parts[:2])
+
+    def factorized(self, entries: Array, scale: Array | float = 1.0) -> LU:
+        """Return the factors, given the entries of -h J, shape (m, n); M/γ may have a scale, shape (n,)."""
+        matrices = np.zeros_like(entries, shape=(len(self._pattern.rows), entries.shape[1]))
+        matrices[self._of_jacobian] = entries
+        matrices[self._of_mass] += self._mass.scaled(entries.dtype) * scale
+        if self.elimination is not None:
+            return self.elimination.factorized(matrices)
+        dense = np.zeros_like(entries, shape=(self._d, self._d, entries.shape[1]))
+        dense[self._pattern] = matrices
+        return ColumnLU(dense)
