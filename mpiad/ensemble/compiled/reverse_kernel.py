@@ -73,7 +73,7 @@ def reverse(
         for l in range({lanes}):
             if ids[l] >= 0:
                 @fetch
-        for l in range({lanes}):
+        for l in {lane_range}({lanes}):
             @back
         for l in range({lanes}):
             if ids[l] >= 0 and row[l] < 0:

@@ -233,8 +233,8 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),
         "i": range(spec.stages + 1), "inner": range(1, spec.stages), "last": spec.stages, "used": steps.used(),
         "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "lu_length": steps.lu_length,
-        "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
-        "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
+        "lane_range": steps.lane_range, "adaptive": spec.tableau.error is not None, "remembers": spec.remembers,
+        "acts": spec.acts, "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
     fields.add(filled(template, names))
     return fields, steps, names
@@ -249,6 +249,7 @@ class RosenbrockSteps(Steps):
         self._mass = spec.mass or tuple((i, i, 1.0) for i in range(spec.d))
         entries = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}
         self._lu = self._factors(sorted(entries), fields)
+        self.lane_range = "lanes" if isinstance(self._lu, UnrolledLU) else "range"
 
     def _factors(self, entries: list[tuple[int, int]], fields: Fields | None) -> LU:
         d = self.spec.d

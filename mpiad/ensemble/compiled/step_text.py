@@ -24,6 +24,7 @@ class Steps:
     """The lines of one step; `fused`: whether sums in derivatives use `fma`, as in CPU kernels; False for GPU kernels."""
 
     lu_length = 0  # length of the array `lu` of a GPU kernel
+    lane_range = "lanes"  # the range of the loop over lanes: "range" if a step has branches
 
     def __init__(self, spec: KernelSpec, fused: bool = True):
         self.spec, self.fused = spec, fused
