@@ -266,6 +266,7 @@ class Variables:
         # The parts of each variable with their memory: those of a number, or of an array's address and lengths.
         self._slots: dict[str, list[tuple[Value, str]]] = {}
         self._dtypes: dict[str, str] = {}  # of arrays
+        self.widened = False  # whether an assignment has changed the type of a variable that was used before
 
     def get(self, name: str) -> Value | ArrayValue | None:
         """Return the value of a variable or an argument; None if the name is unknown."""
@@ -280,16 +281,21 @@ class Variables:
     def write(self, name: str, value: Value | ArrayValue) -> None:
         """Assign to a variable."""
         known = self._scope + name
+        before = self.kinds.get(known)
         if isinstance(value, ArrayValue):
             self.kinds[known], self._dtypes[name] = "ptr", value.dtype
             parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
             types = parts
         else:
-            before = self.kinds.get(known, value.type)
-            width = max(value.width, int(before[1]) if before[0] == "<" else 0)
-            types = [Value(common_kind(before.strip("<>").split()[-1], value.kind), "", width)]
+            kind, width = value.kind, value.width
+            if before is not None:
+                kind = common_kind(before.strip("<>").split()[-1], kind)
+                width = max(width, int(before[1]) if before[0] == "<" else 0)
+            types = [Value(kind, "", width)]
             self.kinds[known], parts = types[0].type, [value]
+        self.widened |= before not in (None, self.kinds[known])
         if name not in self._slots:
+            self.widened |= not self._scope and self._given.get(name) is not None
             self._slots[name] = [(x, self._build.slot(x.type)) for x in types]
         for part, (x, slot) in zip(parts, self._slots[name], strict=True):
             (part,) = self._build.together(self._build.converted(part, x.kind), width=x.width)

@@ -2,7 +2,7 @@
 
 A kernel is a function of numbers and contiguous arrays. It consists of assignments, loops over ranges, `while`, `if`,
 indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions of
-numbers in the same source text, which are inlined. It allocates no memory and raises no exceptions. Indices aren't checked,
+numbers and arrays in the same source text, which are inlined if they are short. It allocates no memory and raises no exceptions. Indices aren't checked,
 and negative indices don't count from the end. A range counts down if its step is a negative constant, otherwise it counts
 up. Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows reassociation or contraction.
 
@@ -11,8 +11,8 @@ was used before, the function is translated again.
 
 In a loop ``for l in lanes(n)``, which has no branches, variables and entries of arrays whose index contains l are
 vectors: the loop computes `VECTOR` successive lanes at a time, by vector instructions, as if it were a loop over l without
-dependences. LLVM would vectorize the loop, too, but in a time that grows with the square of its length. A function
-with array arguments, which mustn't overlap, isn't inlined; if l is one of its arguments, it is computed for the same lanes.
+dependences. LLVM would vectorize the loop, too, but in a time that grows with the square of its length. If l is an argument
+of a function, the function is computed for the same lanes. Array arguments of a function mustn't overlap.
 """
 
 from __future__ import annotations
@@ -168,6 +168,8 @@ def prefers_512_bit_vectors() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512fp16", False))
 
 
+# Functions with more statements aren't inlined, and return their results in memory: a step calls f two to ten times.
+_MOST_INLINED = 300
 _BYTES = {SINGLE: 4, DOUBLE: 8}
 VECTOR = 8  # the length of vectors in loops over lanes; n must be a multiple of it
 _ALIGNED = "alignstack(64) noinline"
@@ -225,10 +227,13 @@ class _Module:
                 else:
                     names[argument.arg] = x._replace(text=f"%a{i}")
             function = self._translated(node, names, None if lane is None else node.args.args[lane].arg)
-            result = f"{{{', '.join(x.type for x in function.results)}}}" if function.results else "void"
-            arrays = any(isinstance(x, ArrayValue) for x in given)
-            head = f"define internal {result} @{symbol}({', '.join(map(_parameter, names.values()))})"
-            self._texts.append(f"{head} {'noinline' if arrays else 'alwaysinline'} nounwind {{\n{function.text()}\n}}")
+            self._texts.append(f"%{symbol} = type {{{', '.join(x.type for x in function.results)}}}")
+            result, first, attribute = f"%{symbol}", [], "alwaysinline"
+            if is_long(node):
+                wide = _WIDE if prefers_512_bit_vectors() else ""
+                result, first, attribute = "void", ["ptr noalias %results"], f"noinline {wide}"
+            head = f"define internal {result} @{symbol}({', '.join([*first, *map(_parameter, names.values())])})"
+            self._texts.append(f"{head} {attribute} nounwind {{\n{function.text(symbol)}\n}}")
             self._made[known] = symbol, function.results
         return self._made[known]
 
@@ -238,15 +243,23 @@ class _Module:
         kinds: dict[str, str] = {}
         while True:
             function = _Function(self, node, given, dict(kinds), lane)
-            if function.kinds == kinds:
+            if function.is_final:
                 return function
             kinds = function.kinds
+
+
+def is_long(node: ast.FunctionDef) -> bool:
+    """Return whether a function isn't inlined."""
+    return len(node.body) > _MOST_INLINED
 
 
 def _parameter(x: Value | ArrayValue) -> str:
     if isinstance(x, Value):
         return f"{x.type} {x.text}"
     return ", ".join([f"ptr noalias {x.data}", *(f"i64 {length}" for length in x.shape)])
+
+
+_RESULTS = "%results.type"  # stands for the type of a function's results
 
 
 class _Function:
@@ -271,11 +284,13 @@ class _Function:
         self._ends_of_loops: list[Block] = []  # the targets of `break`
         for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
+        self._variables.widened, self._is_long = False, is_long(node)
         self._statements(node.body)
         self._build.leave("void")
+        self.is_final = not self._variables.widened
 
-    def text(self) -> str:
-        return self._build.text()
+    def text(self, symbol: str = "") -> str:
+        return self._build.text().replace(_RESULTS, f"%{symbol}")
 
     # ---- expressions
 
@@ -491,9 +506,6 @@ class _Function:
                     self._while(node)
                 case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="lanes"), args=[_])):
                     self._for_lanes(name, node)
-                case ast.Expr(value=ast.Call() as call):
-                    if self._inlined(call) is None:
-                        refuse(node)
                 case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"), args=bounds), orelse=[]):
                     self._for(name, bounds, node.body)
                 case ast.Break():
@@ -526,13 +538,17 @@ class _Function:
         given, build = [self._any(a) for a in node.args], self._build
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
         symbol, results = self._module.call(node.func.id, given, next(lanes, None))
-        call = f"@{symbol}({', '.join(_parameter(x).replace('noalias ', '') for x in given)})"
-        if not results:
-            build.do(f"call void {call}")
-            return []
-        result = f"{{{', '.join(x.type for x in results)}}}"
-        made = build.name(f"call {result} {call}")
-        return [build.value(x.kind, f"extractvalue {result} {made}, {i}", x.width) for i, x in enumerate(results)]
+        passed = [_parameter(x).replace("noalias ", "") for x in given]
+        if not is_long(self._module.defined[node.func.id]):
+            made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")
+            return [build.value(x.kind, f"extractvalue %{symbol} {made}, {i}", x.width) for i, x in enumerate(results)]
+        memory = build.slot(f"%{symbol}")
+        build.do(f"call void @{symbol}({', '.join([f'ptr {memory}', *passed])})")
+        values = []
+        for i, x in enumerate(results):
+            place = build.name(f"getelementptr %{symbol}, ptr {memory}, i64 0, i32 {i}")
+            values.append(build.value(x.kind, f"load {x.type}, ptr {place}", x.width))
+        return values
 
     def _store(self, target: ast.expr, value: Value | ArrayValue) -> None:
         if isinstance(target, ast.Name):
@@ -564,11 +580,14 @@ class _Function:
             self._build.leave("void")
             return
         values = [value if isinstance(value, Value) else refuse(node) for value in self.several(node.value)]
-        self.results = values
-        kind, made = f"{{{', '.join(x.type for x in values)}}}", "poison"
+        self.results, build, made = values, self._build, "poison"
         for i, x in enumerate(values):
-            made = self._build.name(f"insertvalue {kind} {made}, {x.type} {x.text}, {i}")
-        self._build.leave(f"{kind} {made}")
+            if self._is_long:
+                place = build.name(f"getelementptr {_RESULTS}, ptr %results, i64 0, i32 {i}")
+                build.do(f"store {x.type} {x.text}, ptr {place}")
+            else:
+                made = build.name(f"insertvalue {_RESULTS} {made}, {x.type} {x.text}, {i}")
+        build.leave("void" if self._is_long else f"{_RESULTS} {made}")
 
     def _if(self, node: ast.If) -> None:
         build = self._build
@@ -603,6 +622,7 @@ class _Function:
         self._lane, self._variables = name, Variables(self._build, around, self.kinds, f"{node.lineno} ")
         (count,) = node.iter.args  # type: ignore[attr-defined]
         self._for(name, [ast.Constant(0), count, ast.Constant(VECTOR)], node.body)
+        around.widened |= self._variables.widened
         self._lane, self._variables = None, around
 
     def _for(self, name: str, bounds: Sequence[ast.expr], nodes: Sequence[ast.stmt]) -> None:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from mpiad.compiling import translation
 from mpiad.compiling.cache import code_of, function_of
 
 pytestmark = pytest.mark.serial
@@ -80,6 +81,7 @@ def tangent(x, c):
 def inner(out, x, l, c):
     for i in range(3):
         out[16 * i + l] = c * x[16 * i + l] - i
+    return x[l]
 
 def run(x, y, few, c, n, out):
     t = -1.0
@@ -96,9 +98,10 @@ def run(x, y, few, c, n, out):
         y[l] = c
         y[16 + l] += x[l] * np.float32(0.5)
         y[32 + l] = math.atan2(s, t) if n > 3 else 0.0
-        inner(out[48:96], x, l, few[1])
+        first = inner(out[48:96], x, l, few[1])
+        y[l] = y[l] - first
     out[0] = t
-    inner(out[96:144], x, n - 1, c)
+    first = inner(out[96:144], x, n - 1, c)
 """
 
 
@@ -147,8 +150,10 @@ def test_views_share_memory():
         np.testing.assert_array_equal(compiled, python)
 
 
+@pytest.mark.parametrize("most", [0, 300])
 @pytest.mark.parametrize("dtype", [float, np.float32])
-def test_lanes_are_computed_as_vectors(dtype):
+def test_lanes_are_computed_as_vectors(dtype, most, monkeypatch):
+    monkeypatch.setattr(translation, "_MOST_INLINED", most)
     rng = np.random.default_rng(5)
     name = np.dtype(dtype).name
     signature = f"void(float64[::1], {name}[::1], float64[::1], float64, int64, float64[::1])"
