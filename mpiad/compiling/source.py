@@ -137,14 +137,26 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
 
 
 def function_source(
-    program: Program, name: str, names: Names, arguments: Sequence[str], dtype: DTypeLike = float, language: str = "python"
+    program: Program,
+    name: str,
+    names: Names,
+    arguments: Sequence[str],
+    dtype: DTypeLike = float,
+    language: str = "python",
+    stored: Mapping[int, str] | None = None,
 ) -> str:
-    """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters."""
+    """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
+
+    `stored`: statements for outputs that aren't returned, by their indices, with ``{}`` for the output.
+    """
     # In C, numbers have the type `real`, and the function is `INLINE`.
     outputs = numbered("out", len(program.outputs))
     body = lines(program, names, outputs, dtype)
     if language == "c":
         given = [f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
+    stored = stored or {}
+    body += [statement.format(outputs[i]) for i, statement in stored.items()]
+    outputs = [x for i, x in enumerate(outputs) if i not in stored]
     body.append(f"return ({', '.join(outputs)}{',' * bool(outputs)})")
     return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"

@@ -227,8 +227,9 @@ when timed:
 
 _PULLED = """
 @stage
-each wanted_p: $p_bar[{wanted_p}] += e{wanted_p}
-each wanted_s: $s_bar[{wanted_s}] += where(live > 0.0, e{wanted_varying+wanted_s}, 0.0)
+when not accumulated:
+    each wanted_p: $p_bar[{wanted_p}] += e{wanted_p}
+    each wanted_s: $s_bar[{wanted_s}] += where(live > 0.0, e{wanted_varying+wanted_s}, 0.0)
 when timed:
     t_bar = t_bar + te
     when later: h_bar = fma({time}, te, h_bar)
@@ -359,4 +360,5 @@ def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> li
     """Return lines that propagate the cotangent of stage i to its argument, the parameters and time."""
     time = spec.tableau.c[i]
     stage = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
+    stage["accumulated"] = bool(steps.bars)
     return filled(_PULLED, names | stage | {"i": i, "between": 0 < i < spec.stages})

@@ -352,14 +352,14 @@ class RosenbrockSteps(Steps):
             # The coupling terms are multiplied by the mass matrix, so the cotangents are multiplied by its transpose.
             lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
             lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in spec.mass]
-        wanted = spec.wanted_varying + spec.wanted_shared
+        wanted = self.wanted
         time = [["te"], ["tj"]] if spec.timed else [[], []]
         outputs = [*self.state(f"z{i}"), *numbered("e", wanted), *time[0]]
-        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), self.state(f"q{i}")))
+        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), [*self.state(f"q{i}"), *self.bars]))
         # The derivatives of W and ∂f/∂t contain second derivatives of f at the state before the step.
         direction = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
         outputs = [*self.state("x"), *numbered("b", wanted), *time[1]]
-        lines.append(self.called(outputs, "curvature", "y0", self.time(0), [*self.state(f"q{i}"), *direction]))
+        lines.append(self.called(outputs, "curvature", "y0", self.time(0), [*self.state(f"q{i}"), *direction, *self.bars]))
         lines += [f"e{j} = e{j} + b{j}" for j in range(wanted)]
         lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
         return lines + (self._size_cotangents(i) if spec.timed else [])

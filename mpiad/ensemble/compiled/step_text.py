@@ -30,7 +30,11 @@ class Steps:
         self.spec, self.fused = spec, fused
         # Times are double. `h_` and `rtol_`, which are multiplied by states, have the precision of states.
         self.h, self.rtol = ("h_", "rtol_") if spec.single else ("h", "rtol")
-        self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
+        self.parameters = numbered("p", spec.varying)
+        self.parameters += ["s"] if fused and spec.shares_array else numbered("s", spec.shared)
+        # Functions that add cotangents to the fields p_bar and s_bar of the lane l, instead of returning them.
+        self.bars = ["live", "$$p_bar", "l"] if fused and spec.accumulates else []
+        self.wanted = 0 if self.bars else spec.wanted_varying + spec.wanted_shared
 
     # ---- numbers
 
@@ -287,9 +291,8 @@ class Steps:
                 terms = [f"{w} * z{j}_{c}" for j, w in weights] + ([more] if spec.inside or not weights else [])
                 lines.append(f"m = {' + '.join(terms)}")
             lines.append(f"q_{c} = {self.h} * m")
-        outputs = self.state(f"z{i}") + numbered("e", spec.wanted_varying + spec.wanted_shared)
-        outputs += ["te"] if spec.timed else []
-        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), self.state("q")))
+        outputs = self.state(f"z{i}") + numbered("e", self.wanted) + (["te"] if spec.timed else [])
+        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), [*self.state("q"), *self.bars]))
         return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(spec.d)]
 
 
