@@ -1,10 +1,11 @@
 """Translation of kernels from the kernel language, a small typed subset of Python, to LLVM's intermediate representation.
 
 A kernel is a function of numbers and contiguous arrays. It consists of assignments, loops over ranges, `while`, `if`,
-indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions of
-numbers and arrays in the same source text, which are inlined if they are short. It allocates no memory and raises no exceptions. Indices aren't checked,
-and negative indices don't count from the end. A range counts down if its step is a negative constant, otherwise it counts
-up. Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows reassociation or contraction.
+indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions
+of numbers and arrays in the same text, which are inlined if they are short. It allocates no memory and raises no
+exceptions. Indices aren't checked, and negative indices don't count from the end. A range counts down if its step is a
+negative constant, otherwise it counts up. Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows
+reassociation or contraction.
 
 The type ("kind") of a variable is the widest type of the values assigned to it. If an assignment widens a variable that
 was used before, the function is translated again.
@@ -187,6 +188,7 @@ class _Module:
 
     def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
         self.defined, self.fast, self.linked = defined, fast, linked
+        self.is_long = cache(self._is_long)
         self.declared: dict[str, str] = {}
         self._made: dict[tuple, tuple[str, list[Value]]] = {}
         self._texts: list[str] = []
@@ -229,13 +231,23 @@ class _Module:
             function = self._translated(node, names, None if lane is None else node.args.args[lane].arg)
             self._texts.append(f"%{symbol} = type {{{', '.join(x.type for x in function.results)}}}")
             result, first, attribute = f"%{symbol}", [], "alwaysinline"
-            if is_long(node):
+            if self.is_long(name):
                 wide = _WIDE if prefers_512_bit_vectors() else ""
                 result, first, attribute = "void", ["ptr noalias %results"], f"noinline {wide}"
             head = f"define internal {result} @{symbol}({', '.join([*first, *map(_parameter, names.values())])})"
             self._texts.append(f"{head} {attribute} nounwind {{\n{function.text(symbol)}\n}}")
             self._made[known] = symbol, function.results
         return self._made[known]
+
+    def _is_long(self, name: str) -> bool:
+        """Return whether a function isn't inlined: it is long, or calls a long function."""
+        body = self.defined[name].body
+        called = (
+            ast.unparse(x.value.func)
+            for x in body
+            if isinstance(x, ast.Assign | ast.Expr) and isinstance(x.value, ast.Call)
+        )
+        return len(body) > _MOST_INLINED or any(f in self.defined and self.is_long(f) for f in called)
 
     def _translated(
         self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], lane: str | None = None
@@ -246,11 +258,6 @@ class _Module:
             if function.is_final:
                 return function
             kinds = function.kinds
-
-
-def is_long(node: ast.FunctionDef) -> bool:
-    """Return whether a function isn't inlined."""
-    return len(node.body) > _MOST_INLINED
 
 
 def _parameter(x: Value | ArrayValue) -> str:
@@ -284,7 +291,7 @@ class _Function:
         self._ends_of_loops: list[Block] = []  # the targets of `break`
         for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
-        self._variables.widened, self._is_long = False, is_long(node)
+        self._variables.widened, self._is_long = False, module.is_long(node.name)
         self._statements(node.body)
         self._build.leave("void")
         self.is_final = not self._variables.widened
@@ -493,6 +500,9 @@ class _Function:
                     self.attributes += f" {_WIDE}" if prefers_512_bit_vectors() else ""
                 case ast.Expr(value=ast.Call(func=ast.Name(id="fetched"), args=[table, index])):
                     self._prefetch(table, index)
+                case ast.Expr(value=ast.Call() as call):
+                    if self._inlined(call) is None:
+                        refuse(node)
                 case ast.Assign():
                     self._assign(node)
                 case ast.AugAssign():
@@ -539,7 +549,7 @@ class _Function:
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
         symbol, results = self._module.call(node.func.id, given, next(lanes, None))
         passed = [_parameter(x).replace("noalias ", "") for x in given]
-        if not is_long(self._module.defined[node.func.id]):
+        if not self._module.is_long(node.func.id):
             made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")
             return [build.value(x.kind, f"extractvalue %{symbol} {made}, {i}", x.width) for i, x in enumerate(results)]
         memory = build.slot(f"%{symbol}")

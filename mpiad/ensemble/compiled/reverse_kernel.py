@@ -83,7 +83,8 @@ def reverse(
     state[3] = turns
     when wanted_s:
         for l in range({lanes} if vacant_lanes == {lanes} else 0):
-            each wanted_s: s_bar[{wanted_s}] += $s_bar[{wanted_s}]
+            for n in range({wanted_shared}):
+                s_bar[n] += $s_bar[n]
 """
 
 _ENTER = """
