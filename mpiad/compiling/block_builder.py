@@ -260,7 +260,7 @@ class Variables:
         kinds: dict[str, str],
         scope: str = "",
     ):
-        # `kinds`: the widest type of each variable, "ptr" for arrays. If it changes, the function is translated again.
+        # `kinds`: the widest kind of each variable, "ptr" for arrays. If it changes, the function is translated again.
         # `given` is the function's variables in a loop over lanes, whose own variables are vectors and have a `scope`.
         self._build, self._given, self.kinds, self._scope = build, given, kinds, scope
         # The parts of each variable with their memory: those of a number, or of an array's address and lengths.
@@ -280,20 +280,18 @@ class Variables:
 
     def write(self, name: str, value: Value | ArrayValue) -> None:
         """Assign to a variable."""
-        known = self._scope + name
-        before = self.kinds.get(known)
+        # The kind is that of the variables with this name in the whole function; vectors have their own lengths.
+        known = f"{self._scope}{name} length"
+        before = self.kinds.get(name), self.kinds.get(known)
         if isinstance(value, ArrayValue):
-            self.kinds[known], self._dtypes[name] = "ptr", value.dtype
+            self.kinds[name], self._dtypes[name] = "ptr", value.dtype
             parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
             types = parts
         else:
-            kind, width = value.kind, value.width
-            if before is not None:
-                kind = common_kind(before.strip("<>").split()[-1], kind)
-                width = max(width, int(before[1]) if before[0] == "<" else 0)
-            types = [Value(kind, "", width)]
-            self.kinds[known], parts = types[0].type, [value]
-        self.widened |= before not in (None, self.kinds[known])
+            kind, width = common_kind(before[0] or value.kind, value.kind), max(value.width, int(before[1] or 0))
+            self.kinds[name], self.kinds[known] = kind, str(width)
+            types, parts = [Value(kind, "", width)], [value]
+        self.widened |= any(x not in (None, self.kinds.get(key)) for x, key in zip(before, (name, known)))
         if name not in self._slots:
             self.widened |= not self._scope and self._given.get(name) is not None
             self._slots[name] = [(x, self._build.slot(x.type)) for x in types]
