@@ -30,10 +30,16 @@ ELEMENTS = {
 
 
 class Value(NamedTuple):
-    """A number."""
+    """A number, or a vector of numbers: one for each of several successive lanes."""
 
     kind: str  # {"i1", "i64", "float", "double"}
     text: str  # its name in LLVM's intermediate representation, or a constant
+    width: int = 0  # the length of a vector; 0 for a number
+
+    @property
+    def type(self) -> str:
+        """Its type in LLVM's intermediate representation."""
+        return type_of(self.kind, self.width)
 
 
 class ArrayValue(NamedTuple):
@@ -42,6 +48,11 @@ class ArrayValue(NamedTuple):
     dtype: str  # NumPy's name
     data: str  # name of the address of its first entry
     shape: tuple[str, ...]  # names of its lengths
+
+
+def type_of(kind: str, width: int) -> str:
+    """Return the type of a number, or of a vector if `width` isn't 0, in LLVM's intermediate representation."""
+    return f"<{width} x {kind}>" if width else kind
 
 
 def kind_of(dtype: np.dtype) -> str:
@@ -141,14 +152,33 @@ class BlockBuilder:
         self.do(f"{name} = {line}")
         return name
 
-    def value(self, kind: str, line: str) -> Value:
-        """Append an instruction whose result is a number."""
-        return Value(kind, self.name(line))
+    def value(self, kind: str, line: str, width: int = 0) -> Value:
+        """Append an instruction whose result is a number, or a vector."""
+        return Value(kind, self.name(line), width)
+
+    def together(self, *given: Value, width: int = 0) -> list[Value]:
+        """Return values as vectors if any of them is one, or if a width is given; numbers are repeated."""
+        width = max([width, *(x.width for x in given)])
+        return [self._repeated(x, width) if width and not x.width else x for x in given]
+
+    def _repeated(self, x: Value, width: int) -> Value:
+        if not x.text.startswith("%"):
+            return Value(x.kind, f"<{', '.join([f'{x.kind} {x.text}'] * width)}>", width)
+        vector = type_of(x.kind, width)
+        first = self.name(f"insertelement {vector} poison, {x.kind} {x.text}, i64 0")
+        return self.value(
+            x.kind, f"shufflevector {vector} {first}, {vector} poison, <{width} x i32> zeroinitializer", width
+        )
 
     def floating(self, instruction: str, *operands: Value) -> Value:
         """Append an operation on floats of one kind."""
-        kind = operands[0].kind
-        return self.value(kind, f"{instruction} {self._fast}{kind} {', '.join(x.text for x in operands)}")
+        return self.operation(f"{instruction} {self._fast}".rstrip(), *operands)
+
+    def operation(self, instruction: str, *operands: Value) -> Value:
+        """Append an operation whose operands and result have one type."""
+        first, *others = self.together(*operands)
+        text = ", ".join([f"{instruction} {first.type} {first.text}", *(x.text for x in others)])
+        return self.value(first.kind, text, first.width)
 
     def slot(self, kind: str) -> str:
         """Return the memory of a new variable."""
@@ -157,10 +187,25 @@ class BlockBuilder:
         return name
 
     def call(self, function: str, kind: str, *operands: Value, fast: bool = True) -> Value:
-        """Append a call of an intrinsic or a function of the C library."""
-        self.declared[function] = f"declare {kind} @{function}({', '.join(x.kind for x in operands)})"
-        given = ", ".join(f"{x.kind} {x.text}" for x in operands)
-        return self.value(kind, f"call {self._fast if fast else ''}{kind} @{function}({given})")
+        """Append a call of an intrinsic or a function of the C library; for vectors, intrinsics or several calls."""
+        operands, scalar = tuple(self.together(*operands)), kind
+        width = operands[0].width
+        if width and not function.startswith("llvm."):
+            return self._by_lanes(function, kind, operands, width)
+        if width:
+            name, _, suffix = function.rpartition(".")
+            function, kind = f"{name}.v{width}{suffix}", type_of(kind, width)
+        self.declared[function] = f"declare {kind} @{function}({', '.join(x.type for x in operands)})"
+        given = ", ".join(f"{x.type} {x.text}" for x in operands)
+        return self.value(scalar, f"call {self._fast if fast else ''}{kind} @{function}({given})", width)
+
+    def _by_lanes(self, function: str, kind: str, operands: Sequence[Value], width: int) -> Value:
+        vector = "poison"
+        for i in range(width):
+            parts = [self.value(x.kind, f"extractelement {x.type} {x.text}, i64 {i}") for x in operands]
+            part = self.call(function, kind, *parts)
+            vector = self.name(f"insertelement {type_of(kind, width)} {vector}, {kind} {part.text}, i64 {i}")
+        return Value(kind, vector, width)
 
     def row(self, element: str, data: str, place: str) -> str:
         """Return the address of the row of an array that begins at the entry `place`."""
@@ -188,50 +233,68 @@ class BlockBuilder:
             instruction = "sitofp"
         else:
             instruction = "fpext" if KINDS.index(kind) > KINDS.index(x.kind) else "fptrunc"
-        return self.value(kind, f"{instruction} {x.kind} {x.text} to {kind}")
+        return self.value(kind, f"{instruction} {x.type} {x.text} to {type_of(kind, x.width)}", x.width)
 
     def truth(self, x: Value) -> Value:
         """Return whether a number isn't zero."""
         if x.kind == BOOLEAN:
             return x
-        if x.kind == INTEGER:
-            return self.value(BOOLEAN, f"icmp ne i64 {x.text}, 0")
-        return self.value(BOOLEAN, f"fcmp une {x.kind} {x.text}, 0.0")
+        zero, sign = ("0", "icmp ne") if x.kind == INTEGER else ("0.0", "fcmp une")
+        return self.value(BOOLEAN, f"{sign} {x.type} {x.text}, {'zeroinitializer' if x.width else zero}", x.width)
 
     def selected(self, condition: Value, a: Value, b: Value) -> Value:
         """Return a if the condition is true, else b; both values are computed beforehand."""
-        return self.value(a.kind, f"select i1 {condition.text}, {a.kind} {a.text}, {b.kind} {b.text}")
+        a, b = self.together(a, b, width=condition.width)
+        return self.value(
+            a.kind, f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", a.width
+        )
 
 
 class Variables:
     """The variables of a function, each with a stack slot, which LLVM turns into a register; `given`: its arguments."""
 
-    def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):
-        # `kinds`: the widest type of each variable, "ptr" for arrays. If it changes, the function is translated again.
-        self._build, self._given, self.kinds = build, given, kinds
-        # Kinds and memory of a number, or of an array's address and lengths.
-        self._slots: dict[str, list[tuple[str, str]]] = {}
+    def __init__(
+        self,
+        build: BlockBuilder,
+        given: Variables | Mapping[str, Value | ArrayValue],
+        kinds: dict[str, str],
+        scope: str = "",
+    ):
+        # `kinds`: the widest kind of each variable, "ptr" for arrays. If it changes, the function is translated again.
+        # `given` is the function's variables in a loop over lanes, whose own variables are vectors and have a `scope`.
+        self._build, self._given, self.kinds, self._scope = build, given, kinds, scope
+        # The parts of each variable with their memory: those of a number, or of an array's address and lengths.
+        self._slots: dict[str, list[tuple[Value, str]]] = {}
         self._dtypes: dict[str, str] = {}  # of arrays
+        self.widened = False  # whether an assignment has changed the type of a variable that was used before
 
-    def read(self, name: str) -> Value | ArrayValue | None:
+    def get(self, name: str) -> Value | ArrayValue | None:
         """Return the value of a variable or an argument; None if the name is unknown."""
         if name not in self._slots:
             return self._given.get(name)
-        first, *lengths = [self._build.value(kind, f"load {kind}, ptr {slot}") for kind, slot in self._slots[name]]
+        build = self._build
+        parts = [build.value(x.kind, f"load {x.type}, ptr {slot}", x.width) for x, slot in self._slots[name]]
         if name not in self._dtypes:
-            return first
-        return ArrayValue(self._dtypes[name], first.text, tuple(length.text for length in lengths))
+            return parts[0]
+        return ArrayValue(self._dtypes[name], parts[0].text, tuple(length.text for length in parts[1:]))
 
     def write(self, name: str, value: Value | ArrayValue) -> None:
         """Assign to a variable."""
+        # The kind is that of the variables with this name in the whole function; vectors have their own lengths.
+        known = f"{self._scope}{name} length"
+        before = self.kinds.get(name), self.kinds.get(known)
         if isinstance(value, ArrayValue):
             self.kinds[name], self._dtypes[name] = "ptr", value.dtype
             parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
-            kinds = [part.kind for part in parts]
+            types = parts
         else:
-            self.kinds[name] = common_kind(self.kinds.get(name, value.kind), value.kind)
-            parts, kinds = [value], [self.kinds[name]]
+            kind, width = common_kind(before[0] or value.kind, value.kind), max(value.width, int(before[1] or 0))
+            self.kinds[name], self.kinds[known] = kind, str(width)
+            types, parts = [Value(kind, "", width)], [value]
+        self.widened |= any(x not in (None, self.kinds.get(key)) for x, key in zip(before, (name, known)))
         if name not in self._slots:
-            self._slots[name] = [(kind, self._build.slot(kind)) for kind in kinds]
-        for part, (kind, slot) in zip(parts, self._slots[name], strict=True):
-            self._build.do(f"store {kind} {self._build.converted(part, kind).text}, ptr {slot}")
+            self.widened |= not self._scope and self._given.get(name) is not None
+            self._slots[name] = [(x, self._build.slot(x.type)) for x in types]
+        for part, (x, slot) in zip(parts, self._slots[name], strict=True):
+            (part,) = self._build.together(self._build.converted(part, x.kind), width=x.width)
+            self._build.do(f"store {part.type} {part.text}, ptr {slot}")

@@ -7,6 +7,7 @@ by NumPy, except for the rounding of operations that `lowered` replaces.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import mul
@@ -137,14 +138,80 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
 
 
 def function_source(
-    program: Program, name: str, names: Names, arguments: Sequence[str], dtype: DTypeLike = float, language: str = "python"
+    program: Program,
+    name: str,
+    names: Names,
+    arguments: Sequence[str],
+    dtype: DTypeLike = float,
+    language: str = "python",
+    stored: Mapping[int, str] | None = None,
 ) -> str:
-    """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters."""
+    """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
+
+    `stored`: statements for outputs that aren't returned, by their indices, with ``{}`` for the output.
+    """
     # In C, numbers have the type `real`, and the function is `INLINE`.
     outputs = numbered("out", len(program.outputs))
     body = lines(program, names, outputs, dtype)
     if language == "c":
         given = [f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
-    body.append(f"return ({', '.join(outputs)}{',' * bool(outputs)})")
-    return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"
+    stored = stored or {}
+    body += [statement.format(outputs[i]) for i, statement in stored.items()]
+    text, single = [], np.dtype(dtype) == np.float32
+    if len(body) > _LEAST_INLINE and not single and any("math.tanh(" in line for line in body):
+        text, body = [_TANH], [line.replace("math.tanh(", "vector_tanh(") for line in body]
+    return "\n\n".join([*text, _in_pieces(name, arguments, body, [x for i, x in enumerate(outputs) if i not in stored])])
+
+
+# In long functions the hyperbolic tangent, e / (e + 2) with e = exp(2|x|) - 1, is computed by vector instructions: with
+# 2|x| = n log 2 + r, e = 2^n s + (2^n - 1), where s is the power series of exp(r) - 1. The error is a few units in the last
+# place. The C library's function would take most of the time of a neural network.
+_LEAST_INLINE = 300
+_LOG_2 = 0.693147180369123816490  # the first 32 bits of log 2; the remainder follows
+_TANH = f"""
+def vector_tanh(x):
+    y = 2.0 * abs(x)
+    y = where(y > 44.0, 44.0, y)
+    w = {1 / math.log(2)!r} * y + 6755399441055744.0
+    n = w - 6755399441055744.0
+    r = fma(n, -1.90821492927058770002e-10, fma(n, {-_LOG_2!r}, y))
+    s = {1 / math.factorial(14)!r}
+""".lstrip()
+for _k in range(13, 1, -1):
+    _TANH += f"    s = fma(s, r, {1 / math.factorial(_k)!r})\n"
+_TANH += """    s = fma(s, r * r, r)
+    scale = number_of((bits_of(w) << 52) + bits_of(1.0))
+    e = fma(scale, s, scale - 1.0)
+    return math.copysign(e / (e + 2.0), x)
+"""
+
+# LLVM's time grows faster than linearly with the length of straight-line code, so longer functions are divided. Values pass
+# from piece to piece through memory, as values that don't fit into registers do in any case.
+_PIECE = 1000
+
+
+def _in_pieces(name: str, arguments: Sequence[str], body: list[str], outputs: Sequence[str]) -> str:
+    """Return the text of a function, whose statements assign to each variable once, as a sequence of shorter functions."""
+    count = -(-len(body) // _PIECE)
+    if count < 2:
+        return _function(name, arguments, body, outputs)
+    size, pieces, calls = -(-len(body) // count), list[str](), list[str]()
+    chunks = [body[start : start + size] for start in range(0, len(body), size)]
+    # The targets of += are entries of arrays.
+    targets = [[line.partition(" = ")[0] for line in chunk if " += " not in line] for chunk in chunks]
+    known = {*arguments, *(target for chunk in targets for target in chunk)}
+    read = [known & set(re.findall(r"\w+", " ".join(chunk))) for chunk in chunks]
+    later = set(outputs)
+    for k in range(len(chunks) - 1, -1, -1):
+        results = [target for target in targets[k] if target in later]
+        given = sorted(read[k] - set(targets[k]))
+        later |= set(given)
+        pieces.append(_function(f"{name}_{k}", given, chunks[k], results))
+        calls.append(f"{', '.join(results)}{', = ' * bool(results)}{name}_{k}({', '.join(given)})")
+    return "\n\n".join([*pieces, _function(name, arguments, calls[::-1], outputs)])
+
+
+def _function(name: str, arguments: Sequence[str], body: list[str], outputs: Sequence[str]) -> str:
+    result = f"return ({', '.join(outputs)}{',' * bool(outputs)})"
+    return "\n".join([f"def {name}({', '.join(arguments)}):", *indented([*body, result])]) + "\n"

@@ -1,13 +1,19 @@
 """Translation of kernels from the kernel language, a small typed subset of Python, to LLVM's intermediate representation.
 
 A kernel is a function of numbers and contiguous arrays. It consists of assignments, loops over ranges, `while`, `if`,
-indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions of
-numbers in the same source text, which are inlined. It allocates no memory and raises no exceptions. Indices aren't checked,
-and negative indices don't count from the end. A range counts down if its step is a negative constant, otherwise it counts
-up. Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows reassociation or contraction.
+indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions
+of numbers and arrays in the same text, which are inlined if they are short. It allocates no memory and raises no
+exceptions. Indices aren't checked, and negative indices don't count from the end. A range counts down if its step is a
+negative constant, otherwise it counts up. Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows
+reassociation or contraction.
 
 The type ("kind") of a variable is the widest type of the values assigned to it. If an assignment widens a variable that
 was used before, the function is translated again.
+
+In a loop ``for l in lanes(n)``, which has no branches, variables and entries of arrays whose index contains l are
+vectors: the loop computes `VECTOR` successive lanes at a time, by vector instructions, as if it were a loop over l without
+dependences. LLVM would vectorize the loop, too, but in a time that grows with the square of its length. If l is an argument
+of a function, the function is computed for the same lanes. Array arguments of a function mustn't overlap.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from mpiad.compiling.block_builder import (
     float_literal,
     kind_of,
     literal_value,
+    type_of,
 )
 
 # The functions that a kernel may call: some of Python's, of `math` and of NumPy, and some machine instructions.
@@ -70,7 +77,7 @@ def _float_kind(given: Sequence[Value]) -> str:
 
 def _promoted(build: BlockBuilder, *given: Value) -> list[Value]:
     kind = reduce(common_kind, (x.kind for x in given))
-    return [build.converted(x, kind) for x in given]
+    return build.together(*(build.converted(x, kind) for x in given))
 
 
 def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
@@ -78,10 +85,10 @@ def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
     a, b = _promoted(build, a, b)
     if a.kind in (SINGLE, DOUBLE):
         condition = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}[sign]
-        return build.value(BOOLEAN, f"fcmp {condition} {a.kind} {a.text}, {b.text}")
+        return build.value(BOOLEAN, f"fcmp {condition} {a.type} {a.text}, {b.text}", a.width)
     prefix = "u" if a.kind == BOOLEAN else "s"
     condition = {"==": "eq", "!=": "ne"}.get(sign) or prefix + {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}[sign]
-    return build.value(BOOLEAN, f"icmp {condition} {a.kind} {a.text}, {b.text}")
+    return build.value(BOOLEAN, f"icmp {condition} {a.type} {a.text}, {b.text}", a.width)
 
 
 def _extreme(sign: str) -> Callable[..., Value]:
@@ -98,13 +105,12 @@ def _extreme(sign: str) -> Callable[..., Value]:
 def _absolute(build: BlockBuilder, x: Value) -> Value:
     if x.kind == INTEGER:
         negative = compare(build, "<", x, Value(INTEGER, "0"))
-        return build.selected(negative, build.value(INTEGER, f"sub i64 0, {x.text}"), x)
+        return build.selected(negative, build.operation("sub", Value(INTEGER, "0"), x), x)
     return build.call(f"llvm.fabs.{'f32' if x.kind == SINGLE else 'f64'}", x.kind, x)
 
 
 def _is_finite(build: BlockBuilder, x: Value) -> Value:
-    size = _absolute(build, x)
-    return build.value(BOOLEAN, f"fcmp olt {x.kind} {size.text}, 0x7FF0000000000000")
+    return compare(build, "<", _absolute(build, x), Value(x.kind, "0x7FF0000000000000"))
 
 
 def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
@@ -122,8 +128,8 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     # Both values are computed, so loops can be vectorized.
     "where": lambda build, condition, *given: build.selected(condition, *_promoted(build, *given)),
     # Conversions between a double and the integer with the same bits.
-    "bits_of": lambda build, x: build.value(INTEGER, f"bitcast double {x.text} to i64"),
-    "number_of": lambda build, i: build.value(DOUBLE, f"bitcast i64 {i.text} to double"),
+    "bits_of": lambda build, x: build.value(INTEGER, f"bitcast {x.type} {x.text} to {type_of(INTEGER, x.width)}", x.width),
+    "number_of": lambda build, i: build.value(DOUBLE, f"bitcast {i.type} {i.text} to {type_of(DOUBLE, i.width)}", i.width),
     # Atomically adds n to the first entry of a row, and returns the previous value.
     "claimed": lambda build, row, n: build.value(INTEGER, f"atomicrmw add ptr {row.data}, i64 {n.text} monotonic"),
 }  # fmt: skip
@@ -163,6 +169,10 @@ def prefers_512_bit_vectors() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512fp16", False))
 
 
+# Functions with more statements aren't inlined, and return their results in memory: a step calls f two to ten times.
+_MOST_INLINED = 300
+_BYTES = {SINGLE: 4, DOUBLE: 8}
+VECTOR = 8  # the length of vectors in loops over lanes; n must be a multiple of it
 _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
 
@@ -178,8 +188,9 @@ class _Module:
 
     def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
         self.defined, self.fast, self.linked = defined, fast, linked
+        self.is_long = cache(self._is_long)
         self.declared: dict[str, str] = {}
-        self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
+        self._made: dict[tuple, tuple[str, list[Value]]] = {}
         self._texts: list[str] = []
 
     def kernel(self, name: str, arguments: Sequence[Argument]) -> str:
@@ -205,37 +216,73 @@ class _Module:
         link = [_link(name, arguments)] if self.linked else []
         return "\n\n".join([*self._texts, made, *self.declared.values(), *link])
 
-    def call(self, name: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        """Return the symbol of a function for these kinds of arguments, and the kinds of its results."""
-        known = name, kinds
+    def call(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None) -> tuple[str, list[Value]]:
+        """Return the symbol of a function for these types of arguments, and its results; `lane`: the index of the lane."""
+        types = tuple(x.dtype if isinstance(x, ArrayValue) else x.type for x in given)
+        known = name, types, lane
         if known not in self._made:
             node, symbol = self.defined[name], f"{name}.{len(self._made)}"
-            given = {a.arg: Value(kind, f"%a{i}") for i, (a, kind) in enumerate(zip(node.args.args, kinds, strict=True))}
-            function = self._translated(node, given)
-            result = f"{{{', '.join(function.results)}}}"
-            parameters = ", ".join(f"{x.kind} {x.text}" for x in given.values())
-            head = f"define internal {result} @{symbol}({parameters}) alwaysinline nounwind"
-            self._texts.append(f"{head} {{\n{function.text()}\n}}")
-            self._made[known] = symbol, tuple(function.results)
+            names: dict[str, Value | ArrayValue] = {}
+            for i, (argument, x) in enumerate(zip(node.args.args, given, strict=True)):
+                if isinstance(x, ArrayValue):
+                    names[argument.arg] = ArrayValue(x.dtype, f"%a{i}", tuple(f"%a{i}_{k}" for k in range(len(x.shape))))
+                else:
+                    names[argument.arg] = x._replace(text=f"%a{i}")
+            function = self._translated(node, names, None if lane is None else node.args.args[lane].arg)
+            self._texts.append(f"%{symbol} = type {{{', '.join(x.type for x in function.results)}}}")
+            result, first, attribute = f"%{symbol}", [], "alwaysinline"
+            if self.is_long(name):
+                wide = _WIDE if prefers_512_bit_vectors() else ""
+                result, first, attribute = "void", ["ptr noalias %results"], f"noinline {wide}"
+            head = f"define internal {result} @{symbol}({', '.join([*first, *map(_parameter, names.values())])})"
+            self._texts.append(f"{head} {attribute} nounwind {{\n{function.text(symbol)}\n}}")
+            self._made[known] = symbol, function.results
         return self._made[known]
 
-    def _translated(self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue]) -> _Function:
+    def _is_long(self, name: str) -> bool:
+        """Return whether a function isn't inlined: it is long, or calls a long function."""
+        body = self.defined[name].body
+        called = (
+            ast.unparse(x.value.func)
+            for x in body
+            if isinstance(x, ast.Assign | ast.Expr) and isinstance(x.value, ast.Call)
+        )
+        return len(body) > _MOST_INLINED or any(f in self.defined and self.is_long(f) for f in called)
+
+    def _translated(
+        self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], lane: str | None = None
+    ) -> _Function:
         kinds: dict[str, str] = {}
         while True:
-            function = _Function(self, node, given, dict(kinds))
-            if function.kinds == kinds:
+            function = _Function(self, node, given, dict(kinds), lane)
+            if function.is_final:
                 return function
             kinds = function.kinds
+
+
+def _parameter(x: Value | ArrayValue) -> str:
+    if isinstance(x, Value):
+        return f"{x.type} {x.text}"
+    return ", ".join([f"ptr noalias {x.data}", *(f"i64 {length}" for length in x.shape)])
+
+
+_RESULTS = "%results.type"  # stands for the type of a function's results
 
 
 class _Function:
     """One translation of a function; `kinds`: the kinds of its variables, as found by the previous translation."""
 
     def __init__(
-        self, module: _Module, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]
+        self,
+        module: _Module,
+        node: ast.FunctionDef,
+        given: Mapping[str, Value | ArrayValue],
+        kinds: dict[str, str],
+        lane: str | None = None,
     ):
-        self.kinds, self.attributes = kinds, ""
-        self.results: list[str] = []
+        # `lane`: the variable of the loop over lanes that is translated, None outside of such loops.
+        self.kinds, self.attributes, self._lane = kinds, "", lane
+        self.results: list[Value] = []
         self._module = module
         # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
         # time, without a gain.
@@ -244,11 +291,13 @@ class _Function:
         self._ends_of_loops: list[Block] = []  # the targets of `break`
         for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
+        self._variables.widened, self._is_long = False, module.is_long(node.name)
         self._statements(node.body)
         self._build.leave("void")
+        self.is_final = not self._variables.widened
 
-    def text(self) -> str:
-        return self._build.text()
+    def text(self, symbol: str = "") -> str:
+        return self._build.text().replace(_RESULTS, f"%{symbol}")
 
     # ---- expressions
 
@@ -273,7 +322,8 @@ class _Function:
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             self.condition(node.operand, no, yes)
         else:
-            build.branch(build.truth(self.number(node)), yes, no)
+            value = build.truth(self.number(node))
+            build.branch(refuse(node) if value.width else value, yes, no)
 
     def _conditional(self, test: ast.expr, yes: ast.expr | Value, no: ast.expr | Value) -> Value:
         """Return one of two values; the other one isn't computed."""
@@ -285,14 +335,15 @@ class _Function:
             build.enter(block)
             value = node if isinstance(node, Value) else self.number(node)
             ends.append((build.current, value))
-        kind = common_kind(ends[0][1].kind, ends[1][1].kind)
+        kind, width = common_kind(ends[0][1].kind, ends[1][1].kind), max(value.width for _, value in ends)
         made = []
         for block, value in ends:
             build.current = block
-            made.append(f"[{build.converted(value, kind).text}, %{block.label}]")
+            (value,) = build.together(build.converted(value, kind), width=width)
+            made.append(f"[{value.text}, %{block.label}]")
             build.jump(after)
         build.enter(after)
-        return build.value(kind, f"phi {kind} {', '.join(made)}")
+        return build.value(kind, f"phi {type_of(kind, width)} {', '.join(made)}", width)
 
     # ---- values
 
@@ -300,7 +351,7 @@ class _Function:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             return self._view(node)
         if isinstance(node, ast.Name):
-            return self._variables.read(node.id) or refuse(node)
+            return self._variables.get(node.id) or refuse(node)
         return self.number(node)
 
     def number(self, node: ast.expr) -> Value:
@@ -313,7 +364,7 @@ class _Function:
             case ast.Constant(value=float() as x):
                 return Value(DOUBLE, float_literal(x))
             case ast.Name(id=name):
-                value = self._variables.read(name)
+                value = self._variables.get(name)
                 return value if isinstance(value, Value) else refuse(node)
             case ast.Attribute(value=array, attr="size"):
                 first, *others = self.array(array).shape
@@ -339,11 +390,11 @@ class _Function:
     def _unary(self, node: ast.UnaryOp, x: Value) -> Value:
         build = self._build
         if isinstance(node.op, ast.Not):
-            return build.value(BOOLEAN, f"xor i1 {build.truth(x).text}, true")
+            return build.operation("xor", build.truth(x), Value(BOOLEAN, "true"))
         if not isinstance(node.op, ast.USub):
             refuse(node)
         if x.kind == INTEGER:
-            return build.value(INTEGER, f"sub nsw i64 0, {x.text}") if x.text[0] == "%" else Value(INTEGER, f"-{x.text}")
+            return build.operation("sub nsw", Value(INTEGER, "0"), x) if x.text[0] == "%" else Value(INTEGER, f"-{x.text}")
         return build.floating("fneg", x) if x.text[0] == "%" else Value(x.kind, float_literal(-literal_value(x.text)))
 
     def arithmetic(self, node: ast.AST, op: ast.operator, a: Value, b: Value) -> Value:
@@ -353,7 +404,7 @@ class _Function:
             return called_function(build, "math.pow", [a, b])
         kind = common_kind(a.kind, b.kind)
         if kind == BOOLEAN and type(op) in (ast.BitAnd, ast.BitOr, ast.BitXor):
-            return build.value(BOOLEAN, f"{_INTEGRAL[type(op)]} i1 {a.text}, {b.text}")
+            return build.operation(_INTEGRAL[type(op)], a, b)
         if kind in (BOOLEAN, INTEGER):
             kind = DOUBLE if isinstance(op, ast.Div) else INTEGER
         a, b = build.converted(a, kind), build.converted(b, kind)
@@ -361,7 +412,7 @@ class _Function:
         if type(op) not in known:
             refuse(node)
         if kind == INTEGER:
-            return build.value(INTEGER, f"{known[type(op)]} i64 {a.text}, {b.text}")
+            return build.operation(known[type(op)], a, b)
         return build.floating(known[type(op)], a, b)
 
     def _called(self, node: ast.Call) -> Value:
@@ -378,7 +429,7 @@ class _Function:
 
     def array(self, node: ast.expr) -> ArrayValue:
         """Return the array that a name refers to."""
-        value = self._variables.read(node.id) if isinstance(node, ast.Name) else None
+        value = self._variables.get(node.id) if isinstance(node, ast.Name) else None
         return value if isinstance(value, ArrayValue) else refuse(node)
 
     def index(self, node: ast.expr) -> str:
@@ -408,13 +459,22 @@ class _Function:
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
             return Value(INTEGER, self.array(node.value.value).shape[ast.literal_eval(node.slice)])
         array, place = self.entry_address(node)
-        element = ELEMENTS[array.dtype]
+        element, width = ELEMENTS[array.dtype], self._width(node)
+        if width:
+            # Vectors are aligned like numbers: the caller's views of arrays may start anywhere.
+            vector = type_of(element, width)
+            return self._build.value(element, f"load {vector}, ptr {place}, align {_BYTES[element]}", width)
         x = self._build.name(f"load {element}, ptr {place}")
         if array.dtype == "bool":
             return self._build.value(BOOLEAN, f"icmp ne i8 {x}, 0")
         if element in ("i8", "i16", "i32"):
             return self._build.value(INTEGER, f"sext {element} {x} to i64")
         return Value(element, x)
+
+    def _width(self, node: ast.Subscript) -> int:
+        """Return the length of a vector in an array; 0 for a number."""
+        lane = self._lane is not None and any(isinstance(x, ast.Name) and x.id == self._lane for x in ast.walk(node.slice))
+        return VECTOR if lane else 0
 
     def _view(self, node: ast.Subscript) -> ArrayValue:
         """Return a slice of a one-dimensional array as a view; the bounds aren't checked."""
@@ -440,6 +500,9 @@ class _Function:
                     self.attributes += f" {_WIDE}" if prefers_512_bit_vectors() else ""
                 case ast.Expr(value=ast.Call(func=ast.Name(id="fetched"), args=[table, index])):
                     self._prefetch(table, index)
+                case ast.Expr(value=ast.Call() as call):
+                    if self._inlined(call) is None:
+                        refuse(node)
                 case ast.Assign():
                     self._assign(node)
                 case ast.AugAssign():
@@ -451,6 +514,8 @@ class _Function:
                     self._if(node)
                 case ast.While(orelse=[]):
                     self._while(node)
+                case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="lanes"), args=[_])):
+                    self._for_lanes(name, node)
                 case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"), args=bounds), orelse=[]):
                     self._for(name, bounds, node.body)
                 case ast.Break():
@@ -480,23 +545,36 @@ class _Function:
         """Return the results of a call of a function in the same text, None for other calls."""
         if not isinstance(node.func, ast.Name) or node.func.id not in self._module.defined:
             return None
-        given = [self.number(a) for a in node.args]
-        symbol, kinds = self._module.call(node.func.id, tuple(x.kind for x in given))
-        result = f"{{{', '.join(kinds)}}}"
-        made = self._build.name(f"call {result} @{symbol}({', '.join(f'{x.kind} {x.text}' for x in given)})")
-        return [self._build.value(kind, f"extractvalue {result} {made}, {i}") for i, kind in enumerate(kinds)]
+        given, build = [self._any(a) for a in node.args], self._build
+        lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
+        symbol, results = self._module.call(node.func.id, given, next(lanes, None))
+        passed = [_parameter(x).replace("noalias ", "") for x in given]
+        if not self._module.is_long(node.func.id):
+            made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")
+            return [build.value(x.kind, f"extractvalue %{symbol} {made}, {i}", x.width) for i, x in enumerate(results)]
+        memory = build.slot(f"%{symbol}")
+        build.do(f"call void @{symbol}({', '.join([f'ptr {memory}', *passed])})")
+        values = []
+        for i, x in enumerate(results):
+            place = build.name(f"getelementptr %{symbol}, ptr {memory}, i64 0, i32 {i}")
+            values.append(build.value(x.kind, f"load {x.type}, ptr {place}", x.width))
+        return values
 
     def _store(self, target: ast.expr, value: Value | ArrayValue) -> None:
         if isinstance(target, ast.Name):
             self._variables.write(target.id, value)
         elif isinstance(target, ast.Subscript) and isinstance(value, Value):
             array, place = self.entry_address(target)
-            self._store_entry(array, place, value)
+            self._store_entry(array, place, value, self._width(target))
         else:
             refuse(target)
 
-    def _store_entry(self, array: ArrayValue, place: str, value: Value) -> None:
+    def _store_entry(self, array: ArrayValue, place: str, value: Value, width: int) -> None:
         element = ELEMENTS[array.dtype]
+        if width:
+            (value,) = self._build.together(self._build.converted(value, element), width=width)
+            self._build.do(f"store {value.type} {value.text}, ptr {place}, align {_BYTES[element]}")
+            return
         if array.dtype == "bool":
             value = Value("i8", self._build.name(f"zext i1 {self._build.truth(value).text} to i8"))
         elif element in (SINGLE, DOUBLE):
@@ -512,11 +590,14 @@ class _Function:
             self._build.leave("void")
             return
         values = [value if isinstance(value, Value) else refuse(node) for value in self.several(node.value)]
-        self.results = [x.kind for x in values]
-        kind, made = f"{{{', '.join(self.results)}}}", "poison"
+        self.results, build, made = values, self._build, "poison"
         for i, x in enumerate(values):
-            made = self._build.name(f"insertvalue {kind} {made}, {x.kind} {x.text}, {i}")
-        self._build.leave(f"{kind} {made}")
+            if self._is_long:
+                place = build.name(f"getelementptr {_RESULTS}, ptr %results, i64 0, i32 {i}")
+                build.do(f"store {x.type} {x.text}, ptr {place}")
+            else:
+                made = build.name(f"insertvalue {_RESULTS} {made}, {x.type} {x.text}, {i}")
+        build.leave("void" if self._is_long else f"{_RESULTS} {made}")
 
     def _if(self, node: ast.If) -> None:
         build = self._build
@@ -545,6 +626,14 @@ class _Function:
         self._ends_of_loops.append(after)
         self._statements(nodes)
         self._ends_of_loops.pop()
+
+    def _for_lanes(self, name: str, node: ast.For) -> None:
+        around = self._variables
+        self._lane, self._variables = name, Variables(self._build, around, self.kinds, f"{node.lineno} ")
+        (count,) = node.iter.args  # type: ignore[attr-defined]
+        self._for(name, [ast.Constant(0), count, ast.Constant(VECTOR)], node.body)
+        around.widened |= self._variables.widened
+        self._lane, self._variables = None, around
 
     def _for(self, name: str, bounds: Sequence[ast.expr], nodes: Sequence[ast.stmt]) -> None:
         build = self._build

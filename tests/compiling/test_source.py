@@ -13,6 +13,7 @@ import pytest
 from kernels_on_cpu import COMPILER
 from traced_right_hand_sides import SYSTEMS
 
+from mpiad.compiling import source
 from mpiad.compiling.arguments import arguments_of
 from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import vjp
@@ -137,3 +138,37 @@ typedef {"double" if dtype is np.float64 else "float"} real;
         expected = np.array([float(value) for value in evaluated(program, u)])
         rtol = 4e-16 if dtype is np.float64 else 3e-7
         np.testing.assert_allclose(out, expected.astype(dtype), rtol=2 * rtol, atol=rtol, err_msg=f"{u}")
+
+
+def test_long_functions_are_divided_into_pieces(monkeypatch):
+    builder = Builder()
+    x = [builder.input("x", i) for i in range(4)]
+    for i in range(40):
+        x.append(builder.call("multiply", builder.call("sin", x[-3]), builder.call("add", x[-1], x[i // 2])))
+    program = builder.program({"x": 4}, [x[-1], x[20], x[2], x[-5]])
+    stored = {1: "bars[0] += {}", 3: "bars[1] += {}"}
+    text = [function_source(program, "f", {"x": numbered("x", 4)}, [*numbered("x", 4), "bars"], stored=stored)]
+    monkeypatch.setattr(source, "_PIECE", 7)
+    text.append(function_source(program, "f", {"x": numbered("x", 4)}, [*numbered("x", 4), "bars"], stored=stored))
+    assert text[0].count("def ") == 1 < 10 < text[1].count("def ")
+    given, found = [0.3, -1.2, 0.7, 2.5], []
+    for one in text:
+        bars = [1.0, 2.0]
+        found.append([*made(one)(*given, bars), *bars])
+    expected = evaluated(program, given)
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0], [expected[0], expected[2], 1.0 + expected[1], 2.0 + expected[3]], rtol=1e-14)
+
+
+def test_the_hyperbolic_tangent_of_vectors():
+    rng = np.random.default_rng(6)
+    x = np.concatenate([rng.normal(size=2000), rng.uniform(-25, 25, 2000), 10 ** rng.uniform(-320, 2, 992)])
+    x = np.append(x, [0.0, -0.0, np.inf, -np.inf, np.nan, -1e-310, 22.0, -1e300])
+    text = f"{source._TANH}\ndef run(x, out):\n    for k in range(0, x.size, 8):\n        a = x[k : k + 8]\n"
+    text += "        b = out[k : k + 8]\n        for l in lanes(8):\n            b[l] = vector_tanh(a[l])\n"
+    signature, found = "void(float64[::1], float64[::1])", np.empty_like(x)
+    function_of(*code_of(text, "run", signature), "run", signature)(x, found)
+    expected = np.tanh(x)
+    np.testing.assert_array_max_ulp(found[:-4][np.isfinite(x[:-4])], expected[:-4][np.isfinite(x[:-4])], 4)
+    np.testing.assert_array_equal(found[-8:], expected[-8:])
+    np.testing.assert_array_equal(np.signbit(found[-8:-4]), np.signbit(expected[-8:-4]))

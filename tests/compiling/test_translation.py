@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from mpiad.compiling import translation
 from mpiad.compiling.cache import code_of, function_of
 
 pytestmark = pytest.mark.serial
@@ -73,9 +74,41 @@ def run(memory, starts, length, out):
         memory = memory[1 : memory.size]
 """
 
+LANES = """
+def tangent(x, c):
+    return (x * c + math.sin(x), x < c)
+
+def inner(out, x, l, c):
+    for i in range(3):
+        out[16 * i + l] = c * x[16 * i + l] - i
+    return x[l]
+
+def run(x, y, few, c, n, out):
+    t = -1.0
+    for l in lanes(n):
+        t = x[l] * c
+        s, below = tangent(x[16 + l], few[0])
+        total = 0.0
+        for i in range(3):
+            total = total + x[16 * i + l] * (i + 1)
+        t = where(below | (x[l] > 0.5), abs(t), max(s, total))
+        out[l] = fma(t, 2.0, -s)
+        out[16 + l] = number_of(bits_of(t) ^ (bits_of(total) & (15 << 3)))
+        out[32 + l] = where(not below, np.floor(total), 1 if c > 0.0 else 2)
+        y[l] = c
+        y[16 + l] += x[l] * np.float32(0.5)
+        y[32 + l] = math.atan2(s, t) if n > 3 else 0.0
+        first = inner(out[48:96], x, l, few[1])
+        y[l] = y[l] - first
+    out[0] = t
+    first = inner(out[96:144], x, n - 1, c)
+"""
+
 
 def as_python(text, given):
-    scope = {"math": math, "np": np}
+    scope = {"math": math, "np": np, "lanes": range, "where": lambda c, a, b: a if c else b}
+    scope |= {"fma": lambda a, b, c: a * b + c}
+    scope["bits_of"], scope["number_of"] = lambda x: x.view(np.int64), lambda i: np.int64(i).view(float)
     exec(text, scope)
     scope["run"](*given)
 
@@ -115,6 +148,25 @@ def test_views_share_memory():
     signature = "void(float64[::1], int64[::1], int64, float64[::1])"
     for compiled, python in both(VIEWS, signature, rng.normal(size=50), np.array([3, 20, 8, 40]), 9, np.zeros(4)):
         np.testing.assert_array_equal(compiled, python)
+
+
+@pytest.mark.parametrize("most", [0, 300])
+@pytest.mark.parametrize("dtype", [float, np.float32])
+def test_lanes_are_computed_as_vectors(dtype, most, monkeypatch):
+    monkeypatch.setattr(translation, "_MOST_INLINED", most)
+    rng = np.random.default_rng(5)
+    name = np.dtype(dtype).name
+    signature = f"void(float64[::1], {name}[::1], float64[::1], float64, int64, float64[::1])"
+    given = rng.normal(size=48), rng.normal(size=48).astype(dtype), np.array([0.25, 3.0]), 1.5, 16, np.zeros(144)
+    for compiled, python in both(LANES, signature, *given):
+        # fma is rounded once, and NumPy's scalars keep the precision of y.
+        np.testing.assert_allclose(compiled[1:], python[1:], rtol=1e-6 if dtype == np.float32 else 1e-14)
+
+
+def test_vectors_have_no_branches():
+    text = "def run(x):\n    for l in lanes(8):\n        if x[l] > 0.0:\n            x[l] = 1.0"
+    with pytest.raises(NotImplementedError, match="line 3 of a kernel"):
+        code_of(text, "run", "void(float64[::1])")
 
 
 def test_sums_are_reordered_only_where_that_is_allowed():

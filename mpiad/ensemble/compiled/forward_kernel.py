@@ -305,7 +305,7 @@ def forward(
         if vacant_lanes == {lanes} or turns == 0{full}:
             break
         turns -= 1
-        for l in range({lanes}):
+        for l in {lane_range}({lanes}):
             @advance
             @begin_step
             @stages

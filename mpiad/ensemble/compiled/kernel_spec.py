@@ -29,6 +29,8 @@ from mpiad.ensemble.tableaus import Tableau
 # fraction of the step at which the event lies, and its time. If events act in a recorded solve, the components of the state
 # at the event follow.
 EVENT_COLUMNS = 5
+# Up to this number, CPU kernels pass shared parameters to f, and get cotangents of parameters from it, as scalars.
+MOST_SCALARS = 64
 
 
 class KernelSpec(NamedTuple):
@@ -97,6 +99,16 @@ class KernelSpec(NamedTuple):
         """The number of stages of a step, without the last, which is the first stage of the next step."""
         return len(self.tableau.a)
 
+    @property
+    def shares_array(self) -> bool:
+        """Whether CPU kernels pass the shared parameters as an array."""
+        return self.shared > MOST_SCALARS
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the derivatives in CPU kernels add the cotangents of parameters to arrays."""
+        return self.wanted_varying + self.wanted_shared > MOST_SCALARS
+
 
 def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> KernelSpec:
     """Return the spec of a batch's kernels without derivatives."""
@@ -161,8 +173,16 @@ class Fields:
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
     def resolved(self, lines: list[str]) -> str:
-        """Return a text in which ``$name[0]`` is replaced by the field's element for lane l; an index may be a variable."""
+        """Return a text in which ``$name[0]`` is replaced by the field's element for lane l; an index may be a variable.
+
+        ``$$name`` is the part of the buffer that begins with the field.
+        """
+        lines = [re.sub(r"\$\$(\w+)", self._view, line) if "$$" in line else line for line in lines]
         return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._element, "\n".join(lines) + "\n")
+
+    def _view(self, field: re.Match[str]) -> str:
+        buffer, offset, _ = self._offsets[field[1]]
+        return f"{buffer}[{offset * self._lanes} : {buffer}.size]"
 
     def _element(self, field: re.Match[str]) -> str:
         buffer, offset, shape = self._offsets[field[1]]

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
-from mpiad.compiling.source import function_source, numbered
+from mpiad.compiling.source import function_source, number, numbered
 from mpiad.ensemble.compiled.cuda.cuda_kernels import PRELUDE, cuda_forward_text, cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
@@ -65,12 +65,25 @@ def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
 
 
 def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str) -> str:
-    """Return the text of ``name(*u, *p, *s, t, *w, *x)``; w: tangents or cotangents; x: second directions."""
+    """Return the text of ``name(*u, *p, *s, t, *w, *x)``; w: tangents or cotangents; x: second directions.
+
+    In CPU kernels the shared parameters may be an array s, and the derivatives may add the cotangents of parameters to the
+    fields p_bar and s_bar: then the arguments ``live, bars, l`` follow. See `KernelSpec`.
+    """
     names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
     names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
     names["direction"] = numbered("x", program.groups.get("direction", 0))
     # Kernels pass first the parameters per trajectory, then the shared ones.
-    order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
+    order, stored = sorted(parameters, key=lambda text: (text[0], int(text[1:]))), dict[int, str]()
+    if spec.shares_array and language == "python":
+        order = [*(x for x in order if x[0] == "p"), "s"]
+        names["parameter"] = [f"s[{x[1:]}]" if x[0] == "s" else x for x in parameters]
     arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
-    return function_source(program, name, names, arguments, spec.dtype, language)
+    if spec.accumulates and language == "python" and name in ("g", "curvature"):
+        arguments += ["live", "bars", "l"]
+        zero = number(0.0, spec.single)
+        for k in range(spec.wanted_varying + spec.wanted_shared):
+            added = "{}" if k < spec.wanted_varying else f"where(live > 0.0, {{}}, {zero})"
+            stored[spec.d + k] = f"bars[{spec.lanes * k} + l] += {added}"
+    return function_source(program, name, names, arguments, spec.dtype, language, stored)

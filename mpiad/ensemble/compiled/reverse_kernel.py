@@ -73,7 +73,7 @@ def reverse(
         for l in range({lanes}):
             if ids[l] >= 0:
                 @fetch
-        for l in range({lanes}):
+        for l in {lane_range}({lanes}):
             @back
         for l in range({lanes}):
             if ids[l] >= 0 and row[l] < 0:
@@ -83,7 +83,8 @@ def reverse(
     state[3] = turns
     when wanted_s:
         for l in range({lanes} if vacant_lanes == {lanes} else 0):
-            each wanted_s: s_bar[{wanted_s}] += $s_bar[{wanted_s}]
+            for n in range({wanted_shared}):
+                s_bar[n] += $s_bar[n]
 """
 
 _ENTER = """
@@ -227,8 +228,9 @@ when timed:
 
 _PULLED = """
 @stage
-each wanted_p: $p_bar[{wanted_p}] += e{wanted_p}
-each wanted_s: $s_bar[{wanted_s}] += where(live > 0.0, e{wanted_varying+wanted_s}, 0.0)
+when not accumulated:
+    each wanted_p: $p_bar[{wanted_p}] += e{wanted_p}
+    each wanted_s: $s_bar[{wanted_s}] += where(live > 0.0, e{wanted_varying+wanted_s}, 0.0)
 when timed:
     t_bar = t_bar + te
     when later: h_bar = fma({time}, te, h_bar)
@@ -359,4 +361,5 @@ def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> li
     """Return lines that propagate the cotangent of stage i to its argument, the parameters and time."""
     time = spec.tableau.c[i]
     stage = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
+    stage["accumulated"] = bool(steps.bars)
     return filled(_PULLED, names | stage | {"i": i, "between": 0 < i < spec.stages})

@@ -248,14 +248,14 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         # Functions that convert doubles to the precision of states, and the opposite.
         "rounded": "np.float32" if spec.single else "", "double": "np.float64" if spec.single else "",
         # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
-        "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
+        "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared if "s" not in steps.parameters else 0),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),
         "i": range(spec.stages + 1), "inner": range(1, spec.stages), "last": spec.stages, "used": steps.used(),
         "tolerance": range(len(spec.numbers) * (1 + spec.relative) if spec.tolerances else 1), "lu_length": steps.lu_length,
-        "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
-        "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
+        "lane_range": steps.lane_range, "adaptive": spec.tableau.error is not None, "remembers": spec.remembers,
+        "acts": spec.acts, "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
     fields.add(filled(template, names))
     return fields, steps, names
@@ -270,6 +270,7 @@ class RosenbrockSteps(Steps):
         self._mass = spec.mass or tuple((i, i, 1.0) for i in range(spec.d))
         entries = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}
         self._lu = self._factors(sorted(entries), fields)
+        self.lane_range = "lanes" if isinstance(self._lu, UnrolledLU) else "range"
 
     def _factors(self, entries: list[tuple[int, int]], fields: Fields | None) -> LU:
         d = self.spec.d
@@ -372,14 +373,14 @@ class RosenbrockSteps(Steps):
             # The coupling terms are multiplied by the mass matrix, so the cotangents are multiplied by its transpose.
             lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
             lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in spec.mass]
-        wanted = spec.wanted_varying + spec.wanted_shared
+        wanted = self.wanted
         time = [["te"], ["tj"]] if spec.timed else [[], []]
         outputs = [*self.state(f"z{i}"), *numbered("e", wanted), *time[0]]
-        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), self.state(f"q{i}")))
+        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), [*self.state(f"q{i}"), *self.bars]))
         # The derivatives of W and ∂f/∂t contain second derivatives of f at the state before the step.
         direction = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
         outputs = [*self.state("x"), *numbered("b", wanted), *time[1]]
-        lines.append(self.called(outputs, "curvature", "y0", self.time(0), [*self.state(f"q{i}"), *direction]))
+        lines.append(self.called(outputs, "curvature", "y0", self.time(0), [*self.state(f"q{i}"), *direction, *self.bars]))
         lines += [f"e{j} = e{j} + b{j}" for j in range(wanted)]
         lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
         return lines + (self._size_cotangents(i) if spec.timed else [])

@@ -24,12 +24,17 @@ class Steps:
     """The lines of one step; `fused`: whether sums in derivatives use `fma`, as in CPU kernels; False for GPU kernels."""
 
     lu_length = 0  # length of the array `lu` of a GPU kernel
+    lane_range = "lanes"  # the range of the loop over lanes: "range" if a step has branches
 
     def __init__(self, spec: KernelSpec, fused: bool = True):
         self.spec, self.fused = spec, fused
         # Times are double. `h_` and `rtol_`, which are multiplied by states, have the precision of states.
         self.h = "h_" if spec.single else "h"
-        self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
+        self.parameters = numbered("p", spec.varying)
+        self.parameters += ["s"] if fused and spec.shares_array else numbered("s", spec.shared)
+        # Functions that add cotangents to the fields p_bar and s_bar of the lane l, instead of returning them.
+        self.bars = ["live", "$$p_bar", "l"] if fused and spec.accumulates else []
+        self.wanted = 0 if self.bars else spec.wanted_varying + spec.wanted_shared
 
     # ---- numbers
 
@@ -290,9 +295,8 @@ class Steps:
                 terms = [f"{w} * z{j}_{c}" for j, w in weights] + ([more] if spec.inside or not weights else [])
                 lines.append(f"m = {' + '.join(terms)}")
             lines.append(f"q_{c} = {self.h} * m")
-        outputs = self.state(f"z{i}") + numbered("e", spec.wanted_varying + spec.wanted_shared)
-        outputs += ["te"] if spec.timed else []
-        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), self.state("q")))
+        outputs = self.state(f"z{i}") + numbered("e", self.wanted) + (["te"] if spec.timed else [])
+        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), [*self.state("q"), *self.bars]))
         return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(spec.d)]
 
 

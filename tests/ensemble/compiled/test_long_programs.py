@@ -1,0 +1,75 @@
+"""Kernels of functions with many operations and parameters, which call f instead of repeating it at each stage."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+from mpiad import value_and_grad
+from mpiad.ensemble import RK4, EnsembleProblem, ODEProblem, Rodas5P, Tsit5, solve
+
+pytestmark = pytest.mark.serial
+
+
+def network(u, p, t):
+    first, second, last = p
+    return last @ anp.tanh(second @ anp.tanh(first @ u)) - u * anp.cos(t)
+
+
+def weights(width, dtype=float):
+    rng = np.random.default_rng(width)
+    shapes = (width, 2), (width, width), (2, width)
+    return [(rng.normal(size=shape) / np.sqrt(shape[1])).astype(dtype) for shape in shapes]
+
+
+def loss_of(alg, compile, dtype=float, **options):
+    u0s = np.random.default_rng(1).normal(size=(19, 2)).astype(dtype)
+
+    def loss(p, u0s=u0s):
+        ensemble = EnsembleProblem(ODEProblem(network, u0s[0], (0.0, 1.0), p), u0=u0s)
+        sol = solve(ensemble, alg, saveat=[0.4, 1.0], compile=compile, **options)
+        return anp.sum(sol.u[:, 0] ** 2) + anp.sum(sol.u_end**3)
+
+    return loss, u0s
+
+
+@pytest.mark.parametrize(("alg", "width", "dtype"), [
+    (Tsit5(), 16, float), (Rodas5P(), 8, float), (Tsit5(), 8, np.float32),
+])  # fmt: skip
+def test_values_and_gradients_agree_with_arrays(alg, width, dtype):
+    found = []
+    for compile in (True, False):
+        loss, u0s = loss_of(alg, compile, dtype, rtol=1e-5)
+        value, bars = value_and_grad(loss, argnum=(0, 1))(weights(width, dtype), u0s)
+        found.append([value, *bars[0], bars[1]])
+    for kernel, arrays in zip(*found):
+        rtol, atol = (2e-3, 1e-4) if dtype is np.float32 else (1e-8, 0.0)
+        np.testing.assert_allclose(kernel, arrays, rtol=rtol, atol=atol)
+
+
+def test_gradients_agree_with_differences():
+    loss, _ = loss_of(RK4(), True, dt=0.125)
+    p = weights(16)
+    _, bars = value_and_grad(loss)(p)
+    direction = [np.cos(x) for x in p]
+    along = lambda x: loss([a + x * b for a, b in zip(p, direction)])  # noqa: E731
+    h = 1e-3
+    expected = (8 * (along(h) - along(-h)) - (along(2 * h) - along(-2 * h))) / (12 * h)
+    found = sum(np.sum(bar * b) for bar, b in zip(bars, direction))
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
+def test_weights_of_each_trajectory():
+    rng = np.random.default_rng(3)
+    base = ODEProblem(lambda u, p, t: anp.tanh(anp.sum(p * u, axis=1)), np.ones(12), (0.0, 1.0), np.ones((12, 12)))
+    matrices = rng.normal(size=(8, 12, 12)) * 0.3
+
+    def loss(matrices, compile):
+        return anp.sum(solve(EnsembleProblem(base, p=matrices), Tsit5(), rtol=1e-5, compile=compile).u_end ** 2)
+
+    (kernel, kernel_bar), (arrays, arrays_bar) = (
+        value_and_grad(lambda x, compile=compile: loss(x, compile))(matrices) for compile in (True, False)
+    )
+    np.testing.assert_allclose(kernel, arrays, rtol=1e-8)
+    np.testing.assert_allclose(kernel_bar, arrays_bar, rtol=1e-8, atol=1e-12)
