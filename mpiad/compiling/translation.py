@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from typing import NoReturn
 
@@ -187,7 +187,10 @@ class _Module:
         node = self.defined[name]
         # In a linked kernel, the body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses
         # loaded from memory.
-        pointer = "ptr noalias" if self.linked else "ptr"
+        # A table, that is an array passed to a function, is only read, so other arrays don't alias it.
+        tables = {
+            x.id for call in ast.walk(node) if _calls(call, self.defined) for x in call.args if isinstance(x, ast.Name)
+        }  # type: ignore[attr-defined]
         head = f"internal void @{name}.body" if self.linked else f"void @{name}"
         given: dict[str, Value | ArrayValue] = {}
         kinds = []
@@ -198,6 +201,7 @@ class _Module:
             else:
                 lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
                 given[argument.arg] = ArrayValue(dtype.name, f"%a{i}", lengths)
+                pointer = "ptr noalias" if self.linked or argument.arg in tables else "ptr"
                 kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
         function = self._translated(node, given)
         attributes = f"nounwind {'noinline' if self.linked else ''} {function.attributes}"
@@ -205,16 +209,15 @@ class _Module:
         link = [_link(name, arguments)] if self.linked else []
         return "\n\n".join([*self._texts, made, *self.declared.values(), *link])
 
-    def call(self, name: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        """Return the symbol of a function for these kinds of arguments, and the kinds of its results."""
-        known = name, kinds
+    def call(self, name: str, arguments: Sequence[Value | ArrayValue]) -> tuple[str, tuple[str, ...]]:
+        """Return the symbol of a function for arguments of these kinds, and the kinds of its results."""
+        known = name, tuple(x.kind if isinstance(x, Value) else f"{x.dtype} {len(x.shape)}" for x in arguments)
         if known not in self._made:
             node, symbol = self.defined[name], f"{name}.{len(self._made)}"
-            given = {a.arg: Value(kind, f"%a{i}") for i, (a, kind) in enumerate(zip(node.args.args, kinds, strict=True))}
+            given = {a.arg: _parameter(x, f"%a{i}") for i, (a, x) in enumerate(zip(node.args.args, arguments, strict=True))}
             function = self._translated(node, given)
             result = f"{{{', '.join(function.results)}}}"
-            parameters = ", ".join(f"{x.kind} {x.text}" for x in given.values())
-            head = f"define internal {result} @{symbol}({parameters}) alwaysinline nounwind"
+            head = f"define internal {result} @{symbol}({_passed(given.values())}) alwaysinline nounwind"
             self._texts.append(f"{head} {{\n{function.text()}\n}}")
             self._made[known] = symbol, tuple(function.results)
         return self._made[known]
@@ -226,6 +229,24 @@ class _Module:
             if function.kinds == kinds:
                 return function
             kinds = function.kinds
+
+
+def _calls(node: ast.AST, defined: Mapping[str, ast.FunctionDef]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined
+
+
+def _parameter(x: Value | ArrayValue, name: str) -> Value | ArrayValue:
+    if isinstance(x, Value):
+        return Value(x.kind, name)
+    return ArrayValue(x.dtype, name, tuple(f"{name}_{axis}" for axis in range(len(x.shape))))
+
+
+def _passed(values: Iterable[Value | ArrayValue]) -> str:
+    """Return arguments as LLVM text; an array is passed as the address of its first entry and its lengths."""
+    return ", ".join(
+        f"{x.kind} {x.text}" if isinstance(x, Value) else ", ".join([f"ptr {x.data}", *(f"i64 {n}" for n in x.shape)])
+        for x in values
+    )
 
 
 class _Function:
@@ -478,12 +499,12 @@ class _Function:
 
     def _inlined(self, node: ast.Call) -> list[Value] | None:
         """Return the results of a call of a function in the same text, None for other calls."""
-        if not isinstance(node.func, ast.Name) or node.func.id not in self._module.defined:
+        if not _calls(node, self._module.defined):
             return None
-        given = [self.number(a) for a in node.args]
-        symbol, kinds = self._module.call(node.func.id, tuple(x.kind for x in given))
+        given = [self._any(a) for a in node.args]
+        symbol, kinds = self._module.call(node.func.id, given)  # type: ignore[attr-defined]
         result = f"{{{', '.join(kinds)}}}"
-        made = self._build.name(f"call {result} @{symbol}({', '.join(f'{x.kind} {x.text}' for x in given)})")
+        made = self._build.name(f"call {result} @{symbol}({_passed(given)})")
         return [self._build.value(kind, f"extractvalue {result} {made}, {i}") for i, kind in enumerate(kinds)]
 
     def _store(self, target: ast.expr, value: Value | ArrayValue) -> None:

@@ -66,11 +66,17 @@ def _reverse_programs(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int
 
 def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str) -> str:
     """Return the text of ``name(*u, *p, *s, t, *w, *x)``; w: tangents or cotangents; x: second directions."""
-    names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
+    loaded = dict.fromkeys(f"{kind}{i}" for kind in "ps" for i in spec.loaded(kind))
+    arrays = {"p": "p[{}, column]", "s": "s[{}]"}  # for entries of tables
+    names = {"state": numbered("u", spec.d), "time": ["t"]}
+    names["parameter"] = [x if x in loaded else arrays[x[0]].format(x[1:]) for x in parameters]
+    names["table of parameter"] = [arrays[x[0]].format(f"{x[1:]} + np.int64({{}})") for x in parameters]
     names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
     names["direction"] = numbered("x", program.groups.get("direction", 0))
-    # Kernels pass first the parameters per trajectory, then the shared ones.
-    order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
-    arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
+    tables = ["p", "s", "column"]
+    if language == "c":
+        tables = ["const real* p", "const real* s", "const long long column", "const long long n"]
+    given = [*loaded, *(tables if spec.tables else []), "t"]
+    arguments = [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]]
     return function_source(program, name, names, arguments, spec.dtype, language)

@@ -227,7 +227,7 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         # Functions that convert doubles to the precision of states, and the opposite.
         "rounded": "np.float32" if spec.single else "", "double": "np.float64" if spec.single else "",
         # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
-        "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
+        "c": range(spec.d), "p": spec.loaded("p"), "s": spec.loaded("s"),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),

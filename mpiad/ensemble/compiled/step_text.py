@@ -29,7 +29,10 @@ class Steps:
         self.spec, self.fused = spec, fused
         # Times are double. `h_` and `rtol_`, which are multiplied by states, have the precision of states.
         self.h, self.rtol = ("h_", "rtol_") if spec.single else ("h", "rtol")
-        self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
+        self.parameters = [f"{kind}{i}" for kind in "ps" for i in spec.loaded(kind)]
+        # Entries of tables are read from the kernel's arguments p and s, at the trajectory of the lane, if it has one.
+        tables = ["p", "s", "max(ids[l], 0)"] if fused else ["p", "s", "i", "n"]
+        self.parameters += tables if spec.tables else []
 
     # ---- numbers
 
