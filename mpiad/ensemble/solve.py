@@ -378,7 +378,7 @@ def solved_with_events(
 ) -> EnsembleSolution:
     """Apply events at the start, call `solve`, and return the solution with derivatives for traced values in `given`."""
     times = GivenTimes(settings.events, batch)
-    outcome = _solved_after_start(solve, batch, settings, times)
+    outcome = solved_after_start(solve, batch, settings, times)
     run: Run | None = None
     if given.traced:
         run, due = Run(batch, settings, outcome), times.traced(given)
@@ -408,7 +408,7 @@ def solved_with_events(
     return sol
 
 
-def _solved_after_start(
+def solved_after_start(
     solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, times: GivenTimes
 ) -> Outcome:
     """Apply the events at the start, and solve from the states after them."""
