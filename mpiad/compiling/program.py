@@ -233,7 +233,7 @@ def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
 
 def _entry(table: Array, index: Array) -> Array:
     """Return the entries of a table, shape (K,) or (K, n), at indices of shape (n,)."""
-    places = index.astype(int)
+    places = np.asarray(index).astype(int) if isinstance(index, float) else index.astype(int)
     if table.ndim == 1:
         return table[places]
     return np.take_along_axis(table, np.broadcast_to(places, table.shape[1:])[None], axis=0)[0]
@@ -306,11 +306,9 @@ class Builder:
     def lookup(self, table: int, index: int) -> int:
         """Return the number of the entry of a table at an index, a whole number in its range."""
         value, place = self.instructions[table].value, self.value(index)
-        if place is None:
-            return self.numbered(Instruction("lookup", (table, index)))
-        if isinstance(value, tuple):
+        if place is not None and isinstance(value, tuple):
             return self.input(value[0], value[1] + int(place))
-        return self.constant(np.frombuffer(value)[int(place)])  # type: ignore[arg-type]
+        return self.numbered(Instruction("lookup", (table, index)))
 
     def pair(self, real: int, imag: int) -> int:
         """Return the number of a complex value; finished programs contain only the values of its parts."""

@@ -324,8 +324,8 @@ def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) 
     if outside.any():
         i = int(np.argmax(outside))
         raise ValueError(
-            f"fit: the times of events of trajectory {first + i + 1}, {times.times[given[:, i], i]}, lie outside of its data, "
-            f"from the start of tspan, {batch.start[i]}, to the last saved time, {times.signs[i] * last[i]}."
+            f"fit: the times of events of trajectory {first + i + 1}, {times.times[given[:, i], i]}, lie outside of its "
+            f"data, from the start of tspan, {batch.start[i]}, to the last saved time, {times.signs[i] * last[i]}."
         )
 
 

@@ -53,19 +53,18 @@ def interp(x: Array, xp: Array, fp: Array, left: Array = None, right: Array = No
     >>> print(solve(EnsembleProblem(tank, p=inflow), rtol=1e-8).u_end.ravel().round(4))
     [5.  6.5]
     """
-    _check_table("interp", xp, fp, 0)
+    _check_table("interp", xp, fp, 0, 1)
     if max(anp.ndim(xp), anp.ndim(fp)) < 2:
         return anp.interp(x, xp, fp, left, right)
     return interpolated(x, xp, fp, left, right)
 
 
-def _check_table(name: str, x: Array, y: Array, axis: int) -> None:
-    """Raise a ValueError for tables of different lengths, or plain tables that are unsorted or not finite."""
+def _check_table(name: str, x: Array, y: Array, axis: int, least: int) -> None:
+    """Raise a ValueError for tables of different or too small lengths, and for plain tables unsorted or not finite."""
     lengths = [np.shape(getval(part))[axis] if np.ndim(getval(part)) else 0 for part in (x, y)]
-    if lengths[0] != lengths[1] or not lengths[0]:
-        raise ValueError(
-            f"{name}: a table needs as many places as values, at least one, but has {lengths[0]} and {lengths[1]}."
-        )
+    if lengths[0] != lengths[1] or lengths[0] < least:
+        got = f"{lengths[0]} and {lengths[1]}"
+        raise ValueError(f"{name}: a table must have as many places as values, at least {least}, but has {got}.")
     for part in map(getval, (x, y)):
         if isinstance(part, (np.ndarray, list, tuple)) and not np.isfinite(part).all():
             raise ValueError(f"{name}: the entries of a table must be finite, but got {part!r:.80}.")
@@ -139,11 +138,11 @@ class CubicSpline(_Knots):
             x, y = np.asarray(x, float), y if isbox(y) else np.asarray(y, float)
         except ValueError as error:
             raise ValueError(f"CubicSpline: all tables must have the same length, but got {y!r:.80}.") from error
-        _check_table("CubicSpline", x, y, -1)
-        if bc_type not in ("not-a-knot", "natural", "clamped"):
-            raise ValueError(f"CubicSpline: bc_type must be 'not-a-knot', 'natural' or 'clamped', but got {bc_type!r}.")
         if x.ndim > anp.ndim(y) or anp.ndim(y) > 2:
             raise ValueError(f"CubicSpline: x and y must have shape (K,) or (N, K), but have {x.shape} and {anp.shape(y)}.")
+        _check_table("CubicSpline", x, y, -1, 2)
+        if bc_type not in ("not-a-knot", "natural", "clamped"):
+            raise ValueError(f"CubicSpline: bc_type must be 'not-a-knot', 'natural' or 'clamped', but got {bc_type!r}.")
         if x.ndim == 2:
             slopes = anp.array([_knot_slopes(y[i], x[i], bc_type) for i in range(len(x))])
         else:

@@ -209,14 +209,14 @@ def _cast(t: ScalarRecorder, x: TracedArray, dtype: np.dtype) -> TracedArray:
     return x
 
 
-def _entries_of(t: ScalarRecorder, table: Array, index: TracedArray) -> TracedArray:
+def _entries_of(t: ScalarRecorder, table: Array, index: Array) -> TracedArray:
     """Return the entries of a table, constants or an array among the parameters, at computed indices."""
     entries = table.number.ravel() if isinstance(table, TracedArray) else np.ravel(table)
     number = t.builder.table(entries)
     if number is None:
         raise Unsupported("computed values in the table; expected constants, or an array in p, not multiples of it")
     found = [Symbol(t.builder, t.builder.lookup(number, i.number)) for i in t.symbols(index).ravel().tolist()]
-    return TracedArray(t, _as_array(found, index.shape), np.ones(index.shape, t.dtype))
+    return t.traced(_as_array(found, np.shape(index)))
 
 
 def _interpolated(t: ScalarRecorder, x: TracedArray, xp: Array, fp: Array, *ends: Array, **given: Array) -> TracedArray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import autograd.numpy as anp
 import numpy as np
 from autograd.core import make_vjp
@@ -11,10 +13,10 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, bound
 
 
-def entries_of(table: Array, index: Array) -> Array:
+def entries_of(table: Array, index: Array, like: Array = None) -> Array:
     """Return the entries of a table, shape (K,), or (K, n) with one table per column, at indices of shape (n,)."""
-    table = anp.array(table) if isinstance(table, (list, tuple)) else table
-    recorder = getattr(index, "recorder", None) or getattr(table, "recorder", None)
+    # If `like` is traced by a recorder, constant entries are traced, too: they remain entries of the table.
+    recorder = next((part.recorder for part in (like, index, table) if hasattr(part, "recorder")), None)
     if recorder is not None and not isbox(table):
         return recorder.call(entries_of, (table, index), {})
     return table[index] if anp.ndim(table) == 1 else table[index, np.arange(anp.shape(table)[1])]
@@ -28,37 +30,41 @@ def interval_of(places: Array, x: Array) -> Array:
         return np.clip(np.searchsorted(places, np.where(x == x, x, -np.inf), "right") - 1, 0, count - 1)
     while count > 1:  # a search without branches, which can be compiled
         half = count // 2
-        low = np.where(entries_of(places, low + half) <= x, low + half, low)
+        low = np.where(entries_of(places, low + half, x) <= x, low + half, low)
         count -= half
     return low
 
 
-def _slope(xp: Array, fp: Array, i: Array) -> Array:
-    j = i + min(1, len(xp) - 1)
-    x0, x1 = entries_of(xp, i), entries_of(xp, j)
-    # Intervals of length 0 aren't used.
-    return (entries_of(fp, j) - entries_of(fp, i)) / anp.where(x1 == x0, 1.0, x1 - x0)
+def _ends(x: Array, xp: Array, fp: Array) -> tuple[list[Array], Array]:
+    """Return the places and values at both ends of the interval of x, and the slope."""
+    i = interval_of(xp, x)
+    x0, x1, y0, y1 = (entries_of(part, k) for part in (xp, fp) for k in (i, i + min(1, len(xp) - 1)))
+    return [x0, x1, y0, y1], (y1 - y0) / anp.where(x1 == x0, 1.0, x1 - x0)  # intervals of length 0 aren't used
 
 
 def interpolated(x: Array, xp: Array, fp: Array, left: Array = None, right: Array = None) -> Array:
     """Return `numpy.interp`; `xp` and `fp` may have an axis of columns, as in `entries_of`."""
-    i, zeros = interval_of(xp, x), np.zeros(anp.shape(x), int)
-    first, last = entries_of(fp, zeros), entries_of(fp, zeros + len(fp) - 1)
-    low, high = (end if given is None else given + zeros for given, end in ((left, first), (right, last)))
-    inside = _slope(xp, fp, i) * (x - entries_of(xp, i)) + entries_of(fp, i)
-    return anp.where(x < xp[0], low, anp.where(x == xp[-1], last, anp.where(x > xp[-1], high, inside)))
+    (x0, x1, y0, y1), slope = _ends(x, xp, fp)
+    low, high = (y if end is None else end + np.zeros(anp.shape(x)) for y, end in ((y0, left), (y1, right)))
+    # Only the first interval contains places before x0, and only the last one x1 and places after x1.
+    inside = anp.where(x < x1, slope * (x - x0) + y0, anp.where(x == x1, y1, anp.where(x > x1, high, x)))
+    return anp.where(x < x0, low, inside)
 
 
 def _slope_at(x: Array, xp: Array, fp: Array) -> Array:
-    return anp.where((x < xp[0]) | (x >= xp[-1]), 0.0, _slope(xp, fp, interval_of(xp, x)))
+    (x0, x1, _, _), slope = _ends(x, xp, fp)
+    return anp.where((x < x0) | (x >= x1), 0.0, slope)
 
 
-_NAMES = "x xp fp left right"
+def _named(args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return the arguments of a call of `numpy.interp` by name, with arrays instead of lists."""
+    named = bound(anp.interp, "x xp fp left right", args, kwargs)
+    return {name: anp.array(part) if isinstance(part, (list, tuple)) else part for name, part in named.items()}
 
 
 def interp_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply by the slope; cotangents of the table by the adjoint of `interpolated`, which has the same values."""
-    named = bound(anp.interp, _NAMES, args, kwargs)
+    named = _named(args, kwargs)
     if argnums == (0,):
         slope = _slope_at(named["x"], named["xp"], named["fp"])
         return lambda g: (g * slope,)
@@ -69,7 +75,7 @@ def interp_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def interp_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Add the tangent of the place times the slope, and the interpolated tangent of the values."""
-    named = bound(anp.interp, _NAMES, args, kwargs)
+    named = _named(args, kwargs)
     x, xp, fp, total = named["x"], named["xp"], named["fp"], 0.0 * ans
     tangents = dict(zip([list(named)[i] for i in argnums], gs))
     if "x" in tangents or "xp" in tangents:
