@@ -83,8 +83,9 @@ def fitted(schedules, samples, measured):
     count = len(samples)
     given = {"x": numpy.tile(TYPICAL, (count, 1)), **schedules}
     return fit(
-        EnsembleProblem(ONE, p=given), residuals, given["x"], Tsit5(), EnsembleMPI(), data=numpy.log(measured), saveat=samples, events=INJECTIONS,
-        prob_generator=with_variables, bounds=(TYPICAL - 3.0, TYPICAL + 3.0), compile=True, **TOLERANCES,
+        EnsembleProblem(ONE, p=given), residuals, given["x"], Tsit5(), EnsembleMPI(), data=numpy.log(measured),
+        saveat=samples, events=INJECTIONS, prob_generator=with_variables, bounds=(TYPICAL - 3.0, TYPICAL + 3.0),
+        compile=True, **TOLERANCES,
     )  # fmt: skip
 
 

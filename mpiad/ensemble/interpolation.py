@@ -50,7 +50,7 @@ def interp(x: Array, xp: Array, fp: Array, left: Array = None, right: Array = No
     >>> from mpiad.ensemble import EnsembleProblem, ODEProblem, interp, solve
     >>> times, inflow = np.array([0.0, 1.0, 3.0]), np.array([[0.0, 2.0, 2.0], [0.0, 1.0, 5.0]])
     >>> tank = ODEProblem(lambda u, p, t: [interp(t, times, p)], [0.0], (0.0, 3.0), np.zeros(3))
-    >>> print(solve(EnsembleProblem(tank, p=inflow), rtol=1e-8).u_end.ravel().round(4))
+    >>> print(solve(EnsembleProblem(tank, p=inflow), rtol=1e-8).u_end.ravel().round(3))
     [5.  6.5]
     """
     _check_table("interp", xp, fp, 0, 1)
@@ -124,8 +124,8 @@ class CubicSpline(_Knots):
     >>> hours = np.linspace(0.0, 24.0, 9)
     >>> light = CubicSpline(hours, np.sin(np.pi * hours / 24.0))
     >>> growth = ODEProblem(lambda u, p, t: [p(t) * u[0]], [1.0], (0.0, 24.0), p=light)
-    >>> print(np.log(solve(growth, rtol=1e-8).u_end).round(3), (48.0 / np.pi).__round__(3))
-    [15.278] 15.279
+    >>> print(np.log(solve(growth, rtol=1e-8).u_end).round(3), round(48.0 / np.pi, 3))
+    [15.279] 15.279
     """
 
     __slots__ = ()

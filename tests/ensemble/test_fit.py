@@ -381,7 +381,8 @@ def compartments(u, p, t):
 
 DOSE = Event(times=lambda p: [p["times"][i] for i in range(3)], affect=lambda u, p, t: [u[0] + p["x"][3], u[1]])
 PATIENTS = EnsembleProblem(
-    ODEProblem(compartments, [0.0, 0.0], (0.0, 24.0), {"x": np.ones(4), "times": np.zeros(3)}), p={"x": RATES, "times": DOSES}
+    ODEProblem(compartments, [0.0, 0.0], (0.0, 24.0), {"x": np.ones(4), "times": np.zeros(3)}),
+    p={"x": RATES, "times": DOSES},
 )
 ACCURATE = {"saveat": LEVELS, "rtol": 1e-8, "atol": 1e-9, "ftol": 1e-13, "xtol": 1e-10, "gtol": 1e-10}
 
@@ -395,7 +396,11 @@ def levels(x, times):
 MEASURED = np.array([levels(*row) for row in zip(RATES, DOSES)]) + 0.05 * np.random.default_rng(3).normal(size=(4, 9))
 
 
-def fitted_doses(problem=PATIENTS, backend=EnsembleMPI(), first=None, **options):
+def first_component(u, p, data):
+    return u[:, 0] - data
+
+
+def fitted_doses(problem=PATIENTS, backend=None, first=None, **options):
     """Return the fits of the rates and the size of the doses, and from `first` of the time of the first dose."""
 
     def generator(problem, x):
@@ -404,9 +409,8 @@ def fitted_doses(problem=PATIENTS, backend=EnsembleMPI(), first=None, **options)
 
     start = np.tile([0.25, 0.4, 0.35, 9.0], (4, 1))
     start = start if first is None else np.concatenate([start, first], axis=1)
-    residuals = lambda u, x, data: u[:, 0] - data
     options = {"events": DOSE, "data": MEASURED, "prob_generator": generator, **ACCURATE, **options}
-    return fit(problem, residuals, start, Vern7(), backend, **options)
+    return fit(problem, first_component, start, Vern7(), backend or EnsembleMPI(), **options)
 
 
 @pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["dose", "time"])
@@ -416,7 +420,10 @@ def test_doses_as_scipys_least_squares(compiled, timed):
     found = fitted_doses(first=np.array([[1.0], [1.0], [1.9], [0.6]]) if timed else None, compile=compiled)
     assert found.success[chosen].all()
     for i in chosen if RANK == 0 else []:
-        fun = lambda x, i=i: levels(x[:4], [*x[4:], *DOSES[i][len(x[4:]) :]]) - MEASURED[i]
+
+        def fun(x, i=i):
+            return levels(x[:4], [*x[4:], *DOSES[i][len(x[4:]) :]]) - MEASURED[i]
+
         start = np.append(RATES[i], DOSES[i][:1] if timed else [])
         expected = least_squares(fun, start, "3-point", xtol=1e-13, ftol=1e-13, gtol=1e-13)
         np.testing.assert_allclose(found.p[i], expected.x, rtol=1e-6)
@@ -444,8 +451,8 @@ def test_events_with_and_without_effects(compiled):
     watch = Event(lambda u, p, t: u[0] - 0.9, terminal=False)
     growth = ODEProblem(lambda u, p, t: [p[0] * u[0]], [0.5], (0.0, 2.0), [1.0])
     times = np.array([0.5, 1.0, 1.5, 2.0])
-    exact = lambda rate: 0.5 * np.exp(rate * times) * 0.5 ** np.floor(rate * times / math.log(2))
     truth = np.array([[0.9], [1.1]])
-    options = {"data": exact(truth), "saveat": times, "rtol": 1e-10, "atol": 1e-12, "compile": compiled}
-    found = fit(growth, lambda u, p, data: u[:, 0] - data, truth + 0.02, Vern7(), events=(stop, watch), **options)
+    exact = 0.5 * np.exp(truth * times) * 0.5 ** np.floor(truth * times / math.log(2))
+    options = {"data": exact, "saveat": times, "rtol": 1e-10, "atol": 1e-12, "compile": compiled}
+    found = fit(growth, first_component, truth + 0.02, Vern7(), events=(stop, watch), **options)
     np.testing.assert_allclose(found.p, truth, rtol=1e-7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import autograd.numpy as np
 import numpy as onp
 import pytest
@@ -13,7 +15,6 @@ from mpiad.compiling import cache
 from mpiad.ensemble import (
     RK4,
     CubicSpline,
-    EnsembleGPU,
     EnsembleMPI,
     EnsembleProblem,
     ODEProblem,
@@ -84,9 +85,11 @@ def test_as_scipy_with_tables_of_scipy(kind, alg, compiled):
             force = interpolate.CubicSpline(TIMES, FORCES[row])
             rate = interpolate.CubicSpline(PLACES, RATES[row], bc_type="natural")
         else:
-            force = lambda t, row=row: onp.interp(t, TIMES, FORCES[row])
-            rate = lambda u, row=row: onp.interp(u, PLACES, RATES[row])
-        fun = lambda t, u, force=force, rate=rate: [force(t) - u[0] * rate(u[0]), u[0] - u[1]]
+            force, rate = partial(onp.interp, xp=TIMES, fp=FORCES[row]), partial(onp.interp, xp=PLACES, fp=RATES[row])
+
+        def fun(t, u, force=force, rate=rate):
+            return [force(t) - u[0] * rate(u[0]), u[0] - u[1]]
+
         expected = solve_ivp(fun, (0.0, 3.0), STARTS[i], rtol=1e-9, atol=1e-11, max_step=0.05).y[:, -1]
         onp.testing.assert_allclose(sol.u_end[i], expected, rtol=1e-6)
 
@@ -139,9 +142,13 @@ def test_other_numbers_need_no_other_kernel():
     for k in range(3):
         times, values = TIMES + 0.1 * k, RNG.normal(size=LENGTH)
         spline = CubicSpline(times, values)
-        problem = ODEProblem(lambda u, p, t, a=times, b=values, c=spline: [interp(t, a, b) - u[0] + c(t)], [1.0], (0.0, 1.0))
+        problem = ODEProblem(
+            lambda u, p, t, a=times, b=values, c=spline: [interp(t, a, b) - u[0] + c(t)], [1.0], (0.0, 1.0)
+        )
         found = solve(EnsembleProblem(problem, u0=onp.ones((3, 1))), RK4(), dt=0.1, compile=True).u_end
-        onp.testing.assert_allclose(found, solve(EnsembleProblem(problem, u0=onp.ones((3, 1))), RK4(), dt=0.1).u_end, rtol=1e-12)
+        onp.testing.assert_allclose(
+            found, solve(EnsembleProblem(problem, u0=onp.ones((3, 1))), RK4(), dt=0.1).u_end, rtol=1e-12
+        )
         counts.append(len(cache._loaded))
     assert counts == [1, 1, 1]
 
@@ -183,7 +190,10 @@ def test_interp_is_numpys():
 
 def test_equal_on_all_ranks():
     problem = problem_of("splines, rows")
-    loss = lambda force, alg: np.sum(solve(remake(problem, p=splines(force, RATES)), ensemblealg=alg).u_end)
+
+    def loss(force, alg):
+        return np.sum(solve(remake(problem, p=splines(force, RATES)), ensemblealg=alg).u_end)
+
     found = mpiad.value_and_grad(lambda force: loss(force, EnsembleMPI()), shared=True)(FORCES)
     alone = mpiad.value_and_grad(lambda force: loss(force, EnsembleMPI().inner), shared=True)(FORCES)
     assert found[0] == alone[0]
