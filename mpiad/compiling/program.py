@@ -243,10 +243,8 @@ def _entry(table: Array, index: Array) -> Array:
 def _function_of(program: Program) -> Callable[..., list[Any]]:
     """Return the Python function of the groups that `evaluated` calls."""
     groups = {name: f"g{k}" for k, name in enumerate(program.groups)}
-    names: dict[str, Any] = {name: operation.function for name, operation in OPERATIONS.items()} | {
-        "stack": np.stack,
-        "lookup": _entry,
-    }
+    names: dict[str, Any] = {name: operation.function for name, operation in OPERATIONS.items()}
+    names |= {"stack": np.stack, "lookup": _entry}
     lines = [f"def function({', '.join(groups.values())}):"]
     for i, (operation, arguments, value) in enumerate(program.instructions):
         if operation == "constant":

@@ -219,14 +219,16 @@ def _entries_of(t: ScalarRecorder, table: Array, index: Array) -> TracedArray:
     return t.traced(_as_array(found, np.shape(index)))
 
 
-def _interpolated(t: ScalarRecorder, x: TracedArray, xp: Array, fp: Array, *ends: Array, **given: Array) -> TracedArray:
-    if given.get("period") is not None:
+def _interpolated(
+    t: ScalarRecorder, x: TracedArray, xp: Array, fp: Array, left: Array = None, right: Array = None, period: Array = None
+) -> TracedArray:
+    if period is not None:
         raise Unsupported("period=")
     xp, fp = (part if isinstance(part, TracedArray) else t.traced(np.asarray(part)) for part in (xp, fp))
-    if np.iscomplexobj(fp):
-        real, imag = ([part(y) for y in (fp, *ends)] for part in (np.real, np.imag))
-        return interpolated(x, xp, *real) + 1j * interpolated(x, xp, *imag)
-    return interpolated(x, xp, fp, *ends, **{name: value for name, value in given.items() if name != "period"})
+    if not np.iscomplexobj(fp):
+        return interpolated(x, xp, fp, left, right)
+    real, imag = ([y if y is None else part(y) for y in (fp, left, right)] for part in (np.real, np.imag))
+    return interpolated(x, xp, *real) + 1j * interpolated(x, xp, *imag)
 
 
 _RULES: dict[Callable, Rule] = {
