@@ -29,7 +29,7 @@ SPREAD = numpy.array([0.3, 0.2, 0.25, 0.2])  # between patients
 ERROR = 0.1  # relative error of a sample
 NAMES = "CL V1 Q V2".split()
 SEED = 11
-TOLERANCES = {"rtol": 1e-6, "atol": 1e-7}
+TOLERANCES = {"rtol": 1e-7, "atol": 1e-8}
 
 parser = argparse.ArgumentParser(description="Fit a two-compartment model to patients with own schedules of doses.")
 parser.add_argument("--patients", type=int, default=60)
@@ -85,7 +85,7 @@ def fitted(schedules, samples, measured):
     return fit(
         EnsembleProblem(ONE, p=given), residuals, given["x"], Tsit5(), EnsembleMPI(), data=numpy.log(measured),
         saveat=samples, events=INJECTIONS, prob_generator=with_variables, bounds=(TYPICAL - 3.0, TYPICAL + 3.0),
-        compile=True, **TOLERANCES,
+        ftol=1e-12, xtol=1e-10, compile=True, **TOLERANCES,
     )  # fmt: skip
 
 
