@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -194,8 +194,9 @@ def _knot_slopes_transposed(g: Array, x: Array, bc_type: str) -> Array:
             total = inner.sum()
             diagonal[row], off[row] = inner[1], total
             end[row], second[row] = (inner[0] + 2 * total) * inner[1] / total, inner[0] ** 2 / total
-    matrix = sparse.diags([lower, diagonal, upper], [-1, 0, 1], format="csc")
-    right = sparse.diags([before, after], [-1, 0], shape=(n, n - 1), format="lil")
+    diagonals: Any = sparse.diags
+    matrix = diagonals([lower, diagonal, upper], [-1, 0, 1], format="csc")
+    right = diagonals([before, after], [-1, 0], shape=(n, n - 1), format="lil")
     right[0, 1], right[-1, -2] = second
     solved = linalg.splu(matrix).solve(np.ascontiguousarray(g.reshape(-1, n).T), trans="T")
     differences = (right.T @ solved).T / h
