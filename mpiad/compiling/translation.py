@@ -188,9 +188,8 @@ class _Module:
         # In a linked kernel, the body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses
         # loaded from memory.
         # A table, that is an array passed to a function, is only read, so other arrays don't alias it.
-        tables = {
-            x.id for call in ast.walk(node) if _calls(call, self.defined) for x in call.args if isinstance(x, ast.Name)
-        }  # type: ignore[attr-defined]
+        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and _calls(call, self.defined)]
+        tables = {x.id for call in calls for x in call.args if isinstance(x, ast.Name)}
         head = f"internal void @{name}.body" if self.linked else f"void @{name}"
         given: dict[str, Value | ArrayValue] = {}
         kinds = []
