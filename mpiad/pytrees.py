@@ -48,7 +48,7 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     if isinstance(tree, (list, tuple, SequenceBox)):
         parts = [_walk(tree[i], leaves) for i in range(len(tree))]
         if hasattr(tree, "_fields"):  # a named tuple
-            return lambda new: kind(*[part(new) for part in parts])
+            return lambda new: kind._make([part(new) for part in parts])
         make = tuple if isinstance(tree, SequenceBox) else kind
         return lambda new: make([part(new) for part in parts])
     leaves.append(tree)

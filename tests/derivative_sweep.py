@@ -255,6 +255,8 @@ np.sum(x, where=np.real(x) > 0); np.mean(x, where=mask); np.prod(x, where=mask);
 np.max(x, where=mask, initial=-9); np.sum(x, dtype=complex); np.sum(x, initial=2.0); np.prod(x, initial=2.0); np.sum(x, 0); np.prod(x, 0)
 np.var(x, 0); np.std(x, -1); np.max(x, 0); np.mean(x, -1)
 np.cumsum(x); np.cumsum(x, axis={one}); np.cumsum(x, {one})
+np.interp(x, [-1.0, 0.1, 2.0], [1.0, 3.0, 2.0]); np.interp(x, [-0.3, 0.2], [1.0, 3.0], left=0.5)
+np.interp([-3.0, 0.1, 0.7], [0.0, 0.5, 1.0], x)
 np.array_split(x, 2); np.array_split(x, 2, axis={of}); np.array_split(x, [1, 2], -1); np.split(x, [1]); np.split(x, [1], axis={of})
 np.split(x, [1, 2], -1); np.vsplit(x, [1]); np.hsplit(x, [1]); np.dsplit(x, [1]); np.split(x, [1, 1]); np.hsplit(x, 3)
 np.astype(x, complex); np.atleast_1d(x); np.atleast_2d(x); np.atleast_3d(x); np.atleast_1d(x, x * x); np.atleast_2d(x, a)

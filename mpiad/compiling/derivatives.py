@@ -8,7 +8,7 @@ group of inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import TypeAlias
 
@@ -125,18 +125,19 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     """Return the vector-Jacobian product of a program: cotangents of the inputs in `wanted` (default: all), in order."""
     # `seeds`: a new name, for the additional group of inputs, the cotangents of the program's outputs.
     builder = Builder()
-    new = copy_program(builder, program)
+    new, inputs = copy_program(builder, program), [builder.input(*place) for place in _inputs(program, wanted)]
     cotangents: dict[int, Symbol] = {}
     for place, output in enumerate(program.outputs):
         _add(cotangents, new[output], 1.0, Symbol(builder, builder.input(seeds, place)))
     # Values are numbered in the order of computation, so all uses of a value have higher numbers.
     for number in range(max(new, default=-1), -1, -1):
         if number in cotangents:
-            for argument, partial in zip(builder.instructions[number].arguments, _partials(builder, number)):
+            arguments = _arguments(builder, number, inputs)
+            for argument, partial in zip(arguments, _partials(builder, number, arguments)):
                 if builder.value(argument) is None:  # not a constant
                     _add(cotangents, argument, partial, cotangents[number])
     zero = Symbol(builder, builder.constant(0.0))
-    outputs = [cotangents.get(builder.input(*place), zero).number for place in _inputs(program, wanted)]
+    outputs = [cotangents.get(number, zero).number for number in inputs]
     return builder.program({**program.groups, seeds: len(program.outputs)}, outputs)
 
 
@@ -155,12 +156,13 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
     """Append the nonzero partial derivatives to a builder; return their numbers by (output, place in `wanted`)."""
     new, found = copy_program(builder, program), {}
     one, users = Symbol(builder, builder.constant(1.0)), dict[int, list[int]]()
+    inputs = [builder.input(*place) for place in _inputs(program, wanted)]
     for number in range(max(new, default=-1) + 1):
-        for argument in builder.instructions[number].arguments:
+        for argument in _arguments(builder, number, inputs):
             users.setdefault(argument, []).append(number)
-    for j, place in enumerate(_inputs(program, wanted)):
+    for j, place in enumerate(inputs):
         # The other inputs have no tangents, since zero tangents would remain in products: 0 · x may be NaN.
-        tangents = {builder.input(*place): one}
+        tangents = {place: one}
         _push(builder, _dependent(users, *tangents), tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}
     return found
@@ -188,20 +190,34 @@ def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
 def _push(builder: Builder, numbers: Iterable[int], tangents: dict[int, Symbol]) -> None:
     """Compute the tangents of values, given their numbers in order."""
     for number in numbers:
-        operation, arguments, _ = builder.instructions[number]
+        operation, arguments = builder.instructions[number].operation, _arguments(builder, number, tangents)
         with_tangents = [i for i, argument in enumerate(arguments) if argument in tangents]
         if with_tangents and operation == "where":
             condition, x, y = arguments
             # One `where` of both tangents instead of a sum of two.
             tangents[number] = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
         elif with_tangents:
-            partials = _partials(builder, number)
+            partials = _partials(builder, number, arguments)
             for i in with_tangents:
                 _add(tangents, number, partials[i], tangents[arguments[i]])
 
 
-def _partials(builder: Builder, number: int) -> list[Partial]:
+def _arguments(builder: Builder, number: int, known: Container[int]) -> Sequence[int]:
+    """Return the arguments of an operation; instead of a table and an index, the inputs of the table that are `known`."""
     operation, arguments, _ = builder.instructions[number]
+    if operation != "lookup":
+        return arguments
+    value = builder.instructions[arguments[0]].value
+    group, first, count = value if isinstance(value, tuple) else ("", 0, 0)  # type: ignore[misc]
+    return [number for k in range(count) if (number := builder.input(group, first + k)) in known]
+
+
+def _partials(builder: Builder, number: int, arguments: Sequence[int]) -> list[Partial]:
+    operation, given, _ = builder.instructions[number]
+    if operation == "lookup":
+        first, index = builder.instructions[given[0]].value[1], Symbol(builder, given[1])  # type: ignore[index]
+        places = [builder.instructions[argument].value[1] - first for argument in arguments]  # type: ignore[index]
+        return [lambda g, k=k: choose(index == k, g, 0.0) for k in places]
     rule = PARTIALS.get(operation)
     if rule is None:
         return [None] * len(arguments)

@@ -3,6 +3,8 @@
 A program is a list of instructions without branches or loops. Each instruction computes one scalar, real or boolean, from
 the scalars of preceding instructions. Its index in the list is called the number of its value. Inputs and constants are
 also instructions. Inputs belong to groups (such as state and parameters), whose names and sizes the caller chooses.
+
+A table is an instruction, too: constants or consecutive inputs, of which "lookup" reads the entry at a computed index.
 """
 
 from __future__ import annotations
@@ -139,15 +141,18 @@ def place_of(f: object) -> str:
 
 # The name of a group, and an index in it.
 Input: TypeAlias = "tuple[str, int]"
+# The name of a group, the first index in it, and the number of indices.
+TableInputs: TypeAlias = "tuple[str, int, int]"
 
 
 class Instruction(NamedTuple):
     """The computation of one value."""
 
-    operation: str  # a name in `OPERATIONS`, "input" or "constant"
+    operation: str  # a name in `OPERATIONS`, "input", "constant", "table" or "lookup"
     arguments: tuple[int, ...] = ()  # the arguments' numbers, all smaller than this value's number
-    # For a constant its value, float or bool; for an input its group and index in the group; None for operations.
-    value: float | bool | Input | None = None
+    # For a constant its value, float or bool; for an input its group and index in the group; for a table its constants, the
+    # bytes of doubles, or the group, the first index and the number of its inputs; None for operations.
+    value: float | bool | bytes | Input | TableInputs | None = None
 
 
 class Program:
@@ -164,22 +169,27 @@ class Program:
         return tuple(self.groups.items()), self.outputs, instructions
 
     @cached_property
-    def numbers(self) -> dict[int, float]:
-        """Float constants by value number, without integer and half-integer exponents (see `source.lowered`)."""
+    def numbers(self) -> dict[int, float | bytes]:
+        """Float constants, without integer and half-integer exponents (see `source.lowered`), and tables, by number."""
         exponents = {x.arguments[1] for x in self.instructions if x.operation == "power"}
         constants = ((i, x.value) for i, x in enumerate(self.instructions) if x.operation == "constant")
-        found = {i: value for i, value in constants if isinstance(value, float)}
-        return {i: value for i, value in found.items() if i not in exponents or not (2 * value).is_integer()}
+        found: dict[int, Any] = {i: value for i, value in constants if isinstance(value, float)}
+        found = {i: value for i, value in found.items() if i not in exponents or not (2 * value).is_integer()}
+        return found | {i: x.value for i, x in enumerate(self.instructions) if isinstance(x.value, bytes)}
 
     @cached_property
     def structure(self) -> tuple:
         """The content without `numbers`."""
-        kept = (None if i in self.numbers else x for i, x in enumerate(self.instructions))
-        return tuple(self.groups.items()), self.outputs, tuple(kept)
+        kept = [None if i in self.numbers else x for i, x in enumerate(self.instructions)]
+        lengths = [len(value) for value in self.numbers.values() if isinstance(value, bytes)]
+        return tuple(self.groups.items()), self.outputs, (*kept, *lengths)
 
-    def with_inputs(self, inputs: Mapping[int, Input], groups: Mapping[str, int]) -> Program:
+    def with_inputs(self, inputs: Mapping[int, Input | TableInputs], groups: Mapping[str, int]) -> Program:
         """Return the program with some constants of `numbers` replaced by inputs; `groups` has the new sizes."""
-        instructions = (Instruction("input", (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions))
+        kinds = {2: "input", 3: "table"}
+        instructions = (
+            Instruction(kinds[len(inputs[i])], (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions)
+        )
         return Program({**self.groups, **groups}, instructions, self.outputs)
 
     @property
@@ -189,7 +199,12 @@ class Program:
 
     def reads(self, group: str) -> bool:
         """Return whether the program has an input of this group."""
-        return any(op == "input" and value[0] == group for op, _, value in self.instructions)  # type: ignore[index]
+        return any(isinstance(value, tuple) and value[0] == group for _, _, value in self.instructions)
+
+    @property
+    def tables(self) -> set[TableInputs]:
+        """The inputs of its tables."""
+        return {value for op, _, value in self.instructions if op == "table" and isinstance(value, tuple)}  # type: ignore[misc]
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Program) and self.content == other.content)
@@ -205,9 +220,9 @@ class Program:
         return f"<Program of {self.cost} operations>"
 
 
-def exact(value: float | bool | Input | None) -> str:
-    """Return a text that differs for different values, including types and signs of zero."""
-    return value.hex() if isinstance(value, float) else repr(value)
+def exact(value: float | bool | bytes | Input | TableInputs | None) -> str | bytes:
+    """Return a text that differs for different values, including types and signs of zero; bytes are returned unchanged."""
+    return value.hex() if isinstance(value, float) else value if isinstance(value, bytes) else repr(value)
 
 
 def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
@@ -216,17 +231,31 @@ def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
         return _function_of(program)(*groups)
 
 
+def _entry(table: Array, index: Array) -> Array:
+    """Return the entries of a table, shape (K,) or (K, n), at indices of shape (n,)."""
+    places = np.asarray(index).astype(int) if isinstance(index, float) else index.astype(int)
+    if table.ndim == 1:
+        return table[places]
+    return np.take_along_axis(table, np.broadcast_to(places, table.shape[1:])[None], axis=0)[0]
+
+
 @lru_cache(256)
 def _function_of(program: Program) -> Callable[..., list[Any]]:
     """Return the Python function of the groups that `evaluated` calls."""
     groups = {name: f"g{k}" for k, name in enumerate(program.groups)}
     names: dict[str, Any] = {name: operation.function for name, operation in OPERATIONS.items()}
+    names |= {"stack": np.stack, "lookup": _entry}
     lines = [f"def function({', '.join(groups.values())}):"]
     for i, (operation, arguments, value) in enumerate(program.instructions):
         if operation == "constant":
             names[f"v{i}"] = value
         elif operation == "input":
             lines.append(f" v{i} = {groups[value[0]]}[{value[1]}]")  # type: ignore[index]
+        elif operation == "table" and isinstance(value, tuple):
+            group, first, count = value  # type: ignore[misc]
+            lines.append(f" v{i} = stack([{groups[group]}[k] for k in range({first}, {first + count})])")
+        elif operation == "table":
+            names[f"v{i}"] = np.frombuffer(value)  # type: ignore[arg-type]
         else:
             lines.append(f" v{i} = {operation}({', '.join(f'v{k}' for k in arguments)})")
     exec("\n".join([*lines, f" return [{', '.join(f'v{i}' for i in program.outputs)}]"]), names)
@@ -254,15 +283,34 @@ class Builder:
 
     def constant(self, value: float | bool) -> int:
         """Return the number of a constant, real or boolean."""
-        return self._number(Instruction("constant", (), value if isinstance(value, bool) else float(value)))
+        return self.numbered(Instruction("constant", (), value if isinstance(value, bool) else float(value)))
 
     def input(self, group: str, place: int = 0) -> int:
         """Return the number of an input."""
-        return self._number(Instruction("input", (), (group, place)))
+        return self.numbered(Instruction("input", (), (group, place)))
+
+    def table(self, entries: Array) -> int | None:
+        """Return the number of a table of constants or consecutive inputs of a group; None for other entries."""
+        if entries.dtype != object:
+            return self.numbered(Instruction("table", (), np.asarray(entries, float).tobytes()))
+        found = [self.instructions[entry.number] for entry in entries.tolist()]
+        if not found or {x.operation for x in found} != {"input"}:
+            return None
+        group, first = found[0].value  # type: ignore[misc]
+        if [x.value for x in found] != [(group, first + k) for k in range(len(found))]:
+            return None
+        return self.numbered(Instruction("table", (), (group, first, len(found))))
+
+    def lookup(self, table: int, index: int) -> int:
+        """Return the number of the entry of a table at an index, a whole number in its range."""
+        value, place = self.instructions[table].value, self.value(index)
+        if place is not None and isinstance(value, tuple):
+            return self.input(value[0], value[1] + int(place))
+        return self.numbered(Instruction("lookup", (table, index)))
 
     def pair(self, real: int, imag: int) -> int:
         """Return the number of a complex value; finished programs contain only the values of its parts."""
-        return self._number(Instruction("complex", (real, imag)))
+        return self.numbered(Instruction("complex", (real, imag)))
 
     def parts(self, number: int) -> tuple[int, ...] | None:
         """Return the numbers of the real and the imaginary part of a value; None if the value is real."""
@@ -278,7 +326,7 @@ class Builder:
         # x + y and y + x are the same value.
         if OPERATIONS[operation].commutes:
             arguments = tuple(sorted(arguments))
-        return self._number(Instruction(operation, arguments))
+        return self.numbered(Instruction(operation, arguments))
 
     def value(self, number: int) -> float | bool | None:
         """Return the value of a constant, or None for a value that isn't constant."""
@@ -304,7 +352,8 @@ class Builder:
         moved = [Instruction(op, tuple(new[i] for i in arguments), value) for op, arguments, value in kept]
         return Program(groups, moved, [new[i] for i in outputs])
 
-    def _number(self, instruction: Instruction) -> int:
+    def numbered(self, instruction: Instruction) -> int:
+        """Return the number of an instruction, which is appended unless the program contains it."""
         # The constants themselves can't be keys, since 0 == -0, 1 == True, and NaN != NaN.
         key = (instruction.operation, instruction.arguments, exact(instruction.value))
         number = self._known.get(key)
@@ -334,6 +383,10 @@ def copy_program(
         elif operation == "input":
             given = (known or {}).get(value)  # type: ignore[arg-type]
             new.append(builder.input(*value) if given is None else builder.constant(float(given)))  # type: ignore[misc]
+        elif operation == "table":
+            new.append(builder.numbered(Instruction(operation, (), value)))
+        elif operation == "lookup":
+            new.append(builder.lookup(*(new[i] for i in arguments)))
         else:
             new.append(call(operation, *(new[i] for i in arguments)))
     return new

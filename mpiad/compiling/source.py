@@ -119,6 +119,7 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 
 def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
     """Return unindented statements that assign a program's outputs; `names`: local scalars, since each use repeats them."""
+    # ``names["table of group"]``: for each input that begins a table, the text of an entry, with {} for the index.
     # Two programs in one function need different prefixes of local scalars.
     program, single = lowered(program), np.dtype(dtype) == np.float32
     zero, one = number(0.0, single), number(1.0, single)
@@ -130,6 +131,12 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
         elif operation == "input":
             group, place = value  # type: ignore[misc]
             texts[i] = names[group][place]
+        elif operation == "table":
+            group, place, _ = value  # type: ignore[misc]
+            texts[i] = names[f"table of {group}"][place]
+        elif operation == "lookup":
+            texts[i] = f"{prefix}{i}"
+            statements.append(f"{texts[i]} = {texts[arguments[0]].format(texts[arguments[1]])}")
         else:
             text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
             texts[i] = f"{prefix}{i}"
@@ -150,11 +157,11 @@ def function_source(
 
     `stored`: statements for outputs that aren't returned, by their indices, with ``{}`` for the output.
     """
-    # In C, numbers have the type `real`, and the function is `INLINE`.
+    # In C, numbers have the type `real`, except arguments that are given with their types, and the function is `INLINE`.
     outputs = numbered("out", len(program.outputs))
     body = lines(program, names, outputs, dtype)
     if language == "c":
-        given = [f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
+        given = [x if " " in x else f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
     stored = stored or {}
     body += [statement.format(outputs[i]) for i, statement in stored.items()]

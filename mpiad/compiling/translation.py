@@ -198,7 +198,9 @@ class _Module:
         node = self.defined[name]
         # In a linked kernel, the body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses
         # loaded from memory.
-        pointer = "ptr noalias" if self.linked else "ptr"
+        # A table, that is an array passed to a function, is only read, so other arrays don't alias it.
+        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and _calls(call, self.defined)]
+        tables = {x.id for call in calls for x in call.args if isinstance(x, ast.Name)}
         head = f"internal void @{name}.body" if self.linked else f"void @{name}"
         given: dict[str, Value | ArrayValue] = {}
         kinds = []
@@ -209,6 +211,7 @@ class _Module:
             else:
                 lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
                 given[argument.arg] = ArrayValue(dtype.name, f"%a{i}", lengths)
+                pointer = "ptr noalias" if self.linked or argument.arg in tables else "ptr"
                 kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
         function = self._translated(node, given)
         attributes = f"nounwind {'noinline' if self.linked else ''} {function.attributes}"
@@ -218,7 +221,7 @@ class _Module:
 
     def call(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None) -> tuple[str, list[Value]]:
         """Return the symbol of a function for these types of arguments, and its results; `lane`: the index of the lane."""
-        types = tuple(x.dtype if isinstance(x, ArrayValue) else x.type for x in given)
+        types = tuple(f"{x.dtype} {len(x.shape)}" if isinstance(x, ArrayValue) else x.type for x in given)
         known = name, types, lane
         if known not in self._made:
             node, symbol = self.defined[name], f"{name}.{len(self._made)}"
@@ -258,6 +261,10 @@ class _Module:
             if function.is_final:
                 return function
             kinds = function.kinds
+
+
+def _calls(node: ast.AST, defined: Mapping[str, ast.FunctionDef]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined
 
 
 def _parameter(x: Value | ArrayValue) -> str:
@@ -543,11 +550,11 @@ class _Function:
 
     def _inlined(self, node: ast.Call) -> list[Value] | None:
         """Return the results of a call of a function in the same text, None for other calls."""
-        if not isinstance(node.func, ast.Name) or node.func.id not in self._module.defined:
+        if not _calls(node, self._module.defined):
             return None
         given, build = [self._any(a) for a in node.args], self._build
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
-        symbol, results = self._module.call(node.func.id, given, next(lanes, None))
+        symbol, results = self._module.call(node.func.id, given, next(lanes, None))  # type: ignore[attr-defined]
         passed = [_parameter(x).replace("noalias ", "") for x in given]
         if not self._module.is_long(node.func.id):
             made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")

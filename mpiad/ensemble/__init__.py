@@ -4,6 +4,7 @@ from mpiad.ensemble.backends import EnsembleGPU, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.fit import FitResult, fit
+from mpiad.ensemble.interpolation import CubicSpline, interp
 from mpiad.ensemble.methods.bogacki_shampine import BS3
 from mpiad.ensemble.methods.classic import RK4
 from mpiad.ensemble.methods.dormand_prince import RK45
@@ -19,8 +20,8 @@ from mpiad.ensemble.solve import solve
 from mpiad.ensemble.steady_state import SteadyStateSolution, steady_state
 
 __all__ = [
-    "BS3", "RK4", "RK45", "ConvergenceCode", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem", "EnsembleSerial",
-    "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "FitResult", "ODEProblem",
+    "BS3", "RK4", "RK45", "ConvergenceCode", "CubicSpline", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem",
+    "EnsembleSerial", "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "FitResult", "ODEProblem",
     "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
-    "Vern7", "fit", "remake", "solve", "steady_state",
+    "Vern7", "fit", "interp", "remake", "solve", "steady_state",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters, is_on_device, save_times, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
+from mpiad.ensemble.compiled.kernel_solver import Solver
+from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.consistent_start import consistent_start
-from mpiad.ensemble.directions import LEAVES, U0, arguments_of, numbers_of, push_run
+from mpiad.ensemble.directions import DUE, LEAVES, NO_TIMES, U0, arguments_of, numbers_of, push_run
+from mpiad.ensemble.event import Event
 from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each, scaled_factor
 from mpiad.ensemble.members import as_state, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
@@ -29,6 +32,7 @@ from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
+from mpiad.ensemble.solve import GivenTimes, started
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.pytrees import flatten
@@ -139,6 +143,8 @@ _CARRIED = 64
 
 # The number of solves of a fit that `compile="auto"` expects.
 _SOLVES = 10
+# Maximum number of saved numbers for which a kernel's adjoint, a sweep per number, replaces the repetition of the steps.
+_SWEEPS = 100
 
 Generator = Callable[[ODEProblem, Array], ODEProblem]
 Tangents = list[Any] | None
@@ -158,14 +164,17 @@ class _TracedBatch(NamedTuple):
     batch: Batch
     u0: Tangents
     leaves: dict[int, list[Any]]
+    times: GivenTimes | None = None  # of events, if any event acts
+    due: tuple[Array, Tangents] = NO_TIMES, None  # the given times, shape (m + 1, n), and their tangents
 
 
 class SensitivitySolve:
     """Solves trajectories of an untraced batch as functions of variables x, by default the parameters p."""
 
-    def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
-        # ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory.
-        self._compiler, self._generator = compiler, generator
+    def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None, first: int = 0):
+        # ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory. `first`:
+        # the index of the batch's first trajectory.
+        self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def states(self, x: Array, ids: Array) -> States:
@@ -176,7 +185,15 @@ class SensitivitySolve:
         numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if traced.u0 else 0)
         in_kernel = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
         settings = self._settings._replace(saveat=times, gradient="tangent" if in_kernel else "adjoint")
-        outcome = self._compiler.run(batch, settings, traced.batch)
+        if traced.times is None:
+            outcome = self._compiler.run(batch, settings, traced.batch)
+        else:
+            if not self._checked:  # at the start, for all trajectories
+                check_schedules(traced.times, batch, times, self._first)
+                self._checked = True
+            plan = self._compiler.plan(batch, settings, traced.batch)
+            run = partial(self._compiler.run_planned, plan, given=traced.batch)
+            outcome = run(*started(batch, settings, traced.times))
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         tangents = self._tangents(Run(batch, settings, outcome), traced, x.shape[1])
         return States(u, tangents, outcome.naccept + outcome.nreject)
@@ -192,10 +209,13 @@ class SensitivitySolve:
             else:
                 traced = _generated(bundle, self._generator, batch, variables)
             settings = self._settings
-            if settings.mass is None:
-                return traced
-            consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
-            return traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
+            if settings.mass is not None:
+                consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
+                traced = traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
+            if any(event.acts for event in settings.events):
+                times = GivenTimes(settings.events, traced.batch.plain())
+                traced = traced._replace(times=times, due=bundle.parts(times.traced(traced.batch)))
+            return traced
 
     def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
@@ -203,7 +223,12 @@ class SensitivitySolve:
         carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places)
         if carried is None:
             tangents = {U0: traced.u0 or [None] * m, **{LEAVES + place: gs for place, gs in traced.leaves.items()}}
-            return np.stack(push_run(run, arguments_of(run), tangents)[0])
+            args, (due, along) = arguments_of(run), traced.due
+            if along is not None and any(g is not None for g in along):
+                args[DUE], tangents[DUE] = due, along
+            if solver is not None and run.n_saved * len(run.batch.u0) <= _SWEEPS and not np.iscomplexobj(run.batch.u0):
+                return _by_adjoints(solver, run, tangents, m)
+            return np.stack(push_run(run, args, tangents)[0])
         saved: Array = carried[1]
         if self._generator is None and traced.u0 is None:
             return saved
@@ -216,6 +241,23 @@ class SensitivitySolve:
                 if g is not None:
                     total[j] += derivative * g[number.index][:, None, None]
         return total
+
+
+def _by_adjoints(solver: Solver, run: Run, tangents: dict[int, list[Any]], m: int) -> Array:
+    """Return the tangents of the saved states, shape (m, n, n_saved, d), by one sweep of a kernel per number saved."""
+    d, count = run.batch.u0.shape
+    total, seed = np.zeros((m, count, run.n_saved, d)), np.zeros((count, run.n_saved, d))
+    for k, c in np.ndindex(run.n_saved, d):
+        seed[:, k, c] = 1.0
+        seeds = run.seeds(seed, np.zeros((count, d)), ())
+        bars = pull_compiled(solver, run, seeds, [place - LEAVES for place in tangents if place >= LEAVES], DUE in tangents)
+        seed[:, k, c] = 0.0
+        for argnum, gs in tangents.items():
+            bar = bars.u0 if argnum == U0 else bars.due if argnum == DUE else bars.leaves[argnum - LEAVES]
+            for j, g in enumerate(gs):
+                if g is not None:
+                    total[j, :, k, c] += (bar * g[: len(bar)]).reshape(-1, count).sum(axis=0)
+    return total
 
 
 def unit_tangents(x: Array) -> list[Array]:
@@ -273,6 +315,20 @@ def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangent
     if tangents is None or all(g is None for g in tangents):
         return flat, None
     return flat, [None if g is None else np.reshape(g, flat.shape) for g in tangents]
+
+
+def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) -> None:
+    """Raise a ValueError if no given time of a trajectory's events lies between its start and its last saved time."""
+    last = np.broadcast_to(saveat[..., -1:] if saveat.size else batch.end[:, None], (batch.size, 1))[:, 0]
+    due, start, last = (times.signs * x for x in (times.times, batch.start, last))
+    given, inside = np.isfinite(due), (due >= start) & (due <= last)
+    outside = given.any(axis=0) & ~inside.any(axis=0)
+    if outside.any():
+        i = int(np.argmax(outside))
+        raise ValueError(
+            f"fit: the times of events of trajectory {first + i + 1}, {times.times[given[:, i], i]}, lie outside of its "
+            f"data, from the start of tspan, {batch.start[i]}, to the last saved time, {times.signs[i] * last[i]}."
+        )
 
 
 _CALLED = (
@@ -397,7 +453,7 @@ def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
         shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
         arrays = plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float), *saveat
-        return [f"{shown}, {short}", short, *arrays, digests_of(plan.options.problem)]
+        return [f"{shown}, {short}", short, *arrays, digests_of(plan.options.problem, plan.options.events)]
 
     return alike_on_all(used, lambda: planned(given), described, "fit")
 
@@ -505,6 +561,7 @@ def fit(
     dt: float | None = None,
     dtmax: float = np.inf,
     max_steps: int = 10_000,
+    events: Event | tuple[Event, ...] = (),
     batch_size: int | None = None,
     compile: str | bool = "auto",
     **others: Any,
@@ -552,6 +609,10 @@ def fit(
     rtol, atol, dt, dtmax, max_steps
         Options of the solves, as for `solve`. A trial point at which a solve needs more than `max_steps` steps, or fails,
         is rejected.
+    events : Event or tuple of Event
+        Events of the solves, as for `solve`: for example doses at given times. The variables may include the times and the
+        sizes of the state changes. For a schedule per trajectory, give a function ``times(p)``, and let `prob_generator`
+        keep the schedule in p; fill up shorter schedules with `numpy.inf`.
     batch_size : int, optional
         Number of fits that run together, which limits the memory; all by default.
     compile : {"auto", True, False}
@@ -566,7 +627,7 @@ def fit(
     NotImplementedError
         If an argument is traced or on a device.
     TypeError, ValueError
-        If an argument is invalid.
+        If an argument is invalid, or all times at which the events of a trajectory act lie outside of its data.
 
     Ranks
     -----
@@ -631,7 +692,7 @@ def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: 
             "mpiad.device.to_host to them."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
-    solves = SensitivitySolve(compiler, batch, settings, given.prob_generator)
+    solves = SensitivitySolve(compiler, batch, settings, given.prob_generator, numbers.start)
     leaves, build = flatten(given.data)
     data = build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])
     misfit = Residuals(given.residuals, data, batch.shape)

@@ -408,8 +408,8 @@ def solved_with_events(
             "save_everystep=True. Pass the times as saveat."
         )
     times = GivenTimes(settings.events, batch)
-    started, acting = _started(batch, settings, times)
-    outcome = solve(started, acting)
+    begun, acting = started(batch, settings, times)
+    outcome = solve(begun, acting)
     run: Run | None = None
     if given.traced:
         run, due = Run(batch, settings, outcome), times.traced(given)
@@ -436,10 +436,10 @@ def solved_with_events(
     sol = solution_of(outcome, batch, settings, events)
     if run is not None:
         sol.u, sol.u_end, sol.t_reached = anp.reshape(u, sol.u.shape), anp.reshape(u_end, sol.u_end.shape), reached
-    return replace(sol, dense=DenseOutput(started, acting, outcome, given)) if dense else sol
+    return replace(sol, dense=DenseOutput(begun, acting, outcome, given)) if dense else sol
 
 
-def _started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch, Settings]:
+def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch, Settings]:
     """Apply the events at the start; return the batch of the states after them, and the settings of the solve."""
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()

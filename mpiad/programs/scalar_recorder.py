@@ -19,6 +19,7 @@ from mpiad._typing import Array, Axis, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of
 from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol, number_of
+from mpiad.differentiation.rules.interpolation import entries_of, interpolated
 from mpiad.programs.recorder import reason_against
 from mpiad.programs.traced_array import TracedArray, array_of, cast, mapped, plain, take
 
@@ -65,7 +66,7 @@ class ScalarRecorder:
 
     def constant(self, x: Any) -> Any:
         """Return an array whose derivatives are zero; an argument without traced values is returned unchanged."""
-        x = self._traced(x)
+        x = self.traced(x)
         if not isinstance(x, TracedArray) or x.dtype == bool:
             return x
         return TracedArray(self, _as_array([symbol.call("stop_gradient") for symbol in x.number.flat], x.shape), x.value)
@@ -101,7 +102,8 @@ class ScalarRecorder:
             )
         return x.number.copy()
 
-    def _traced(self, x: Any) -> Any:
+    def traced(self, x: Any) -> Any:
+        """Return an array of symbols as a traced array, and other arguments unchanged."""
         # NumPy's conversions of traced arrays make object arrays of symbols.
         if type(x) is not Symbol and not (isinstance(x, np.ndarray) and x.dtype == object):
             return x
@@ -123,7 +125,7 @@ class ScalarRecorder:
         rule = _RULES.get(fun) or rule_of(fun)
         if rule is None and fun not in _ON_ENTRIES:
             self.refuse(f"it calls {name}, which isn't among the functions that can be compiled")
-        args, kwargs = mapped(tuple(args), self._traced), mapped(kwargs, self._traced)
+        args, kwargs = mapped(tuple(args), self.traced), mapped(kwargs, self.traced)
         made = fun(*plain(args), **plain(kwargs))
         if rule is None:
             if fun is take:
@@ -152,7 +154,7 @@ class ScalarRecorder:
 
     def set_entries(self, target: TracedArray, key: Index, value: Array) -> None:
         """Set entries of an array and of its views."""
-        value = mapped(value, self._traced)
+        value = mapped(value, self.traced)
         self._check_index(key)
         target.value[key] = plain(value)
         symbols = self.symbols(value)
@@ -207,8 +209,32 @@ def _cast(t: ScalarRecorder, x: TracedArray, dtype: np.dtype) -> TracedArray:
     return x
 
 
+def _entries_of(t: ScalarRecorder, table: Array, index: Array) -> TracedArray:
+    """Return the entries of a table, constants or an array among the parameters, at computed indices."""
+    entries = table.number.ravel() if isinstance(table, TracedArray) else np.ravel(table)
+    number = t.builder.table(entries)
+    if number is None:
+        raise Unsupported("computed values in the table; expected constants, or an array in p, not multiples of it")
+    found = [Symbol(t.builder, t.builder.lookup(number, i.number)) for i in t.symbols(index).ravel().tolist()]
+    return t.traced(_as_array(found, np.shape(index)))
+
+
+def _interpolated(
+    t: ScalarRecorder, x: TracedArray, xp: Array, fp: Array, left: Array = None, right: Array = None, period: Array = None
+) -> TracedArray:
+    if period is not None:
+        raise Unsupported("period=")
+    xp, fp = (part if isinstance(part, TracedArray) else t.traced(np.asarray(part)) for part in (xp, fp))
+    if not np.iscomplexobj(fp):
+        return interpolated(x, xp, fp, left, right)
+    real, imag = ([y if y is None else part(y) for y in (fp, left, right)] for part in (np.real, np.imag))
+    return interpolated(x, xp, *real) + 1j * interpolated(x, xp, *imag)
+
+
 _RULES: dict[Callable, Rule] = {
     cast: _cast,
+    entries_of: _entries_of,
+    np.interp: _interpolated,
     np.real: lambda t, x: t.elementwise("real", lambda z: z.real, x),
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from scipy.integrate import solve_ivp
+from scipy.linalg import expm
 from scipy.optimize import least_squares
 
 from mpiad.ensemble import (
@@ -20,6 +21,7 @@ from mpiad.ensemble import (
     EnsembleProblem,
     EnsembleSerial,
     EnsembleThreads,
+    Event,
     ODEProblem,
     Rodas5P,
     Vern7,
@@ -364,3 +366,94 @@ def test_methods_for_stiff_systems():
         gtol=1e-12, prob_generator=lambda one, x: remake(one, u0=[1 / x[2]], p=x[:2]),
     )  # fmt: skip
     np.testing.assert_allclose(found.p, truth, rtol=1e-6)
+
+
+# ---- doses: two compartments, each patient with doses of its own
+
+LEVELS = np.linspace(1.0, 24.0, 9)
+DOSES = np.array([[0.0, 6.0, 11.0], [0.0, 8.0, np.inf], [2.0, 9.5, 14.5], [0.5, 12.0, 20.0]])
+RATES = np.array([[0.3, 0.5, 0.4, 10.0], [0.25, 0.4, 0.5, 8.0], [0.4, 0.3, 0.3, 12.0], [0.35, 0.45, 0.35, 9.0]])
+
+
+def compartments(u, p, t):
+    out, there, back = p["x"][0], p["x"][1], p["x"][2]
+    return [back * u[1] - (out + there) * u[0], there * u[0] - back * u[1]]
+
+
+DOSE = Event(times=lambda p: [p["times"][i] for i in range(3)], affect=lambda u, p, t: [u[0] + p["x"][3], u[1]])
+PATIENTS = EnsembleProblem(
+    ODEProblem(compartments, [0.0, 0.0], (0.0, 24.0), {"x": np.ones(4), "times": np.zeros(3)}),
+    p={"x": RATES, "times": DOSES},
+)
+ACCURATE = {"saveat": LEVELS, "rtol": 1e-8, "atol": 1e-9, "ftol": 1e-13, "xtol": 1e-10, "gtol": 1e-10}
+
+
+def levels(x, times):
+    """Return the closed form of a patient's levels."""
+    matrix = np.array([[-(x[0] + x[1]), x[2]], [x[1], -x[2]]])
+    return np.array([sum(x[3] * expm(matrix * (t - due))[0, 0] for due in times if due <= t) for t in LEVELS])
+
+
+MEASURED = np.array([levels(*row) for row in zip(RATES, DOSES)]) + 0.05 * np.random.default_rng(3).normal(size=(4, 9))
+
+
+def first_component(u, p, data):
+    return u[:, 0] - data
+
+
+def fitted_doses(problem=PATIENTS, backend=None, first=None, **options):
+    """Return the fits of the rates and the size of the doses, and from `first` of the time of the first dose."""
+
+    def generator(problem, x):
+        times = problem.p["times"] if first is None else anp.concatenate([x[4:5], problem.p["times"][1:]])
+        return remake(problem, p={"x": x[:4], "times": times})
+
+    start = np.tile([0.25, 0.4, 0.35, 9.0], (4, 1))
+    start = start if first is None else np.concatenate([start, first], axis=1)
+    options = {"events": DOSE, "data": MEASURED, "prob_generator": generator, **ACCURATE, **options}
+    return fit(problem, first_component, start, Vern7(), backend or EnsembleMPI(), **options)
+
+
+@pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["dose", "time"])
+def test_doses_as_scipys_least_squares(compiled, timed):
+    # The first dose of the other patients is at the start of tspan, where a time has no derivative.
+    chosen = [2, 3] if timed else [0, 1, 2, 3]
+    found = fitted_doses(first=np.array([[1.0], [1.0], [1.9], [0.6]]) if timed else None, compile=compiled)
+    assert found.success[chosen].all()
+    for i in chosen if RANK == 0 else []:
+
+        def fun(x, i=i):
+            return levels(x[:4], [*x[4:], *DOSES[i][len(x[4:]) :]]) - MEASURED[i]
+
+        start = np.append(RATES[i], DOSES[i][:1] if timed else [])
+        expected = least_squares(fun, start, "3-point", xtol=1e-13, ftol=1e-13, gtol=1e-13)
+        np.testing.assert_allclose(found.p[i], expected.x, rtol=1e-6)
+        covariance = np.linalg.inv(expected.jac.T @ expected.jac)
+        np.testing.assert_allclose(found.covariance(absolute_sigma=True)[i], covariance, rtol=1e-4)
+
+
+def test_doses_alike_on_all_ranks(compiled):
+    found, alone = (
+        fitted_doses(backend=backend, compile=compiled, max_nfev=3) for backend in (EnsembleMPI(), EnsembleThreads())
+    )
+    for name in FIELDS:
+        np.testing.assert_array_equal(getattr(found, name), getattr(alone, name))
+
+
+def test_doses_outside_of_the_data():
+    late = np.where([[False], [False], [True], [False]], DOSES + 30.0, DOSES)
+    with pytest.raises(ValueError, match=r"events of trajectory 3, \[32.*\], lie outside of its data, .* 24.0"):
+        fitted_doses(remake(PATIENTS, p={"x": RATES, "times": late}))
+
+
+def test_events_with_and_without_effects(compiled):
+    # A root of a condition changes the state, too; an event without effect changes nothing.
+    stop = Event(lambda u, p, t: u[0] - 1.0, direction=1, affect=lambda u, p, t: [0.5 * u[0]])
+    watch = Event(lambda u, p, t: u[0] - 0.9, terminal=False)
+    growth = ODEProblem(lambda u, p, t: [p[0] * u[0]], [0.5], (0.0, 2.0), [1.0])
+    times = np.array([0.5, 1.0, 1.5, 2.0])
+    truth = np.array([[0.9], [1.1]])
+    exact = 0.5 * np.exp(truth * times) * 0.5 ** np.floor(truth * times / math.log(2))
+    options = {"data": exact, "saveat": times, "rtol": 1e-10, "atol": 1e-12, "compile": compiled}
+    found = fit(growth, first_component, truth + 0.02, Vern7(), events=(stop, watch), **options)
+    np.testing.assert_allclose(found.p, truth, rtol=1e-7)

@@ -81,6 +81,10 @@ RUNS = [
         r"loss (\S+) at first, .* after 5 steps; SciPy says (\S+)", lambda first, last: last < first / 5,
     ),
     Small(
+        2, "examples/pharmacokinetics.py", "--patients 8 --draws 2 --picture picture.png",
+        r"CL +(\S+) +SciPy +(\S+)", is_close(1e-5),
+    ),
+    Small(
         2, "examples/poisson_inverse.py", "--cells 8 --iterations 8 8 --most 1",
         r"field .*log κ (\S+)\n.*network .*log κ (\S+)", lambda field, network: max(field, network) < 0.3,
         thorough=True,

@@ -19,6 +19,7 @@ from mpiad.differentiation.rules import (
     extrema,
     factorizations,
     indexing,
+    interpolation,
     matrix_products,
     moments,
     padding,
@@ -35,8 +36,8 @@ from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
 __all__ = ["JVP_RULES", "VJP_RULES"]
 
 _FAMILIES = (
-    arithmetic, stacking, einsum, elementwise, extrema, indexing, padding, powers, matrix_products, reductions,
-    where, moments, rearrangements, repetition, factorizations, transforms,
+    arithmetic, stacking, einsum, elementwise, extrema, indexing, interpolation, padding, powers, matrix_products,
+    reductions, where, moments, rearrangements, repetition, factorizations, transforms,
 )  # fmt: skip
 
 VJP_RULES: dict[Primitive, VjpMaker] = {}

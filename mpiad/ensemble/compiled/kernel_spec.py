@@ -67,6 +67,13 @@ class KernelSpec(NamedTuple):
     ending: tuple[int, ...] = ()  # the events that act and end the trajectory
     # In the adjoint of a solve in which events act: these events, and whether each one occurs at given times.
     jumps: tuple[tuple[int, bool], ...] | None = None
+    # Parameters that are entries of tables, as in `TracedProblem.tables`; they are read from arrays at computed indices.
+    tables: tuple[tuple[str, int, int], ...] = ()
+
+    def loaded(self, kind: str) -> list[int]:
+        """Return the indices of the parameters "p" or "s" that are loaded as scalars."""
+        read = {i for name, first, count in self.tables if name == kind for i in range(first, first + count)}
+        return [i for i in range(self.varying if kind == "p" else self.shared) if i not in read]
 
     @property
     def dtype(self) -> np.dtype:
@@ -102,7 +109,7 @@ class KernelSpec(NamedTuple):
     @property
     def shares_array(self) -> bool:
         """Whether CPU kernels pass the shared parameters as an array."""
-        return self.shared > MOST_SCALARS
+        return len(self.loaded("s")) > MOST_SCALARS
 
     @property
     def accumulates(self) -> bool:
@@ -114,7 +121,7 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
     """Return the spec of a batch's kernels without derivatives."""
     program, varying = traced.program, len(traced.packing.varying)
     events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"tables": traced.tables}
     if settings.alg.tableau.implicit:
         # The sparsity pattern is part of the spec, since elimination is generated for the nonzero entries.
         _, options["jacobian"], options["slopes"] = jacobian_program(program)

@@ -68,19 +68,28 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     """Return the text of ``name(*u, *p, *s, t, *w, *x)``; w: tangents or cotangents; x: second directions.
 
     In CPU kernels the shared parameters may be an array s, and the derivatives may add the cotangents of parameters to the
-    fields p_bar and s_bar: then the arguments ``live, bars, l`` follow. See `KernelSpec`.
+    fields p_bar and s_bar: then the arguments ``live, bars, l`` follow. Entries of tables are read from arrays. See
+    `KernelSpec`.
     """
-    names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
+    fused = language == "python"
+    shares = spec.shares_array and fused
+    loaded = dict.fromkeys(f"{kind}{i}" for kind in ("p" if shares else "ps") for i in spec.loaded(kind))
+    arrays = {"p": "p[{}, column]", "s": "s[{}]"}  # for parameters that aren't passed as scalars
+    names = {"state": numbered("u", spec.d), "time": ["t"]}
+    names["parameter"] = [x if x in loaded else arrays[x[0]].format(x[1:]) for x in parameters]
+    names["table of parameter"] = [arrays[x[0]].format(f"{x[1:]} + np.int64({{}})") for x in parameters]
     names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
     names["direction"] = numbered("x", program.groups.get("direction", 0))
-    # Kernels pass first the parameters per trajectory, then the shared ones.
-    order, stored = sorted(parameters, key=lambda text: (text[0], int(text[1:]))), dict[int, str]()
-    if spec.shares_array and language == "python":
-        order = [*(x for x in order if x[0] == "p"), "s"]
-        names["parameter"] = [f"s[{x[1:]}]" if x[0] == "s" else x for x in parameters]
-    arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
-    if spec.accumulates and language == "python" and name in ("g", "curvature"):
+    tables = ["p", "s", "column"] if spec.tables else ["s"] if shares else []
+    if tables and not fused:
+        tables = ["const real* p", "const real* s", "const long long column", "const long long n"]
+    given = [*loaded, *tables, "t"]
+    arguments, stored = (
+        [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]],
+        dict[int, str](),
+    )
+    if spec.accumulates and fused and name in ("g", "curvature"):
         arguments += ["live", "bars", "l"]
         zero = number(0.0, spec.single)
         for k in range(spec.wanted_varying + spec.wanted_shared):

@@ -18,6 +18,10 @@ from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.outcome import INITIAL
 from mpiad.ensemble.run import Run, Seeds
 
+# Maximum number of differentiated parameters in a reverse kernel if f reads tables. For an entry of a table, the kernel
+# has a few operations per evaluation of f; the adjoint by arrays adds only to the two entries that were read.
+_MOST_ENTRIES = 64
+
 
 def kernel_events(run: Run, seeds: Seeds, time_bar: Array) -> tuple[Array, Array]:
     """Return the index of each trajectory's first event in a table for the reverse kernel, (N + 1,), and the table."""
@@ -70,12 +74,15 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return pull_run(run, seeds, places, timed)  # the saved times aren't known in advance
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
+    chosen = [part for part in solver.traced.packing.parts if part.place in places]
+    wanted = [j for part in chosen for j in part.scalars]
+    if solver.spec.tables and len(wanted) > _MOST_ENTRIES:
+        return pull_run(run, seeds, places, timed)
     if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
         return pull_run(run, seeds, places, timed)  # the kernel would need u' between events at the same time
     stopped = run.jumps is not None and len(run.stops.ids) > 0
     timed = timed or stopped
-    batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
-    count = batch.size
+    batch, count = run.batch, run.batch.size
     outcome, real = solver.recorded(run.outcome), solver.spec.dtype
     found = cotangents_at_ends(run, seeds, places, timed)
     jumps = None if run.jumps is None else KernelJumps(run, run.jumps, found.start, real)
@@ -84,7 +91,6 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         time_bar = np.where(run.live & run.terminated, seeds.reached, 0.0)
     first_event, events = kernel_events(run, seeds, time_bar)
     inside = solver.spec.inside and (seeds.saved is not None or len(events) > 0)
-    wanted = [j for part in chosen for j in part.scalars]
     function, spec = solver.reverse(wanted, timed, inside, jumps is not None, len(events) > 0)
     saved, save_step = np.empty((0, 0, 0)), np.empty((count, 0), np.int32)
     if seeds.saved is not None:

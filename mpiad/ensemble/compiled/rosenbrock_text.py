@@ -248,7 +248,7 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         # Functions that convert doubles to the precision of states, and the opposite.
         "rounded": "np.float32" if spec.single else "", "double": "np.float64" if spec.single else "",
         # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
-        "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared if "s" not in steps.parameters else 0),
+        "c": range(spec.d), "p": spec.loaded("p"), "s": [] if by_lanes and spec.shares_array else spec.loaded("s"),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),
@@ -270,7 +270,8 @@ class RosenbrockSteps(Steps):
         self._mass = spec.mass or tuple((i, i, 1.0) for i in range(spec.d))
         entries = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}
         self._lu = self._factors(sorted(entries), fields)
-        self.lane_range = "lanes" if isinstance(self._lu, UnrolledLU) else "range"
+        if not isinstance(self._lu, UnrolledLU):
+            self.lane_range = "range"
 
     def _factors(self, entries: list[tuple[int, int]], fields: Fields | None) -> LU:
         d = self.spec.d

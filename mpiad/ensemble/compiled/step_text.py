@@ -30,8 +30,13 @@ class Steps:
         self.spec, self.fused = spec, fused
         # Times are double. `h_` and `rtol_`, which are multiplied by states, have the precision of states.
         self.h = "h_" if spec.single else "h"
-        self.parameters = numbered("p", spec.varying)
-        self.parameters += ["s"] if fused and spec.shares_array else numbered("s", spec.shared)
+        shares = fused and spec.shares_array
+        self.parameters = [f"{kind}{i}" for kind in ("p" if shares else "ps") for i in spec.loaded(kind)]
+        # Entries of tables are read from the kernel's arguments p and s, at the trajectory of the lane, if it has one.
+        tables = ["p", "s", "max(ids[l], 0)"] if fused else ["p", "s", "i", "n"]
+        self.parameters += tables if spec.tables else ["s"] if shares else []
+        if spec.tables:
+            self.lane_range = "range"  # vectors have no indices of different lanes
         # Functions that add cotangents to the fields p_bar and s_bar of the lane l, instead of returning them.
         self.bars = ["live", "$$p_bar", "l"] if fused and spec.accumulates else []
         self.wanted = 0 if self.bars else spec.wanted_varying + spec.wanted_shared

@@ -43,7 +43,9 @@ _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 _structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
 # Per f and structure: the numbers of the first solve, the indices of the numbers that have changed since then, and the
 # problem in which the changed numbers are parameters.
-_first_numbers: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
+_first_numbers: WeakKeyDictionary[Any, dict[tuple, tuple[list[float | bytes], list[int], TracedProblem]]] = (
+    WeakKeyDictionary()
+)
 # Maximum number of cached traces, of all functions together.
 _MOST_KNOWN = 64
 _known: dict[Fingerprint, Any] = {}  # the cached traces
@@ -59,6 +61,13 @@ class TracedProblem(NamedTuple):
     names: tuple[str, ...]  # of the program's parameters: see `names_of`
     affects: tuple[Program | None, ...]  # for all events; None for events without an affect
     numbers: tuple[float, ...] = ()  # constants of the functions that differ between solves; the last parameters
+
+    @property
+    def tables(self) -> tuple[tuple[str, int, int], ...]:
+        """The parameters that are entries of tables: "p" or "s", the first index and the number of indices."""
+        programs = [g for g in (self.program, *self.conditions, *self.affects) if g is not None]
+        found = {(self.direction(first), count) for g in programs for _, first, count in g.tables}
+        return tuple(sorted((*first, count) for first, count in found))
 
     def direction(self, j: int) -> tuple[str, int]:
         """Return the direction of a tangent for parameter j, as in `KernelSpec.directions`."""
@@ -132,30 +141,36 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
     numbers = [number for g in programs for number in g.numbers.values()]
     known = _first_numbers.setdefault(identity_of(f), {})
     first, before, result = known.pop(structure, (numbers, [], found))
-    changed = [i for i, number in enumerate(numbers) if i in before or exact(number) != exact(first[i])]
+    # Tables are always parameters.
+    changed = [i for i, x in enumerate(numbers) if isinstance(x, bytes) or i in before or exact(x) != exact(first[i])]
     if changed != before:
-        result = _with_parameters(found, changed)
+        result = _with_parameters(found, changed, numbers)
     known[structure] = first, changed, result
     if len(known) > _MOST_PROGRAMS:
         known.pop(next(iter(known)))
-    return result._replace(numbers=tuple(numbers[i] for i in changed)) if changed else found
+    given = [np.frombuffer(numbers[i]) if isinstance(numbers[i], bytes) else [numbers[i]] for i in changed]
+    return result._replace(numbers=tuple(np.concatenate(given).tolist())) if changed else found
 
 
-def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProblem:
-    """Return a problem with some numbers replaced by additional shared parameters."""
+def _with_parameters(found: TracedProblem, changed: Sequence[int], numbers: Sequence[float | bytes]) -> TracedProblem:
+    """Return a problem with some of its numbers replaced by additional shared parameters."""
     size, shared, place = found.packing.size, len(found.packing.shared), count()
-    inputs = {i: ("parameter", size + k) for k, i in enumerate(changed)}
+    inputs, total = {}, size
+    for i in changed:
+        length = len(numbers[i]) // 8 if isinstance(numbers[i], bytes) else 0  # type: ignore[arg-type]
+        inputs[i] = ("parameter", total, length) if length else ("parameter", total)
+        total += length or 1
 
     def lifted(program: Program | None) -> Program | None:
         if program is None:
             return None
         numbered = {i: inputs.get(next(place)) for i in program.numbers}
         replaced = {i: given for i, given in numbered.items() if given is not None}
-        return program.with_inputs(replaced, {"parameter": size + len(changed)})
+        return program.with_inputs(replaced, {"parameter": total})
 
     programs = [lifted(g) for g in (found.program, *found.conditions, *found.affects)]
     stop = 1 + len(found.conditions)
-    names = (*found.names, *(f"s{shared + k}" for k in range(len(changed))))
+    names = (*found.names, *(f"s{shared + k}" for k in range(total - size)))
     return TracedProblem(programs[0], tuple(programs[1:stop]), found.packing, names, tuple(programs[stop:]))  # type: ignore[arg-type]
 
 
