@@ -568,7 +568,7 @@ class _Torch:
     def native(self, x: np.ndarray, name: str) -> Any:
         """Return a tensor that shares the memory of x if possible."""
         _check_kind(x, name)
-        return self.module.from_numpy(np.require(x, requirements="CW"))
+        return self.module.from_numpy(np.require(x, requirements=("C", "W")))
 
     def array(self, y: Any, name: str) -> np.ndarray:
         """Return the values of a result."""

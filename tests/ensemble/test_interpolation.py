@@ -77,7 +77,7 @@ def problem_of(kind, force=FORCES, rate=RATES):
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=["Tsit5", "Rodas5P"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_scipy_with_tables_of_scipy(kind, alg, compiled):
-    tight = {"rtol": 1e-8, "atol": 1e-10}
+    tight = {"rtol": 1e-10, "atol": 1e-12}  # steps across kinks have larger errors than the tolerance
     sol = solve(problem_of(kind), alg, compile=compiled, **tight)
     for i in (0, 3):
         row = i if KINDS[kind][1] else 0
