@@ -160,8 +160,8 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
     --------
     >>> import jax, jax.numpy as jnp
     >>> def program(f):
-    ...     print(jax.jit(jax.grad(mpiad.interop.to_jax(f)))(jnp.array([1.0, 2.0])))
-    >>> result = mpiad.drive(program, lambda x: np.sum(x**2))
+    ...     return jax.jit(jax.grad(mpiad.interop.to_jax(f)))(jnp.array([1.0, 2.0]))
+    >>> print(mpiad.mpi_bcast(np.asarray(mpiad.drive(program, lambda x: np.sum(x**2)))))
     [2. 4.]
     """
     _check_driven(f, "to_jax")
@@ -228,9 +228,9 @@ def to_torch(f: DrivenFunction) -> Function:
     >>> def program(f):
     ...     x = torch.tensor([1.0, 2.0], requires_grad=True)
     ...     mpiad.interop.to_torch(f)(x).backward()
-    ...     print(x.grad)
-    >>> result = mpiad.drive(program, lambda x: np.sum(x**2))
-    tensor([2., 4.])
+    ...     return x.grad.numpy()
+    >>> print(mpiad.mpi_bcast(mpiad.drive(program, lambda x: np.sum(x**2))))
+    [2. 4.]
     """
     _check_driven(f, "to_torch")
     torch = _torch().module

@@ -130,10 +130,10 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
             texts[i] = number(value, single)  # type: ignore[arg-type]
         elif operation == "input":
             group, place = value  # type: ignore[misc]
-            texts[i] = names[group][place]
+            texts[i] = names[group][place]  # type: ignore[index]
         elif operation == "table":
-            group, place, _ = value  # type: ignore[misc]
-            texts[i] = names[f"table of {group}"][place]
+            table, first, _ = value  # type: ignore[misc]
+            texts[i] = names[f"table of {table}"][first]  # type: ignore[index]
         elif operation == "lookup":
             texts[i] = f"{prefix}{i}"
             statements.append(f"{texts[i]} = {texts[arguments[0]].format(texts[arguments[1]])}")

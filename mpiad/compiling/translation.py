@@ -552,11 +552,11 @@ class _Function:
         """Return the results of a call of a function in the same text, None for other calls."""
         if not _calls(node, self._module.defined):
             return None
-        given, build = [self._any(a) for a in node.args], self._build
+        given, build, name = [self._any(a) for a in node.args], self._build, node.func.id  # type: ignore[attr-defined]
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
-        symbol, results = self._module.call(node.func.id, given, next(lanes, None))  # type: ignore[attr-defined]
+        symbol, results = self._module.call(name, given, next(lanes, None))
         passed = [_parameter(x).replace("noalias ", "") for x in given]
-        if not self._module.is_long(node.func.id):
+        if not self._module.is_long(name):
             made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")
             return [build.value(x.kind, f"extractvalue %{symbol} {made}, {i}", x.width) for i, x in enumerate(results)]
         memory = build.slot(f"%{symbol}")

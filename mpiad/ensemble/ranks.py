@@ -36,6 +36,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 def gathered(
     used: Channel,
+    comm: Comm,
     share: EnsembleSolution,
     outcomes: RankOutcomes,
     start: Callable[[], Array] | None,
@@ -43,11 +44,12 @@ def gathered(
     u: object,
 ) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; collective. `u`: the results of a reduction, or None."""
+    # `comm`: the user's communicator of the channel, or None, as pickles contain it.
     # `start` returns all initial states, shape (d, N). `timed`: whether the final times have derivatives.
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
     fields |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
-    dense = share.dense and GatheredOutput(share.dense, len(share), used.user)
+    dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
     if timed:
         sol.t_reached = _collected(used, share.t_reached, outcomes)

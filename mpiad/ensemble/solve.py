@@ -240,7 +240,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
             outputs = combined(problem, parts, count)
     # If there is no prob_func, each rank knows the initial states of all trajectories.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
-    return gathered(used, share, outcomes, start, bool(options.events), outputs)
+    return gathered(used, mpi.comm, share, outcomes, start, bool(options.events), outputs)
 
 
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:

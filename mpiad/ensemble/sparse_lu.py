@@ -99,8 +99,8 @@ class Banded:
 def _compiled(dtype: str) -> list[Callable[..., None]]:
     matrices, vectors = f"{dtype}[:, :, ::1], {dtype}[:, :, ::1]", f"{dtype}[:, ::1], int64[::1]"
     solve = f"void({matrices}, {vectors}, int64, int64)"
-    signatures = {"_factorize": f"void({matrices}, int64, int64)", "_substitute": solve, "_substitute_transposed": solve}
-    return functions_of(__name__, signatures)
+    signatures = {_factorize: f"void({matrices}, int64, int64)", _substitute: solve, _substitute_transposed: solve}
+    return functions_of(__name__, {f.__name__: signature for f, signature in signatures.items()})
 
 
 def _factorize(w: Any, swaps: Any, lower: int, upper: int) -> None:

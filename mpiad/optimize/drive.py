@@ -180,9 +180,10 @@ class DrivenFunction:
     --------
     >>> def program(f):
     ...     x = np.array([1.0, 2.0])
-    ...     print(f(x) / size, f.gradient(x) / size, f.hvp(x, np.ones(2)) / size, f.evaluations["value"])
+    ...     return np.array([f(x), *f.gradient(x), *f.hvp(x, np.ones(2))]) / size
     >>> result = mpiad.drive(program, lambda x: mpiad.mpi_sum(np.sum(x**2)))
-    5.0 [2. 4.] [2. 2.] 1
+    >>> print(mpiad.mpi_bcast(result))
+    [5. 2. 4. 2. 2.]
     """
 
     def __init__(self, driver: RootDriven, number: int, bar: Any):
@@ -359,7 +360,7 @@ def drive(
     >>> def program(f):
     ...     return scipy.optimize.minimize(f.value_and_gradient, np.zeros(2), jac=True).x
     >>> x = mpiad.drive(program, lambda x: np.sum((x - 3.0) ** 2))
-    >>> print(np.round(x, 4) if rank == 0 else x is None)
+    >>> print(mpiad.mpi_bcast(x).round(4))
     [3. 3.]
     """
     used = channel(comm, _CALL)

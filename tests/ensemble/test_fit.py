@@ -372,7 +372,7 @@ def test_methods_for_stiff_systems():
 
 LEVELS = np.linspace(1.0, 24.0, 9)
 DOSES = np.array([[0.0, 6.0, 11.0], [0.0, 8.0, np.inf], [2.0, 9.5, 14.5], [0.5, 12.0, 20.0]])
-RATES = np.array([[0.3, 0.5, 0.4, 10.0], [0.25, 0.4, 0.5, 8.0], [0.4, 0.3, 0.3, 12.0], [0.35, 0.45, 0.35, 9.0]])
+PATIENT_RATES = np.array([[0.3, 0.5, 0.4, 10.0], [0.25, 0.4, 0.5, 8.0], [0.4, 0.3, 0.3, 12.0], [0.35, 0.45, 0.35, 9.0]])
 
 
 def compartments(u, p, t):
@@ -383,7 +383,7 @@ def compartments(u, p, t):
 DOSE = Event(times=lambda p: [p["times"][i] for i in range(3)], affect=lambda u, p, t: [u[0] + p["x"][3], u[1]])
 PATIENTS = EnsembleProblem(
     ODEProblem(compartments, [0.0, 0.0], (0.0, 24.0), {"x": np.ones(4), "times": np.zeros(3)}),
-    p={"x": RATES, "times": DOSES},
+    p={"x": PATIENT_RATES, "times": DOSES},
 )
 ACCURATE = {"saveat": LEVELS, "rtol": 1e-8, "atol": 1e-9, "ftol": 1e-13, "xtol": 1e-10, "gtol": 1e-10}
 
@@ -394,7 +394,9 @@ def levels(x, times):
     return np.array([sum(x[3] * expm(matrix * (t - due))[0, 0] for due in times if due <= t) for t in LEVELS])
 
 
-MEASURED = np.array([levels(*row) for row in zip(RATES, DOSES)]) + 0.05 * np.random.default_rng(3).normal(size=(4, 9))
+MEASURED = np.array([levels(*row) for row in zip(PATIENT_RATES, DOSES)]) + 0.05 * np.random.default_rng(3).normal(
+    size=(4, 9)
+)
 
 
 def first_component(u, p, data):
@@ -425,7 +427,7 @@ def test_doses_as_scipys_least_squares(compiled, timed):
         def fun(x, i=i):
             return levels(x[:4], [*x[4:], *DOSES[i][len(x[4:]) :]]) - MEASURED[i]
 
-        start = np.append(RATES[i], DOSES[i][:1] if timed else [])
+        start = np.append(PATIENT_RATES[i], DOSES[i][:1] if timed else [])
         expected = least_squares(fun, start, "3-point", xtol=1e-13, ftol=1e-13, gtol=1e-13)
         np.testing.assert_allclose(found.p[i], expected.x, rtol=1e-6)
         covariance = np.linalg.inv(expected.jac.T @ expected.jac)
@@ -443,7 +445,7 @@ def test_doses_alike_on_all_ranks(compiled):
 def test_doses_outside_of_the_data():
     late = np.where([[False], [False], [True], [False]], DOSES + 30.0, DOSES)
     with pytest.raises(ValueError, match=r"events of trajectory 3, \[32.*\], lie outside of its data, .* 24.0"):
-        fitted_doses(remake(PATIENTS, p={"x": RATES, "times": late}))
+        fitted_doses(remake(PATIENTS, p={"x": PATIENT_RATES, "times": late}))
 
 
 def test_events_with_and_without_effects(compiled):

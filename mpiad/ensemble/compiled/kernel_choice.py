@@ -26,7 +26,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleT
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.trace import identity_of
-from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
+from mpiad.ensemble.compiled.traced_problem import MOST_COMPONENTS, TracedProblem, problem_of, remembered, warn_once
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Acting, Settings
 from mpiad.ensemble.tableaus import Tableau
@@ -236,6 +236,8 @@ class Compiler:
                     "root of a condition. Leave compile out, or give times= instead of the condition."
                 )
             self.execution = "arrays: kernels don't support a mass_matrix together with these events"
+        elif not must and len(batch.u0) > MOST_COMPONENTS:
+            self.execution = f"arrays: a state has more than {MOST_COMPONENTS} components"
         elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
             if self._history is None:
                 tableau, d, known = settings.alg.tableau, len(batch.u0), _histories.setdefault(identity_of(batch.f), {})

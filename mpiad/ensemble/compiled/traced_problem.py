@@ -148,7 +148,7 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
     known[structure] = first, changed, result
     if len(known) > _MOST_PROGRAMS:
         known.pop(next(iter(known)))
-    given = [np.frombuffer(numbers[i]) if isinstance(numbers[i], bytes) else [numbers[i]] for i in changed]
+    given = [np.frombuffer(x) if isinstance(x, bytes) else [x] for x in (numbers[i] for i in changed)]
     return result._replace(numbers=tuple(np.concatenate(given).tolist())) if changed else found
 
 

@@ -193,10 +193,14 @@ def test_an_f_that_branches_is_told_once(caplog):
 
 @pytest.mark.usefixtures("free")
 def test_large_ones(caplog, monkeypatch):
-    monkeypatch.setattr(traced_problem, "MOST_COMPONENTS", 3)
-    assert not is_compiled(solve(many(lambda u, p, t: -u, d=4)))
-    assert "4 components" in caplog.text and "up to 3" in caplog.text
+    for module in (kernel_choice, traced_problem):
+        monkeypatch.setattr(module, "MOST_COMPONENTS", 3)
+    sol = solve(many(lambda u, p, t: -u, d=4))
+    assert not is_compiled(sol)
+    assert sol.execution == "arrays: a state has more than 3 components"
+    assert not caplog.records
     assert is_compiled(solve(many(lambda u, p, t: -u, 3, d=4), compile=True))
+    assert "4 components" in caplog.text and "up to 3" in caplog.text
 
 
 @pytest.mark.usefixtures("free")
