@@ -208,7 +208,8 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
         # Kernels read a table from one of their arrays of parameters.
         if group != "parameter" or 0 < len(varying.intersection(range(first, first + count))) < count:
             entries = "components of u" if group == "state" else "parameters per trajectory and shared ones"
-            raise Untraceable(f"it looks up values in a table of {entries}; expected constants, or an array in p", place_of(f))
+            reason = f"it looks up values in a table of {entries}; expected constants, or an array in p"
+            raise Untraceable(reason, place_of(f))
     return program
 
 
