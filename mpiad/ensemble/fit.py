@@ -319,8 +319,9 @@ def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangent
 
 def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) -> None:
     """Raise a ValueError if no given time of a trajectory's events lies between its start and its last saved time."""
-    last = np.broadcast_to(saveat[..., -1:] if saveat.size else batch.end[:, None], (batch.size, 1))[:, 0]
-    due, start, last = (times.signs * x for x in (times.times, batch.start, last))
+    due, start = times.signs * times.times, times.signs * batch.start
+    # Rows of saved times may be padded with NaN.
+    last = np.nanmax(times.signs[:, None] * (saveat if saveat.size else batch.end[:, None]), axis=1, initial=-np.inf)
     given, inside = np.isfinite(due), (due >= start) & (due <= last)
     outside = given.any(axis=0) & ~inside.any(axis=0)
     if outside.any():
@@ -452,7 +453,8 @@ def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
         short = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
         shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
-        arrays = plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float), *saveat
+        tolerances = [np.asarray(tolerance, float) for tolerance in (plan.options.rtol, plan.options.atol)]
+        arrays = plan.start, plan.lower, plan.upper, *tolerances, *saveat
         return [f"{shown}, {short}", short, *arrays, digests_of(plan.options.problem, plan.options.events)]
 
     return alike_on_all(used, lambda: planned(given), described, "fit")

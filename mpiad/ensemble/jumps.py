@@ -87,10 +87,8 @@ def mass_matrix_rhs(batch: Batch, mass: Array | None, u: Array, leaves: Sequence
     if not free.shape[1]:
         return rate
     plain, p = getval(u), batch.p.of_columns([getval(leaf) for leaf in leaves], len(batch.shape) > 1)
-    gain, zeros = (
-        gains(jacobian_of(batch).matrices(plain, p, getval(t)), free, null_vectors(mass.T)),
-        np.zeros_like(getval(t)),
-    )
+    gain = gains(jacobian_of(batch).matrices(plain, p, getval(t)), free, null_vectors(mass.T))
+    zeros = np.zeros_like(getval(t))
     for _ in range(_STEPS):
         along = jvp(lambda s, rate=rate: field.array(u + s * rate, leaves, t + s), zeros, zeros + 1)[1]
         rate = rate - applied(gain, along)

@@ -448,6 +448,21 @@ def test_doses_outside_of_the_data():
         fitted_doses(remake(PATIENTS, p={"x": PATIENT_RATES, "times": late}))
 
 
+def test_doses_with_saved_times_of_different_lengths():
+    # The second trajectory ends later, so the saved times of the first one are padded with NaN.
+    decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), [1.0])
+    ensemble = EnsembleProblem(decay, lambda prob, i, repeat: remake(prob, tspan=(0.0, float(i))))
+    dose = Event(times=[0.25], affect=lambda u, p, t: [u[0] + 1.0])
+    rates, times = np.array([[0.5], [0.8]]), 0.5 * np.arange(5)
+    expected = np.exp(-rates * times) + (times > 0.25) * np.exp(-rates * (times - 0.25))
+    measured = np.where(times <= [[1.0], [2.0]], expected, 0.0)
+    found = fit(
+        ensemble, lambda u, p, data: anp.where(anp.isnan(u[:, 0]), 0.0, u[:, 0]) - data, np.ones((2, 1)), data=measured,
+        saveat=0.5, events=dose, rtol=1e-9, atol=1e-12,
+    )  # fmt: skip
+    np.testing.assert_allclose(found.p, rates, rtol=1e-6)
+
+
 def test_events_with_and_without_effects(compiled):
     # A root of a condition changes the state, too; an event without effect changes nothing.
     stop = Event(lambda u, p, t: u[0] - 1.0, direction=1, affect=lambda u, p, t: [0.5 * u[0]])

@@ -234,3 +234,26 @@ def test_tables_that_cannot_be_used():
     periodic = ODEProblem(lambda u, p, t: [np.interp(t, TIMES, FORCES[0], period=1.0)], [0.0], (0.0, 1.0))
     with pytest.raises(TypeError, match="numpy.interp with period="):
         solve(periodic, compile=True)
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
+def test_tables_that_kernels_cannot_read(alg):
+    # Components of u, and parameters per trajectory together with shared ones.
+    of_states = ODEProblem(
+        lambda u, p, t: [interp(p[0] + t, PLACES[:3], u) - u[0], -u[1], 0.0 * u[2]], [1.0, 2.0, 3.0], (0.0, 1.0)
+    )
+    offsets = onp.array([[0.0], [1.0]])
+    shared, own = onp.array([1.0]), onp.array([[2.0, 5.0], [4.0, 3.0]])
+
+    def mixed(u, p, t):
+        first = np.broadcast_to(p["first"][:, None], (1, len(t)))
+        return [interp(t, np.arange(3.0), np.concatenate([first, p["others"]])) - u[0]]
+
+    template = ODEProblem(mixed, [0.0], (0.0, 2.0), {"first": shared, "others": own[0]})
+    with_own = EnsembleProblem(template, lambda prob, i, repeat: remake(prob, p={"first": shared, "others": own[i - 1]}))
+    for ensemble in (EnsembleProblem(of_states, p=offsets), with_own):
+        with pytest.raises(TypeError, match="it looks up values in a table of"):
+            solve(ensemble, alg, trajectories=2, compile=True)
+        found = solve(ensemble, alg, trajectories=2, rtol=1e-9)
+        expected = solve(ensemble, Tsit5(), trajectories=2, rtol=1e-10, atol=1e-12, compile=False)
+        onp.testing.assert_allclose(found.u_end, expected.u_end, rtol=1e-4)

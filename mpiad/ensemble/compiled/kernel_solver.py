@@ -40,6 +40,9 @@ _EVENT_ROWS = 1024
 # Number of trajectories that a thread takes at a time from the shared counter. It is small, since threads wait for the last
 # block, but large enough that they seldom write to the same cache lines.
 _BLOCK = 64
+# Maximum number of differentiated parameters in a reverse kernel if f reads tables. For an entry of a table, the kernel
+# has a few operations per evaluation of f; the adjoint by arrays adds only to the two entries that were read.
+MOST_ENTRIES = 64
 
 
 class Solver:
@@ -72,6 +75,8 @@ class Solver:
         texts = {"forward": kernel_text("forward", self.traced, self._spec_for(given))}
         if given.traced and not self.directions:
             wanted = [j for part in self.traced.packing.parts if isbox(given.p.leaves[part.place]) for j in part.scalars]
+            if self.spec.tables and len(wanted) > MOST_ENTRIES:
+                return texts  # the adjoint will be computed by arrays
             timed, acts = isbox(given.start) or isbox(given.end), self.settings.acting is not None
             spec, places = self._reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
             texts["reverse"] = kernel_text("reverse", self.traced, spec, places)

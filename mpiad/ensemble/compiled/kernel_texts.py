@@ -85,10 +85,8 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     if tables and not fused:
         tables = ["const real* p", "const real* s", "const long long column", "const long long n"]
     given = [*loaded, *tables, "t"]
-    arguments, stored = (
-        [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]],
-        dict[int, str](),
-    )
+    arguments = [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]]
+    stored: dict[int, str] = {}
     if spec.accumulates and fused and name in ("g", "curvature"):
         arguments += ["live", "bars", "l"]
         zero = number(0.0, spec.single)

@@ -10,17 +10,13 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_row_parts, parts, row_parts
 from mpiad.ensemble.adjoint import Cotangents, cotangents_at_ends, pull_run, to_start
-from mpiad.ensemble.compiled.kernel_solver import Solver, Tape
+from mpiad.ensemble.compiled.kernel_solver import MOST_ENTRIES, Solver, Tape
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
 from mpiad.ensemble.compiled.trace import ParameterPacking
 from mpiad.ensemble.compiled.work_shares import Paced, each
 from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.outcome import INITIAL
 from mpiad.ensemble.run import Run, Seeds
-
-# Maximum number of differentiated parameters in a reverse kernel if f reads tables. For an entry of a table, the kernel
-# has a few operations per evaluation of f; the adjoint by arrays adds only to the two entries that were read.
-_MOST_ENTRIES = 64
 
 
 def kernel_events(run: Run, seeds: Seeds, time_bar: Array) -> tuple[Array, Array]:
@@ -76,7 +72,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return _in_parts(solver, run, seeds, places, timed)
     chosen = [part for part in solver.traced.packing.parts if part.place in places]
     wanted = [j for part in chosen for j in part.scalars]
-    if solver.spec.tables and len(wanted) > _MOST_ENTRIES:
+    if solver.spec.tables and len(wanted) > MOST_ENTRIES:
         return pull_run(run, seeds, places, timed)
     if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
         return pull_run(run, seeds, places, timed)  # the kernel would need u' between events at the same time

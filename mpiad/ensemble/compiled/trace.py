@@ -202,7 +202,15 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
         raise Untraceable(reason, f"{site.file}:{site.line}" if site.file else place_of(f)) from error
     if builder.refused:  # the function has caught the Refusal
         raise Untraceable(builder.refused, place_of(f))
-    return builder.program(groups, [x.as_number().number for x in components])
+    program = builder.program(groups, [x.as_number().number for x in components])
+    varying = set(packing.varying)
+    for group, first, count in program.tables:
+        # Kernels read a table from one of their arrays of parameters.
+        if group != "parameter" or 0 < len(varying.intersection(range(first, first + count))) < count:
+            entries = "components of u" if group == "state" else "parameters per trajectory and shared ones"
+            reason = f"it looks up values in a table of {entries}; expected constants, or an array in p"
+            raise Untraceable(reason, place_of(f))
+    return program
 
 
 # Traces contain no boxes, by which autograd finds derivative rules. So two functions of autograd are replaced in a trace:
