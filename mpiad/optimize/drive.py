@@ -55,7 +55,11 @@ class DrivenEvaluation(Evaluation):
 
     def values(self, vectors: np.ndarray) -> np.ndarray:
         """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
-        return np.array([self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors])
+        forward = self._forward
+        found = [self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors]
+        # Kept if a solver doesn't converge: with groups this may happen on some ranks, and all use the pass, or none does.
+        self._forward = forward
+        return np.array(found)
 
     def _not_a_number(self) -> Any:
         return np.full(self.shape or (), math.nan)[()]
@@ -204,9 +208,10 @@ class DrivenFunction:
         """Return the gradient at x, in the structure of x; after ``f(x)`` at this point without another evaluation."""
         self._without_derivative = 0
         vector = self._vector(x)
-        if self._evaluation.is_ready(vector):
-            return self._like_x(self._evaluated("gradient", vector))
-        return self._like_x(self._evaluated("both", vector)[1])
+        with self._driver.exclusive():  # no other thread replaces the forward pass
+            if self._evaluation.is_ready(vector):
+                return self._like_x(self._evaluated("gradient", vector))
+            return self._like_x(self._evaluated("both", vector)[1])
 
     def value_and_gradient(self, x: Tree) -> tuple[float, Tree]:
         """Return value and gradient at x."""
@@ -233,10 +238,11 @@ class DrivenFunction:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""
         self._without_derivative = 0
         vector = self._vector(x)
-        cotangent = self._cotangent(w, vector)
-        if not self._evaluation.is_ready(vector):
-            self._evaluated("value", vector)
-        return self._like_x(self._evaluated("vjp", vector, cotangent))
+        with self._driver.exclusive():  # no other thread replaces the forward pass
+            cotangent = self._cotangent(w, vector)
+            if not self._evaluation.is_ready(vector):
+                self._evaluated("value", vector)
+            return self._like_x(self._evaluated("vjp", vector, cotangent))
 
     def map(self, points: Sequence[Tree]) -> np.ndarray:
         """Return the values at points, shape (k,) or (k, ...); with groups, several points at a time.
