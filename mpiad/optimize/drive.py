@@ -40,6 +40,7 @@ _MAX_WITHOUT_DERIVATIVE = 8
 class DrivenEvaluation(Evaluation):
     """Values and derivatives of a function that returns numbers or arrays; its first evaluation decides which."""
 
+    call = _CALL
     shape: Shape | None = None  # of the values, () for numbers; None before the first evaluation
     _cotangent = np.zeros(0)  # of the stored Hessian
     _point = b""  # of the last value
@@ -345,8 +346,8 @@ def drive(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid or differs between ranks, `program` raises one of these, or a function
-        returns no real numbers.
+        On all ranks, if an argument is invalid or differs between ranks, `groups` divides other ranks than those of `comm`,
+        `program` raises one of these, or a function returns no real numbers.
     WorkerError
         On all ranks, if a function raises on any rank, even if `program` catches the error; or if `program` raises,
         including a KeyboardInterrupt. Inside of an evaluation a KeyboardInterrupt ends the job.
@@ -379,6 +380,8 @@ def drive(
             programs = [Program(_with_own_lines(fun), None, None, (), objective, root) for fun in functions]
             for each in programs:
                 check_program(each, used, _CALL)
+            if isinstance(groups, RankGroups) and channel(groups.whole, _CALL).members != used.members:
+                raise ValueError(f"{_CALL}: groups must divide the ranks of comm, but divides those of groups.whole.")
         count = groups.count if isinstance(groups, RankGroups) else groups
         require_same(used, f"{len(functions)} functions, objective={objective!r}, root={root}, groups={count!r:.60}", _CALL)
         division = None if groups is None else rank_groups(groups, comm)

@@ -146,7 +146,7 @@ class RootDriven(Solve):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Delay requests of other threads, between several requests of this one; raise a RuntimeError in a forked process."""
+        """Exclude requests of other threads inside this context; raise a RuntimeError in a forked process."""
         if os.getpid() != self._pid:  # where the lock may be held forever
             raise RuntimeError(f"{self._call}: {ELSEWHERE}")
         with self._lock:

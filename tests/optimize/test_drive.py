@@ -18,6 +18,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad import drive
 from mpiad.errors import ConvergenceError, WorkerError
+from mpiad.optimize.root_driven import RootDriven
 from mpiad.tasks import RankGroups
 
 WORLD = MPI.COMM_WORLD
@@ -304,6 +305,23 @@ def test_solver_that_does_not_converge_is_not_a_number(rank: int, size: int) -> 
         drive(lambda f: f(3.0), fun, objective="mean")  # the first point
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_solver_that_fails_in_one_group(size: int) -> None:
+    def fun(x: Any, comm: Any) -> Any:
+        if getattr(x, "_value", x) == 3.0:
+            raise ConvergenceError("no")
+        return x**2
+
+    def program(f: Any) -> None:
+        f(2.0)
+        points = np.ones(2 * size)
+        points[size - 1] = 3.0  # in the last group, which then evaluates another point
+        assert np.isnan(f.map(points)).sum() == 1
+        assert f.gradient(2.0) == 4.0 and f.evaluations["gradient"] == 1
+
+    drive(program, fun, groups=size)
+
+
 def test_wrong_points_can_be_caught(size: int) -> None:
     def program(f: Any, g: Any) -> int:
         f(X), g(X)
@@ -414,6 +432,28 @@ def test_calls_from_threads(rank: int, size: int) -> None:
     np.testing.assert_allclose(found if rank == 0 else 10.0 * np.arange(8), 10.0 * np.arange(8))
 
 
+def test_a_thread_between_the_check_and_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(f: Any) -> None:
+        others = list[threading.Thread]()
+
+        def request(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+            if method in ("gradient", "vjp"):
+                others.append(threading.Thread(target=lambda: f(X + 100.0)))
+                others[-1].start()
+                others[-1].join(0.2)  # it waits until the derivative is there
+            return original(self, method, *args, **kwargs)
+
+        original = RootDriven.request
+        with monkeypatch.context() as patch:
+            patch.setattr(RootDriven, "request", request)
+            f(X)
+            for derivative in (lambda: f.gradient(X), lambda: f.vjp(X, np.array(1.0))):
+                np.testing.assert_allclose(derivative(), 2.0 * X)
+                others[-1].join()
+
+    drive(program, lambda x: anp.sum(x**2))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_exception_in_another_thread(rank: int, size: int) -> None:
     def program(f: Any) -> None:
@@ -447,7 +487,11 @@ def test_arguments(rank: int, size: int) -> None:
         drive(lambda f: None, lambda x: x, root=size)
     with pytest.raises(TypeError, match="number of groups must be an integer"):
         drive(lambda f: None, lambda x, comm: x, groups="two")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="drive: .* real"):
+        drive(lambda f: f(1.0), lambda x: 1j)
     if size > 1:
+        with pytest.raises(ValueError, match="groups must divide the ranks of comm"):
+            drive(lambda f: None, lambda x, comm: x, groups=RankGroups(1, MPI.COMM_SELF))
         functions = [lambda x: x] * (1 + rank % 2)
         with pytest.raises(ValueError, match="1 functions, .* 2 functions"):
             drive(lambda *f: None, *functions)

@@ -111,6 +111,13 @@ def test_another_number_of_steps(path: Path, rank: int) -> None:
         run(path, rank, n_steps=8)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_arguments_that_differ_between_ranks(path: Path, rank: int) -> None:
+    for n_steps, every in ((10 + (rank > 0), 2), (10, 2 + (rank > 0))):
+        with pytest.raises(ValueError, match="rank 0 gave n_steps=10, every=2 and rank 1 gave"):
+            restartable(n_steps, {"u": 1.0}, path, every=every)
+
+
 def test_few_agreements(path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, before = [], restart.requested
     monkeypatch.setattr(restart, "requested", lambda: made.append(1) or before())
