@@ -151,8 +151,9 @@ def _refuse(shapes: set[Shape]) -> None:
 class DrivenFunction:
     """A function that all ranks evaluate when `program` calls it on the root; `drive` makes it.
 
-    Points x are pytrees of arrays of one structure, that of the first point. Directions v have this structure, too, and
-    cotangents w the shape of the function's values. Calls from several threads are executed one after the other.
+    Points x are pytrees of arrays of one structure, that of the first point, in which integers and strings in dicts, lists
+    and tuples are constants. Directions v have this structure, too, and cotangents w the shape of the function's values.
+    Calls from several threads are executed one after the other.
 
     Attributes
     ----------
@@ -165,8 +166,8 @@ class DrivenFunction:
     Raises
     ------
     TypeError
-        On the root, before anything is sent, if a point, direction or cotangent has another structure or shape. `program`
-        may catch this error and continue.
+        On the root, before anything is sent, if a point, direction or cotangent has another structure or shape, or a point
+        other constants. `program` may catch this error and continue.
     RuntimeError
         If a method is called after `drive` has ended, in a forked process, or while the same thread evaluates a function.
     WorkerError
@@ -222,7 +223,7 @@ class DrivenFunction:
     def hvp(self, x: Tree, v: Tree, w: Array | None = None) -> Tree:
         """Return the product of the Hessian at x with v; with w, the Hessian is that of ``sum(w * f(x))``."""
         vector = self._vector(x)
-        direction = self._vector(v)
+        direction = self._direction(v)
         if w is not None:
             direction = np.concatenate([direction, self._cotangent(w, vector)])
         elif self._shape(vector):
@@ -231,7 +232,7 @@ class DrivenFunction:
 
     def jvp(self, x: Tree, v: Tree) -> Any:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
-        vector, direction = self._vector(x), self._vector(v)
+        vector, direction = self._vector(x), self._direction(v)
         self._shape(vector)
         return self._evaluated("jvp", vector, direction)
 
@@ -261,8 +262,11 @@ class DrivenFunction:
     def _vector(self, x: Tree) -> np.ndarray:
         if self._evaluation is None:
             self._driver.request("start", sendable_variables(x, _CALL, "x"), function=self._number)
-        is_array = type(x) is np.ndarray and x.dtype == float
-        return self._evaluation.packing.pack(x if is_array else as_variables(x, _CALL, "x"))
+        packing = self._evaluation.packing
+        return packing.pack(x) if _is_array(x) else packing.pack_point(as_variables(x, _CALL, "x"))
+
+    def _direction(self, v: Tree) -> np.ndarray:
+        return self._evaluation.packing.pack(v if _is_array(v) else as_variables(v, _CALL, "v"))
 
     def _shape(self, vector: np.ndarray) -> Shape | None:
         if self._evaluation.shape is None:
@@ -290,6 +294,10 @@ class DrivenFunction:
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{_CALL}: {ELSEWHERE}")
+
+
+def _is_array(x: Tree) -> bool:
+    return type(x) is np.ndarray and x.dtype == float
 
 
 def _with_own_lines(fun: Function) -> Function:

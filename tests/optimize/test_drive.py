@@ -322,6 +322,21 @@ def test_a_solver_that_fails_in_one_group(size: int) -> None:
     drive(program, fun, groups=size)
 
 
+def test_constants_of_the_first_point() -> None:
+    def program(f: Any, g: Any) -> None:
+        for h in (f, g):
+            assert h({"a": 1.0, "n": 2}) == 2.0 and h({"n": 2, "a": 3.0}) == 6.0
+            with pytest.raises(
+                TypeError, match=r"the first point\['n'\] is the constant 2, but got 3.0. If it is a variable"
+            ):
+                h({"a": 1.0, "n": 3.0})
+            with pytest.raises(TypeError, match=r"expected the first point\['n'\], but got the first point\['m'\]"):
+                h.map([{"a": 1.0, "m": 2}])
+        assert f.jvp({"a": 1.0, "n": 2}, {"a": 1.0, "n": 0}) == 2.0
+
+    drive(program, *[lambda x: x["a"] * x["n"]] * 2)
+
+
 def test_wrong_points_can_be_caught(size: int) -> None:
     def program(f: Any, g: Any) -> int:
         f(X), g(X)
