@@ -301,7 +301,7 @@ def _is_array(x: Tree) -> bool:
 
 
 def _with_own_lines(fun: Function) -> Function:
-    """Return `fun`; its communication is reported at its lines, instead of the line of `drive` as that of instructions."""
+    """Return `fun` such that errors report its communication at its own lines, not at the line that calls `drive`."""
     if not callable(fun):
         return fun
 

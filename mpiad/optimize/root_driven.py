@@ -50,7 +50,7 @@ METHODS = (
     "tangent", "cotangent",
 )  # fmt: skip
 _NUMBERS = {method: number for number, method in enumerate(METHODS)}
-_HEADER, _SHORT = 4, 28  # numbers in a header: its own, and the most numbers of points and the second array
+_HEADER, _SHORT = 4, 28  # lengths: of the header, and of the points and the second array if they are sent with it
 
 
 class Solve:

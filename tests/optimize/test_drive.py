@@ -469,6 +469,26 @@ def test_a_thread_between_the_check_and_the_gradient(monkeypatch: pytest.MonkeyP
     drive(program, lambda x: anp.sum(x**2))
 
 
+def test_solves_inside_the_evaluations_of_another_thread(rank: int, size: int) -> None:
+    """In debug mode they have the lanes of the main threads of the other ranks, also after the first solve."""
+
+    def fun(x: Any) -> Any:
+        goal = float(getattr(x, "_value", x))
+        for _ in range(2):
+            found = mpiad.minimize(lambda z: mpiad.mpi_allreduce((z[0] - goal) ** 2), np.zeros(1)).x
+        return mpiad.mpi_allreduce(x) / size + found[0]
+
+    def program(f: Any) -> float:
+        found = list[float]()
+        thread = threading.Thread(target=lambda: found.append(f(1.0)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    outcome = drive(program, fun)
+    assert outcome == (pytest.approx(2.0) if rank == 0 else None)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_exception_in_another_thread(rank: int, size: int) -> None:
     def program(f: Any) -> None:

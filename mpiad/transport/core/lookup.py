@@ -33,7 +33,7 @@ def _key() -> int:
 
 
 def set_world(comm: Comm, private: Comm) -> None:
-    """Set the communicator that None stands for, and another one of its ranks, which the program doesn't know."""
+    """Set the communicator that ``comm=None`` means, and the library's own communicator of the same ranks."""
     global _default
     _default = comm
     set_base(private)
