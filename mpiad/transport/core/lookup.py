@@ -112,7 +112,7 @@ def member(comm: Comm, call: str) -> Comm:
     """
     _require_mpi(call)
     if comm is None:
-        comm = _default
+        comm = base() if _default == MPI.COMM_NULL else _default  # the program may have freed its communicator
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
     if comm == MPI.COMM_NULL:
