@@ -49,8 +49,8 @@ def restartable(
     patience : float
         Maximum time in seconds from SIGTERM to the end of the current step; then the job ends, without a further state.
     signals : iterable of int
-        Signals that end the loop like SIGTERM, but without a limit of time, for example ``[signal.SIGUSR1]``, which batch
-        systems send as a warning. The program mustn't have set another handler.
+        Signals that end the loop like SIGTERM, but without a limit of time, for example ``[signal.SIGUSR2]``, which batch
+        systems can send as a warning. The program mustn't have set another handler, as MPICH has for SIGUSR1.
     comm : mpi4py intracommunicator, optional
 
     Returns
