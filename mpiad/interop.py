@@ -263,9 +263,9 @@ def to_torch(f: DrivenFunction) -> Function:
 def _check_driven(f: Any, call: str) -> None:
     if not isinstance(f, DrivenFunction):
         raise TypeError(
-            f"{call}: expected a driven function, but got {type(f).__name__} {f!r:.60}. JAX may drop, repeat or reorder "
-            "calls, and then a function that communicates deadlocks. Pass the function to mpiad.drive, and convert the "
-            "driven function that its program receives."
+            f"{call}: expected a driven function, but got {type(f).__name__} {f!r:.60}. Other frameworks may drop, "
+            "repeat or reorder calls, and then a function that communicates deadlocks. Pass the function to mpiad.drive, "
+            "and convert the driven function that its program receives."
         )
 
 

@@ -35,7 +35,8 @@ class CheckpointFile(NamedTuple):
         `blocks`, arrays with one axis are assumed to be consecutive parts of whole arrays, in the order of ranks.
     signals : tuple of int
         Signals that end the solve after the current iteration like SIGTERM, but without a limit of time, for example
-        ``(signal.SIGUSR1,)``, which batch systems send as a warning. The program mustn't have set another handler.
+        ``(signal.SIGUSR2,)``, which batch systems can send as a warning. The program mustn't have set another handler, as
+        MPICH has for SIGUSR1.
 
     Examples
     --------

@@ -40,6 +40,7 @@ _MAX_WITHOUT_DERIVATIVE = 8
 class DrivenEvaluation(Evaluation):
     """Values and derivatives of a function that returns numbers or arrays; its first evaluation decides which."""
 
+    call = _CALL
     shape: Shape | None = None  # of the values, () for numbers; None before the first evaluation
     _cotangent = np.zeros(0)  # of the stored Hessian
     _point = b""  # of the last value
@@ -55,7 +56,11 @@ class DrivenEvaluation(Evaluation):
 
     def values(self, vectors: np.ndarray) -> np.ndarray:
         """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
-        return np.array([self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors])
+        forward = self._forward
+        found = [self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors]
+        # Kept if a solver doesn't converge: with groups this may happen on some ranks, and all use the pass, or none does.
+        self._forward = forward
+        return np.array(found)
 
     def _not_a_number(self) -> Any:
         return np.full(self.shape or (), math.nan)[()]
@@ -146,8 +151,9 @@ def _refuse(shapes: set[Shape]) -> None:
 class DrivenFunction:
     """A function that all ranks evaluate when `program` calls it on the root; `drive` makes it.
 
-    Points x are pytrees of arrays of one structure, that of the first point. Directions v have this structure, too, and
-    cotangents w the shape of the function's values. Calls from several threads are executed one after the other.
+    Points x are pytrees of arrays of one structure, that of the first point, in which integers and strings in dicts, lists
+    and tuples are constants. Directions v have this structure, too, and cotangents w the shape of the function's values.
+    Calls from several threads are executed one after the other.
 
     Attributes
     ----------
@@ -160,8 +166,8 @@ class DrivenFunction:
     Raises
     ------
     TypeError
-        On the root, before anything is sent, if a point, direction or cotangent has another structure or shape. `program`
-        may catch this error and continue.
+        On the root, before anything is sent, if a point, direction or cotangent has another structure or shape, or a point
+        other constants. `program` may catch this error and continue.
     RuntimeError
         If a method is called after `drive` has ended, in a forked process, or while the same thread evaluates a function.
     WorkerError
@@ -204,9 +210,10 @@ class DrivenFunction:
         """Return the gradient at x, in the structure of x; after ``f(x)`` at this point without another evaluation."""
         self._without_derivative = 0
         vector = self._vector(x)
-        if self._evaluation.is_ready(vector):
-            return self._like_x(self._evaluated("gradient", vector))
-        return self._like_x(self._evaluated("both", vector)[1])
+        with self._driver.exclusive():  # no other thread replaces the forward pass
+            if self._evaluation.is_ready(vector):
+                return self._like_x(self._evaluated("gradient", vector))
+            return self._like_x(self._evaluated("both", vector)[1])
 
     def value_and_gradient(self, x: Tree) -> tuple[float, Tree]:
         """Return value and gradient at x."""
@@ -216,7 +223,7 @@ class DrivenFunction:
     def hvp(self, x: Tree, v: Tree, w: Array | None = None) -> Tree:
         """Return the product of the Hessian at x with v; with w, the Hessian is that of ``sum(w * f(x))``."""
         vector = self._vector(x)
-        direction = self._vector(v)
+        direction = self._direction(v)
         if w is not None:
             direction = np.concatenate([direction, self._cotangent(w, vector)])
         elif self._shape(vector):
@@ -225,7 +232,7 @@ class DrivenFunction:
 
     def jvp(self, x: Tree, v: Tree) -> Any:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
-        vector, direction = self._vector(x), self._vector(v)
+        vector, direction = self._vector(x), self._direction(v)
         self._shape(vector)
         return self._evaluated("jvp", vector, direction)
 
@@ -233,10 +240,11 @@ class DrivenFunction:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""
         self._without_derivative = 0
         vector = self._vector(x)
-        cotangent = self._cotangent(w, vector)
-        if not self._evaluation.is_ready(vector):
-            self._evaluated("value", vector)
-        return self._like_x(self._evaluated("vjp", vector, cotangent))
+        with self._driver.exclusive():  # no other thread replaces the forward pass
+            cotangent = self._cotangent(w, vector)
+            if not self._evaluation.is_ready(vector):
+                self._evaluated("value", vector)
+            return self._like_x(self._evaluated("vjp", vector, cotangent))
 
     def map(self, points: Sequence[Tree]) -> np.ndarray:
         """Return the values at points, shape (k,) or (k, ...); with groups, several points at a time.
@@ -254,8 +262,11 @@ class DrivenFunction:
     def _vector(self, x: Tree) -> np.ndarray:
         if self._evaluation is None:
             self._driver.request("start", sendable_variables(x, _CALL, "x"), function=self._number)
-        is_array = type(x) is np.ndarray and x.dtype == float
-        return self._evaluation.packing.pack(x if is_array else as_variables(x, _CALL, "x"))
+        packing = self._evaluation.packing
+        return packing.pack(x) if _is_array(x) else packing.pack_point(as_variables(x, _CALL, "x"))
+
+    def _direction(self, v: Tree) -> np.ndarray:
+        return self._evaluation.packing.pack(v if _is_array(v) else as_variables(v, _CALL, "v"))
 
     def _shape(self, vector: np.ndarray) -> Shape | None:
         if self._evaluation.shape is None:
@@ -285,8 +296,12 @@ class DrivenFunction:
         raise TypeError(f"{_CALL}: {ELSEWHERE}")
 
 
+def _is_array(x: Tree) -> bool:
+    return type(x) is np.ndarray and x.dtype == float
+
+
 def _with_own_lines(fun: Function) -> Function:
-    """Return `fun`; its communication is reported at its lines, instead of the line of `drive` as that of instructions."""
+    """Return `fun` such that errors report its communication at its own lines, not at the line that calls `drive`."""
     if not callable(fun):
         return fun
 
@@ -339,8 +354,8 @@ def drive(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid or differs between ranks, `program` raises one of these, or a function
-        returns no real numbers.
+        On all ranks, if an argument is invalid or differs between ranks, `groups` divides other ranks than those of `comm`,
+        `program` raises one of these, or a function returns no real numbers.
     WorkerError
         On all ranks, if a function raises on any rank, even if `program` catches the error; or if `program` raises,
         including a KeyboardInterrupt. Inside of an evaluation a KeyboardInterrupt ends the job.
@@ -373,6 +388,8 @@ def drive(
             programs = [Program(_with_own_lines(fun), None, None, (), objective, root) for fun in functions]
             for each in programs:
                 check_program(each, used, _CALL)
+            if isinstance(groups, RankGroups) and channel(groups.whole, _CALL).members != used.members:
+                raise ValueError(f"{_CALL}: groups must divide the ranks of comm, but divides those of groups.whole.")
         count = groups.count if isinstance(groups, RankGroups) else groups
         require_same(used, f"{len(functions)} functions, objective={objective!r}, root={root}, groups={count!r:.60}", _CALL)
         division = None if groups is None else rank_groups(groups, comm)

@@ -31,6 +31,8 @@ T = TypeVar("T")
 class Evaluation:
     """Values and derivatives of the objective; `comm` sums gradients over the ranks, None if each has its own variables."""
 
+    call = "minimize"  # for errors
+
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm | None = None
     ):
@@ -76,7 +78,7 @@ class Evaluation:
         x = self.packing.unpack(vector)
         self._forward = None  # frees the memory before the next forward pass
         # The ranks agree on failures before the reverse pass, in which they communicate.
-        variables = variables_of((x,), 0, "minimize")
+        variables = variables_of((x,), 0, self.call)
         traced = trace_backwards(self._forward_pass, variables)
         self._forward = traced, variables
         return self._reduced(traced.build(traced.values))
@@ -185,7 +187,7 @@ class Evaluation:
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
 
     def _checked(self, value: Scalar) -> Scalar:
-        problem = problem_with(value, self._weight, "minimize")
+        problem = problem_with(value, self._weight, self.call)
         if problem is not None:
             raise WrongValueError(problem.text)
         if self._weight != 0.0:
@@ -209,8 +211,8 @@ class Evaluation:
             return 0.0
         if type(value) in Box.types:
             raise WrongValueError(
-                "minimize: fun returned a traced value, but a solve can't be differentiated. Apply mpiad.stop_gradient to "
-                "traced values that fun reads from the enclosing function."
+                f"{self.call}: fun returned a traced value, but a solve can't be differentiated. Apply mpiad.stop_gradient "
+                "to traced values that fun reads from the enclosing function."
             )
         value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight

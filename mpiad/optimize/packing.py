@@ -95,6 +95,23 @@ class Packing:
         """Return a pytree's variables as a new vector, shape (size,)."""
         return self._packed(tree, lambda z: z)
 
+    def pack_point(self, tree: Tree) -> np.ndarray:
+        """Return ``pack(tree)``; raise if the pytree has other keys, or its leaves that aren't variables other values."""
+        vector = self.pack(tree)
+        for (expected, _), (path, _) in zip(
+            named_leaves(self._build(self._leaves), self._name), named_leaves(tree, self._name)
+        ):
+            if path != expected:
+                raise TypeError(f"{self._call}: expected {expected}, but got {path}.")
+        if len(self._positions) < len(self._leaves):
+            for k, (leaf, first) in enumerate(zip(flatten(tree)[0], self._leaves)):
+                if k not in self._positions and not np.array_equal(leaf, first):
+                    raise TypeError(
+                        f"{self._call}: {self._path(k)} is the constant {first!r:.60}, but got {leaf!r:.60}. If it is a "
+                        f"variable, pass it as a floating-point number in {self._name}, too."
+                    )
+        return vector
+
     def pack_gradient(self, tree: Tree) -> np.ndarray:
         """Return a gradient as a new vector of derivatives with respect to the real variables."""
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y

@@ -50,7 +50,7 @@ METHODS = (
     "tangent", "cotangent",
 )  # fmt: skip
 _NUMBERS = {method: number for number, method in enumerate(METHODS)}
-_HEADER, _SHORT = 4, 28  # numbers in a header: its own, and the most numbers of points and the second array
+_HEADER, _SHORT = 4, 28  # lengths: of the header, and of the points and the second array if they are sent with it
 
 
 class Solve:
@@ -120,7 +120,7 @@ class RootDriven(Solve):
         self._message: Any = np.zeros(_HEADER + _SHORT)
         self._buffers = [np.empty(0), np.empty(0)]
         self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
-        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._lock, self._pid = threading.RLock(), os.getpid()
         self._by_main = threading.current_thread() is threading.main_thread()
         self._thread: int | None = None  # the thread that executes an instruction
         self._failure: BaseException | None = None  # of an instruction: the other ranks no longer wait for instructions
@@ -144,14 +144,22 @@ class RootDriven(Solve):
         self.packing = Packing(start, self._call, name)
         self.evaluation = self.evaluations[function] = self._factory(program, self.packing, agreement, used, comm)
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Exclude requests of other threads inside this context; raise a RuntimeError in a forked process."""
+        if os.getpid() != self._pid:  # where the lock may be held forever
+            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
+        with self._lock:
+            yield
+
     def request(self, method: str, points: Any, second: np.ndarray | None = None, function: int = 0) -> Any:
         """Execute an instruction on all ranks, and return its result; the root calls this, in any thread."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
         thread = threading.get_ident()
-        if self._thread == thread:
-            raise RuntimeError(f"{self._call}: a driven function was called inside an evaluation. Call the plain function.")
-        with self._lock:
+        with self.exclusive():
+            if self._thread == thread:
+                raise RuntimeError(
+                    f"{self._call}: a driven function was called inside an evaluation. Call the plain function."
+                )
             if self._failure is not None:
                 raise self._failure
             if self._ended:
@@ -159,7 +167,8 @@ class RootDriven(Solve):
             self._thread = thread
             refusal, self.used.fault = self.used.fault, None  # `program` alone may not communicate
             around, tracing.site = tracing.site, self.site or tracing.site
-            tracing.for_main = self._by_main  # `program` may use other threads than the one that called `drive`
+            # `program` may use other threads than the one that called `drive`, and evaluations may contain further solves.
+            for_main, tracing.for_main = tracing.for_main, tracing.for_main or self._by_main
             arrays = (points,) if second is None else (points, second)
             try:
                 for agreement in (self.agreement, *(() if self._group is None else (self._group.agreement,))):
@@ -170,7 +179,7 @@ class RootDriven(Solve):
                 self._failure = error
                 raise
             finally:
-                self._thread, self.used.fault, tracing.site, tracing.for_main = None, refusal, around, False
+                self._thread, self.used.fault, tracing.site, tracing.for_main = None, refusal, around, for_main
 
     def _send(self, method: str, function: int = 0, arrays: tuple[Any, ...] = ()) -> None:
         if self._comm.size == 1:
@@ -264,10 +273,10 @@ class RootDriven(Solve):
             if self._failure is None and (is_interruption(error) or isinstance(error, DeadlockError)):
                 raise
             cause, outcome = error, _root_failure(error, self._call, self.root)
-        if self._failure is not None:  # even if the program has caught it
-            raise self._failure
         with self._lock:  # another thread may wait for its evaluation
             self._ended = True
+            if self._failure is not None:  # even if the program has caught it
+                raise self._failure
             # The other ranks wait for this even if the root has failed; they then raise the root's exception, too.
             self._send("finish")
         shared = self._share_outcome(result if everywhere and cause is None else outcome, cause)

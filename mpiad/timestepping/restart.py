@@ -18,7 +18,7 @@ import numpy as np
 from mpiad._typing import Comm, Tree
 from mpiad.pytrees import described, leaf_on_device, rebuilt
 from mpiad.transport import MAX, Channel, channel
-from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.rank_files import RankFiles
 from mpiad.transport.devices.device_arrays import arrays_of
 from mpiad.transport.exits.signals import as_warnings, postponed, requested
@@ -49,8 +49,8 @@ def restartable(
     patience : float
         Maximum time in seconds from SIGTERM to the end of the current step; then the job ends, without a further state.
     signals : iterable of int
-        Signals that end the loop like SIGTERM, but without a limit of time, for example ``[signal.SIGUSR1]``, which batch
-        systems send as a warning. The program mustn't have set another handler.
+        Signals that end the loop like SIGTERM, but without a limit of time, for example ``[signal.SIGUSR2]``, which batch
+        systems can send as a warning. The program mustn't have set another handler, as MPICH has for SIGUSR1.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -62,14 +62,14 @@ def restartable(
     Raises
     ------
     TypeError, ValueError, OSError
-        On all ranks: if an argument is invalid, the folder doesn't exist, a file is damaged, or the files belong to a state
-        with other keys or to another number of ranks.
+        On all ranks: if an argument is invalid, `n_steps` or `every` differs between ranks, the folder doesn't exist, a
+        file is damaged, or the files belong to a state with other keys or to another number of ranks.
     SystemExit
         In the loop, with the code 128 plus the signal's number, for example 143 after SIGTERM.
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same `n_steps`, and iterate to the end.
+    All ranks of `comm` call it, with the same `n_steps` and `every`, and iterate to the end.
 
     Examples
     --------
@@ -88,6 +88,7 @@ def restartable(
         described(state, "state", {}, _CALL)
         if not file.parent.is_dir():
             raise ValueError(f"{_CALL}: the folder of {path!s:.200} doesn't exist: {file.parent}. Create it on all ranks.")
+    require_same(used, f"n_steps={n_steps}, every={every}", _CALL)
     files = RankFiles(file, used, {"ranks": used.size, "state": sorted(state)}, _CALL)
     arrays = files.load()
     if arrays is not None:

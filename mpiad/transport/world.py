@@ -129,10 +129,10 @@ def _start(call: str, comm: Comm) -> None:
 def await_all_ranks(call: str, comm: Comm) -> Comm:
     """Return another communicator of the ranks of `comm`, after all have called this; `call`: for messages.
 
-    MPI makes it in a call that matches none of the program's on other ranks, but waits in silence. So it is called after
-    all ranks are seen here; by a second thread if they can't be seen. A CommunicatorError is raised if a rank of this
-    node has ended without calling this, or calls it for other ranks; a DeadlockError after ``MPIAD_TIMEOUT``, but not
-    before the time that Python needs to load its modules.
+    The call of MPI that makes it can't match a call of the program on other ranks, but waits for them without a message.
+    So it is made after all ranks are seen here, or by a second thread if they can't be seen. A CommunicatorError is raised
+    if a rank of this node has ended without calling this, or calls it for other ranks; a DeadlockError after
+    ``MPIAD_TIMEOUT``, but not before the time that Python needs to load its modules.
     """
     ranks = tuple(world_ranks(comm, MPI.COMM_WORLD))
     if min(ranks) < 0:
@@ -206,7 +206,7 @@ _STARTS, _ENDED = "starts", "ended"  # states of a rank
 
 # Names of launchers' processes from which all ranks of a job on a node descend, and variables that differ between jobs.
 _LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
-_SIZES_OF_NODE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # numbers of ranks on this node, by launchers
+_SIZES_OF_NODE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # numbers of ranks on this node, set by launchers
 _OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "PALS_APID")
 
 

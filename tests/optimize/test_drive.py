@@ -18,6 +18,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad import drive
 from mpiad.errors import ConvergenceError, WorkerError
+from mpiad.optimize.root_driven import RootDriven
 from mpiad.tasks import RankGroups
 
 WORLD = MPI.COMM_WORLD
@@ -304,6 +305,38 @@ def test_solver_that_does_not_converge_is_not_a_number(rank: int, size: int) -> 
         drive(lambda f: f(3.0), fun, objective="mean")  # the first point
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_solver_that_fails_in_one_group(size: int) -> None:
+    def fun(x: Any, comm: Any) -> Any:
+        if getattr(x, "_value", x) == 3.0:
+            raise ConvergenceError("no")
+        return x**2
+
+    def program(f: Any) -> None:
+        f(2.0)
+        points = np.ones(2 * size)
+        points[size - 1] = 3.0  # in the last group, which then evaluates another point
+        assert np.isnan(f.map(points)).sum() == 1
+        assert f.gradient(2.0) == 4.0 and f.evaluations["gradient"] == 1
+
+    drive(program, fun, groups=size)
+
+
+def test_constants_of_the_first_point() -> None:
+    def program(f: Any, g: Any) -> None:
+        for h in (f, g):
+            assert h({"a": 1.0, "n": 2}) == 2.0 and h({"n": 2, "a": 3.0}) == 6.0
+            with pytest.raises(
+                TypeError, match=r"the first point\['n'\] is the constant 2, but got 3.0. If it is a variable"
+            ):
+                h({"a": 1.0, "n": 3.0})
+            with pytest.raises(TypeError, match=r"expected the first point\['n'\], but got the first point\['m'\]"):
+                h.map([{"a": 1.0, "m": 2}])
+        assert f.jvp({"a": 1.0, "n": 2}, {"a": 1.0, "n": 0}) == 2.0
+
+    drive(program, *[lambda x: x["a"] * x["n"]] * 2)
+
+
 def test_wrong_points_can_be_caught(size: int) -> None:
     def program(f: Any, g: Any) -> int:
         f(X), g(X)
@@ -414,6 +447,48 @@ def test_calls_from_threads(rank: int, size: int) -> None:
     np.testing.assert_allclose(found if rank == 0 else 10.0 * np.arange(8), 10.0 * np.arange(8))
 
 
+def test_a_thread_between_the_check_and_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(f: Any) -> None:
+        others = list[threading.Thread]()
+
+        def request(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+            if method in ("gradient", "vjp"):
+                others.append(threading.Thread(target=lambda: f(X + 100.0)))
+                others[-1].start()
+                others[-1].join(0.2)  # it waits until the derivative is there
+            return original(self, method, *args, **kwargs)
+
+        original = RootDriven.request
+        with monkeypatch.context() as patch:
+            patch.setattr(RootDriven, "request", request)
+            f(X)
+            for derivative in (lambda: f.gradient(X), lambda: f.vjp(X, np.array(1.0))):
+                np.testing.assert_allclose(derivative(), 2.0 * X)
+                others[-1].join()
+
+    drive(program, lambda x: anp.sum(x**2))
+
+
+def test_solves_inside_the_evaluations_of_another_thread(rank: int, size: int) -> None:
+    """In debug mode they have the lanes of the main threads of the other ranks, also after the first solve."""
+
+    def fun(x: Any) -> Any:
+        goal = float(getattr(x, "_value", x))
+        for _ in range(2):
+            found = mpiad.minimize(lambda z: mpiad.mpi_allreduce((z[0] - goal) ** 2), np.zeros(1)).x
+        return mpiad.mpi_allreduce(x) / size + found[0]
+
+    def program(f: Any) -> float:
+        found = list[float]()
+        thread = threading.Thread(target=lambda: found.append(f(1.0)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    outcome = drive(program, fun)
+    assert outcome == (pytest.approx(2.0) if rank == 0 else None)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_exception_in_another_thread(rank: int, size: int) -> None:
     def program(f: Any) -> None:
@@ -447,7 +522,11 @@ def test_arguments(rank: int, size: int) -> None:
         drive(lambda f: None, lambda x: x, root=size)
     with pytest.raises(TypeError, match="number of groups must be an integer"):
         drive(lambda f: None, lambda x, comm: x, groups="two")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="drive: .* real"):
+        drive(lambda f: f(1.0), lambda x: 1j)
     if size > 1:
+        with pytest.raises(ValueError, match="groups must divide the ranks of comm"):
+            drive(lambda f: None, lambda x, comm: x, groups=RankGroups(1, MPI.COMM_SELF))
         functions = [lambda x: x] * (1 + rank % 2)
         with pytest.raises(ValueError, match="1 functions, .* 2 functions"):
             drive(lambda *f: None, *functions)

@@ -111,6 +111,13 @@ def test_another_number_of_steps(path: Path, rank: int) -> None:
         run(path, rank, n_steps=8)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_arguments_that_differ_between_ranks(path: Path, rank: int) -> None:
+    for n_steps, every in ((10 + (rank > 0), 2), (10, 2 + (rank > 0))):
+        with pytest.raises(ValueError, match="rank 0 gave n_steps=10, every=2 and rank 1 gave"):
+            restartable(n_steps, {"u": 1.0}, path, every=every)
+
+
 def test_few_agreements(path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, before = [], restart.requested
     monkeypatch.setattr(restart, "requested", lambda: made.append(1) or before())
@@ -125,7 +132,7 @@ def test_a_handler_of_the_program_stays(path: Path, rank: int, caplog: pytest.Lo
     signal.signal(signal.SIGUSR2, lambda *_: received.append(1))
     run(path, rank, at=3, number=signal.SIGUSR2, signals=[signal.SIGUSR2])
     assert received == [1] * (rank == MPI.COMM_WORLD.size - 1)
-    assert "SIGUSR2 doesn't request an end, since the program has another handler" in caplog.text
+    assert "SIGUSR2 doesn't request an end: the program or MPI has another handler" in caplog.text
 
 
 @pytest.mark.serial

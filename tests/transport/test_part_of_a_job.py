@@ -50,6 +50,9 @@ if part.rank == 0:
     print("model", items, received, flush=True)
 barrier.Wait()
 comm.allreduce(1.0)
+rank = part.rank
+part.Free()  # the library has another communicator of these ranks
+assert (mpiad.mpi_rank(), mpiad.mpi_allreduce(1.0)) == (rank, 2.0)
 """
 
 

@@ -454,7 +454,7 @@ def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
 
 
 def set_base(comm: Comm) -> None:
-    """Set the communicator of the ranks that use the library, which the program doesn't know."""
+    """Set the library's own communicator of the ranks that use the library."""
     global _base
     _base = comm
 

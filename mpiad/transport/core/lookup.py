@@ -33,7 +33,7 @@ def _key() -> int:
 
 
 def set_world(comm: Comm, private: Comm) -> None:
-    """Set the communicator that None stands for, and another one of its ranks, which the program doesn't know."""
+    """Set the communicator that ``comm=None`` means, and the library's own communicator of the same ranks."""
     global _default
     _default = comm
     set_base(private)
@@ -112,7 +112,7 @@ def member(comm: Comm, call: str) -> Comm:
     """
     _require_mpi(call)
     if comm is None:
-        comm = _default
+        comm = base() if _default == MPI.COMM_NULL else _default  # the program may have freed its communicator
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
     if comm == MPI.COMM_NULL:

@@ -80,7 +80,7 @@ def rank_groups(given: RankGroups | int, comm: Comm) -> RankGroups:
     if isinstance(given, RankGroups):
         return given
     cached = _cached_groups.setdefault(channel(comm, _GROUPS_CALL), {})
-    if not isinstance(given, int) or given not in cached:
+    if not isinstance(given, (int, np.integer)) or given not in cached:
         cached[given] = RankGroups(given, comm)
     return cached[given]
 

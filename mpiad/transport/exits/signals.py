@@ -52,7 +52,7 @@ def as_warnings(signals: Iterable[int], call: str) -> tuple[int, ...]:
     for number in (numbers := tuple(signals)):
         if number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT}:
             raise ValueError(
-                f"{call}: signals may contain signal.SIGUSR1 or another catchable one, but not {number!r:.60}."
+                f"{call}: signals may contain signal.SIGUSR2 or another catchable one, but not {number!r:.60}."
             )
     return numbers
 
@@ -74,7 +74,7 @@ def postponed(patience: float = 30.0, warnings: tuple[int, ...] = ()) -> Iterato
         if _has_default_handler(number):
             signal.signal(number, _on_warning)
         elif signal.getsignal(number) is not _on_warning:
-            _log.warning("%s doesn't request an end, since the program has another handler.", signal.Signals(number).name)
+            _log.warning("%s doesn't request an end: the program or MPI has another handler.", signal.Signals(number).name)
     try:
         yield
     finally:

@@ -310,5 +310,5 @@ _MAIN = threading.main_thread().ident
 
 
 def lane_of(channel_number: int) -> int:
-    """Return the lane of this thread: 0 for the main thread or in its place, otherwise one that depends on the channel."""
+    """Return this thread's lane: 0 for the main thread or one in its place, otherwise one that depends on the channel."""
     return 0 if tracing.for_main or threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
