@@ -147,7 +147,7 @@ class StateFiles:
             every = self._used.data.allgather(names_here)
             if every[0] and all(names == every[0] for names in every):
                 return self._redistributed(others, self._identity.layout)
-        with raising_together(self._used, ValueError):
+        with raising_together(self._used, (OSError, ValueError)):
             if (file := self._checkpoint.file).exists():
                 raise ValueError(
                     f"minimize: the checkpoint must have been written by a sharded method, but {file} was written by a "
