@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from importlib import import_module
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.optimize.drive import DrivenFunction
+from mpiad.optional_packages import optional_package
 from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.programs.signature import arguments_of
 from mpiad.programs.traced_array import TracedArray
@@ -479,7 +479,7 @@ class _JAX:
     name = "JAX"
 
     def __init__(self) -> None:
-        self.module = jax = _module("jax", "JAX")
+        self.module = jax = optional_package("jax", "JAX", "jax", "mpiad.interop")
         self.compiled = jax.jit
         self._run = jax.jit(lambda pull, g: pull(g))
 
@@ -544,7 +544,7 @@ class _Torch:
     name = "PyTorch"
 
     def __init__(self) -> None:
-        self.module = torch = _module("torch", "PyTorch")
+        self.module = torch = optional_package("torch", "PyTorch", "torch", "mpiad.interop")
         self._dtypes = torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128
 
     def compiled(self, fun: Function) -> Function:
@@ -590,13 +590,6 @@ class _Torch:
 
 
 _jax, _torch = lru_cache(None)(_JAX), lru_cache(None)(_Torch)
-
-
-def _module(name: str, title: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(f"mpiad.interop needs {title}, which can't be imported ({error}): pip install {name}.") from error
 
 
 def _check_kind(x: np.ndarray, name: str) -> None:

@@ -18,6 +18,7 @@ from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.sparse_products import add_to_owners, fetch_entries
 from mpiad.linalg.vectors import through_host
+from mpiad.optional_packages import optional_package
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.redistribution import GhostExchange
@@ -181,10 +182,7 @@ class AdditiveSchwarz:
 
 def _algebraic_multigrid(matrix: Any, options: dict[str, Any]) -> Callable[[LocalArray, str], LocalArray]:
     """Return ``cycle(rows, kind)``: PyAMG's V-cycle for the matrix ("N") or its transpose ("T"), on rows (k, n)."""
-    try:
-        import pyamg  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise ImportError(f"{_CALL}: PyAMG can't be imported ({error}). Install it: pip install 'mpiad[amg]'.") from error
+    pyamg = optional_package("pyamg", "PyAMG", "mpiad[amg]", _CALL)
     hermitian = abs(matrix - matrix.conj().T).max() <= 1e-12 * abs(matrix).max()
 
     def cycle_of(a: Any) -> Any:

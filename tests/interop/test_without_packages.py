@@ -20,7 +20,7 @@ def test_a_missing_package_is_named(name, title, call, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     interop._jax.cache_clear()
     interop._torch.cache_clear()
-    with pytest.raises(ImportError, match=f"needs {title}, which can't be imported .* pip install {name}"):
+    with pytest.raises(ImportError, match=f"needs {title}, which can't be imported .* pip install '{name}'"):
         getattr(interop, call)(abs)
 
 

@@ -171,5 +171,5 @@ def test_refused_local_solvers(monkeypatch):
     with pytest.raises(ValueError, match="which takes options, but got local='lu', options={'max_levels': 2}"):
         AdditiveSchwarz(a, options={"max_levels": 2})
     monkeypatch.setitem(sys.modules, "pyamg", None)
-    with pytest.raises(ImportError, match=r"PyAMG can't be imported .* pip install 'mpiad\[amg\]'"):
+    with pytest.raises(ImportError, match=r"PyAMG, which can't be imported .* pip install 'mpiad\[amg\]'"):
         AdditiveSchwarz(a, local="amg")
