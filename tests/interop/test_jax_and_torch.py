@@ -1,13 +1,16 @@
 """`mpiad.interop`: functions of JAX and PyTorch in mpiad's programs, and driven functions in theirs."""
 
+import runpy
 import warnings
 from functools import partial
+from pathlib import Path
 
 import autograd.numpy as anp
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 
 import mpiad
@@ -288,33 +291,41 @@ def test_a_function_of_jax_inside_a_program_of_jax_is_refused():
         mpiad.drive(program, lambda x: square(x) if RANK == ROOT else 0.0, root=ROOT)
 
 
-def test_a_network_of_torch_as_the_source_of_a_divided_equation():
-    """Loss and gradient of twelve steps over ranks, compared with the same program in PyTorch on one process."""
-    n, steps = 13, 12
-    torch.manual_seed(5)
-    module = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
-    start = {name: value.detach().numpy() for name, value in module.named_parameters()}
+def test_the_example_trains_like_the_same_program_in_torch_on_one_process():
+    """Loss, gradient and parameters after ten iterations of SciPy's L-BFGS."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "hybrid_model.py"))
+    loss, start, network, n = (example[name] for name in ("loss", "start", "network", "N"))
+    x = (torch.arange(n).double() + 0.5) / n
+    factor = example["DIFFUSION"] * n**2
 
-    def source(weights, u):
-        return torch.func.functional_call(module, weights, (u[:, None],))[:, 0]
+    def simulated(source):
+        u, states = torch.exp(-100 * (x - 0.3) ** 2) + 0.5 * torch.exp(-80 * (x - 0.7) ** 2), []
+        for _ in range(4):
+            for _ in range(10):
+                u = u + example["DT"] * (factor * (torch.roll(u, 1) - 2 * u + torch.roll(u, -1)) + source(u))
+            states.append(u)
+        return torch.stack(states)
 
-    domain, growth, u0 = mpiad.Domain((n,), periodic=True), from_torch(source), np.sin(np.arange(n)) ** 2
-
-    def loss(weights):
-        u = u0[domain.owned[0]]
-        for _ in range(steps):
-            p = domain.exchange(u)
-            u = u + 0.1 * (p[:-2] - 2 * u + p[2:] + growth(weights, u))
-        return domain.sum(u**3)
+    measured = simulated(lambda u: 8 * u * (1 - u))
 
     def in_torch(weights):
-        u = torch.from_numpy(u0)
-        for _ in range(steps):
-            u = u + 0.1 * (torch.roll(u, 1) - 2 * u + torch.roll(u, -1) + source(weights, u))
-        return torch.sum(u**3)
+        source = lambda u: torch.func.functional_call(network, weights, (u[:, None],))[:, 0]
+        return torch.mean((simulated(source) - measured) ** 2)
+
+    def flat(weights):
+        return np.concatenate([np.ravel(weights[name]) for name in start])
+
+    def of_flat(w):
+        parts = np.split(w, np.cumsum([part.size for part in start.values()])[:-1])
+        weights = {name: torch.from_numpy(part.reshape(start[name].shape)) for name, part in zip(start, parts)}
+        gradient, value = torch.func.grad_and_value(in_torch)(weights)
+        return value.item(), flat({name: part.numpy() for name, part in gradient.items()})
 
     value, gradient = mpiad.value_and_grad(loss, shared=True)(start)
-    expected = torch.func.grad_and_value(in_torch)({name: torch.from_numpy(value) for name, value in start.items()})
-    assert np.isclose(value, expected[1].item(), rtol=1e-12)
-    for name, part in expected[0].items():
-        assert np.allclose(gradient[name], part.numpy(), rtol=1e-11, atol=1e-13)
+    expected = of_flat(flat(start))
+    assert np.isclose(value, expected[0], rtol=1e-12)
+    assert np.allclose(flat(gradient), expected[1], rtol=1e-10, atol=1e-14)
+    found = mpiad.minimize(loss, start, options={"maxiter": 10})
+    reference = scipy.optimize.minimize(of_flat, flat(start), jac=True, method="L-BFGS-B", options={"maxiter": 10})
+    assert found.nit == reference.nit == 10 and reference.fun < 0.5 * value
+    assert np.allclose(flat(found.x), reference.x, rtol=1e-10, atol=1e-10)
