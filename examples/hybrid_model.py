@@ -8,8 +8,9 @@ step of the reverse pass. It needs PyTorch: pip install torch.
 """
 
 import autograd.numpy as np
-import mpiad
 import torch
+
+import mpiad
 from mpiad.interop import from_torch
 
 N, STEPS, DT, DIFFUSION = 64, 40, 2e-3, 0.02

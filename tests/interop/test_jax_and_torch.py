@@ -309,8 +309,8 @@ def test_the_example_trains_like_the_same_program_in_torch_on_one_process():
     measured = simulated(lambda u: 8 * u * (1 - u))
 
     def in_torch(weights):
-        source = lambda u: torch.func.functional_call(network, weights, (u[:, None],))[:, 0]
-        return torch.mean((simulated(source) - measured) ** 2)
+        states = simulated(lambda u: torch.func.functional_call(network, weights, (u[:, None],))[:, 0])
+        return torch.mean((states - measured) ** 2)
 
     def flat(weights):
         return np.concatenate([np.ravel(weights[name]) for name in start])
