@@ -31,10 +31,11 @@ def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
         raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
 
 
-def positive_count(value: Any, argument: str) -> int:
-    """Return a number of objects as an int; raise a ValueError unless it is an integer above zero."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-        raise ValueError(f"{argument} must be an integer above zero, but got {value!r}.")
+def positive_count(value: Any, argument: str, least: int = 1) -> int:
+    """Return a number of objects as an int; raise a ValueError unless it is an integer above zero, or from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        expected = "above zero" if least else "zero or more"
+        raise ValueError(f"{argument} must be an integer{' ' if least else ', '}{expected}, but got {value!r:.60}.")
     return int(value)
 
 
