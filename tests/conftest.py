@@ -80,6 +80,7 @@ ON_ONE_NUMBER = {"launches", "serial", "one_rank", "mpi", "also_on"}  # marks of
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
 hypothesis.settings.register_profile(
     "ranks",
+    max_examples=40,
     derandomize=True,
     database=None,
     deadline=None,

@@ -87,5 +87,5 @@ def test_values_kept_of_an_interrupted_trace_are_constants():
 
 def test_interrupts_before_lines_leave_nothing():
     """Some of those of `python tests/interrupts.py`, which interrupts every line of what traces, replays and solves."""
-    number, programs = (100, interrupts.PROGRAMS) if WORLD.size == 1 else (40, interrupts.PROGRAMS[:9])
+    number, programs = (60, interrupts.PROGRAMS) if WORLD.size == 1 else (24, interrupts.PROGRAMS[:9])
     assert len(interrupts.campaign(number, 7, programs)) == number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ from mpiad.domain.boundary import Sides
 from mpiad.domain.halo import Halo
 from mpiad.domain.partition import Partition, choose_dims, lengths
 from mpiad.domain.root_copies import require_own_block
+from mpiad.primitives.checks import integer_of
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import alike_on_all
 from mpiad.transport.devices.device_arrays import is_array
@@ -121,10 +121,7 @@ def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
 
 
 def _integers(values: Sequence[Any], argument: str, minimum: int) -> list[int]:
-    try:
-        integers = [operator.index(value) for value in values]
-    except TypeError:
-        raise TypeError(f"Domain: {argument} must be an integer or a tuple of integers, but got {values!r}.") from None
+    integers = [integer_of(value, "Domain", argument, "an integer or a tuple of integers") for value in values]
     if integers and min(integers) < minimum:
         raise ValueError(f"Domain: {argument} must be {minimum} or more along each dimension, but got {tuple(integers)}.")
     return integers

@@ -6,6 +6,7 @@ array each time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,13 @@ def locked(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def refuse_traced(what: str, parts: Iterable[Any]) -> None:
+    """Raise a NotImplementedError if a user's function, which `what` names, has returned traced values."""
+    if any(map(isbox, parts)):
+        text = f"{what} closes over a traced value, with respect to which it isn't differentiated. Pass it as p."
+        raise NotImplementedError(text)
 
 
 class Derivative:
@@ -91,10 +99,7 @@ class Derivative:
 
     def _check_value(self, value: Array, u: Array) -> None:
         parts = value if isinstance(value, (list, tuple)) else [value]
-        if any(map(isbox, parts)):
-            raise NotImplementedError(
-                "solve: f closes over a traced value, with respect to which it isn't differentiated. Pass it as p."
-            )
+        refuse_traced("solve: f", parts)
         shape = (len(value), *u.shape[1:]) if isinstance(value, (list, tuple)) else np.shape(value)
         if shape != u.shape:
             raise ValueError(self._mismatch(shape, u.shape))
@@ -132,9 +137,8 @@ class MatrixDerivative(Derivative):
         value: Any = self.f(state, p.column(j) if isinstance(p, Columns) else p, t[j])
         if isinstance(value, (list, tuple)) and is_device_array(u):
             value = array(value)
-        value = value if isbox(value) or is_device_array(value) else np.asarray(value)
-        if isbox(value):
-            raise NotImplementedError("solve: f closes over a traced value. Pass it as p.")
+        refuse_traced("solve: f", [value])
+        value = value if is_device_array(value) else np.asarray(value)
         if value.shape != self.shape:
             raise ValueError(f"solve: f returned shape {value.shape} for u of shape {self.shape}; they must be equal.")
         return value.reshape(-1)

@@ -67,13 +67,6 @@ def _varies(run: Run, k: int) -> bool:
     return k < LEAVES or run.batch.p.varies[k - LEAVES]
 
 
-def _unit(x: Array, index: Any, value: complex) -> Array:
-    """Return zeros like x with one entry; x may be a number on the host even if the states are on a device."""
-    total = np.zeros_like(x)
-    total[index] = value
-    return total if np.ndim(x) or is_device_array(x) else total[()]
-
-
 def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Any]) -> Iterator[tuple[Number, Array]]:
     """Yield each number, and per trajectory the sum of products of the cotangents and the tangents of all results."""
     found, saved = numbers_of(run, argnums, args), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
@@ -83,7 +76,10 @@ def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Any]) 
         group = found[first : first + _GROUP]
         tangents: dict[int, list[Any]] = {number.argnum: [None] * len(group) for number in group}
         for j, (k, index, unit) in enumerate(group):
-            tangents[k][j] = _unit(args[k], index, unit)
+            total = np.zeros_like(args[k])
+            total[index] = unit
+            # A number may be on the host even if the states are on a device.
+            tangents[k][j] = total if np.ndim(args[k]) or is_device_array(args[k]) else total[()]
         for number, *results in zip(group, *push_run(run, args, tangents)):
             yield number, product_per_trajectory(run, seeds, *results)
 

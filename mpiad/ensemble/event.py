@@ -12,7 +12,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.derivative import locked
+from mpiad.ensemble.derivative import locked, refuse_traced
 from mpiad.ensemble.problem import check_order
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -29,10 +29,7 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
             "components, or a new array."
         ) from error
     parts = list(value) if isinstance(value, (list, tuple)) and batch.shape else [value]
-    if any(map(isbox, parts)):
-        raise NotImplementedError(
-            "Event: affect closes over a traced value, with respect to which it can't be differentiated. Pass it as p."
-        )
+    refuse_traced("Event: affect", parts)
     is_array = not isinstance(value, (list, tuple)) and bool(batch.shape)
     got = [np.shape(part) for part in parts]
     if got != [u.shape] if is_array else (len(got) != len(u) or not set(got) <= {(), t.shape}):
@@ -187,10 +184,7 @@ class Event:
 
 def _require_numbers(value: Array, shape: Shape) -> None:
     """Raise unless a condition returned one real number per column."""
-    if isbox(value):
-        raise NotImplementedError(
-            "Event: condition closes over a traced value, through which no derivative can flow. Pass it as p."
-        )
+    refuse_traced("Event: condition", [value])
     if np.shape(value) != shape:
         raise ValueError(
             f"Event: condition returned shape {np.shape(value)}, but one number for each column was expected: {shape}. "

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.solve import GivenTimes, started
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all, raising_together
@@ -487,10 +487,8 @@ def planned(given: SimpleNamespace) -> FitPlan:
         if not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
             raise ValueError(f"fit: {name} must be a number, zero or more, but got {value!r}.")
     # The same default as SciPy's least_squares.
-    most = 100 * start.shape[1] if given.max_nfev is None else given.max_nfev
-    if not isinstance(most, Integral) or most < 1:
-        raise ValueError(f"fit: max_nfev must be an integer above zero, but got {most!r}.")
-    stopping = Stopping(float(given.ftol), float(given.xtol), float(given.gtol), int(most))
+    most = 100 * start.shape[1] if given.max_nfev is None else positive_count(given.max_nfev, "fit: max_nfev")
+    stopping = Stopping(float(given.ftol), float(given.xtol), float(given.gtol), most)
     return FitPlan(options, start, lower, upper, scale, stopping)
 
 

@@ -217,8 +217,10 @@ class Replay:
         step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h)
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
+        crossed = True if self._seeds is None else self._seeds.crossed
         for located in sweep.located(visit):
-            if located.stops or self._differs(located):
+            # If no step ends at an event, its time is needed only for derivatives; on a device the host would have to wait.
+            if located.stops or (crossed[located.row].any() if isinstance(crossed, np.ndarray) else crossed is not None):
                 state, time = step.event(located, self._seeds is None)
                 times.append((located, time))
                 if located.stops:
@@ -233,12 +235,6 @@ class Replay:
         for rows, own in sweep.jumps(visit):
             new, shift = self._jumped(rows, own, new, inputs._replace(shift=shift))
         return Visited(new, shift, saved, times)
-
-    def _differs(self, located: LocatedEvent) -> bool:
-        """Return whether the derivatives of the times of an event are needed if no step ends at it."""
-        crossed = True if self._seeds is None else self._seeds.crossed
-        # On a device the host would have to wait for the values.
-        return bool(crossed[located.row].any()) if isinstance(crossed, np.ndarray) else crossed is not None
 
     def ended(self, ids: Array, u: Array, inputs: Inputs) -> Array:
         """Return final states as functions of the end of tspan; `ids`: trajectories whose states events changed there."""

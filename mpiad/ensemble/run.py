@@ -192,7 +192,8 @@ class SortedSweep(StepSweep):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
                 # The index of the event's time in `crossed`, or, for a final time, the trajectory.
-                row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
+                acted = ends and run.jumps
+                row = run.crossed_row[run.stop_rows[chosen]] if acted else self.ids[columns] if ends else chosen
                 events.append(LocatedEvent(event, ends, columns, x, time, row))
         return events
 
@@ -422,11 +423,6 @@ class Run:
         """The rows of `crossed` in the table of events."""
         acts = np.array([event.acts for event in self.settings.events], bool)
         return np.append(self.crossing_rows, self.stop_rows[acts[self.stops.event]])
-
-    @property
-    def acting_row(self) -> Array:
-        """For each of `stops`, the index of its time in `crossed` if the event acted, else -1."""
-        return self.crossed_row[self.stop_rows]
 
     @cached_property
     def crossed_row(self) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import alike_on_all
@@ -223,11 +223,8 @@ def _check_numbers(options: SolveOptions) -> None:
             if array.dtype.kind not in "iuf" or not (np.isfinite(array) & (array >= 0)).all():
                 raise ValueError(f"solve: {name} must be zero or more, and finite, but got {value!r}.")
     for name in ("max_steps", "batch_size", "checkpoints"):
-        value = getattr(options, name)
-        if value is None and name != "max_steps":
-            continue
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")
+        if (value := getattr(options, name)) is not None or name == "max_steps":
+            positive_count(value, f"solve: {name}")
 
 
 def check_combinations(options: SolveOptions, hosted: bool) -> None:
@@ -253,14 +250,12 @@ def _trajectories(options: SolveOptions) -> int:
     lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
     if count is None and not lengths:
         raise ValueError(f"solve: trajectories=N is needed if the ensemble has no arrays u0= or p=, but got {count!r}.")
-    count = next(iter(lengths.values())) if count is None else count
-    if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
-        raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")
+    count = positive_count(next(iter(lengths.values())) if count is None else count, "solve: trajectories", 0)
     for name, length in lengths.items():
         if length != count:
             raise ValueError(f"solve: {name}= of the ensemble has {length} rows, but there are {count} trajectories.")
     _check_rows(problem)
-    return int(count)
+    return count
 
 
 def _check_rows(problem: EnsembleProblem) -> None:

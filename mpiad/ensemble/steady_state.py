@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -34,6 +33,7 @@ from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse
 from mpiad.ensemble.sparse_lu import LEAST_SPARSE, StepMatrices
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
+from mpiad.primitives.checks import positive_count
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all, raising_together
 
@@ -520,10 +520,8 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
 
 
 def _checked(given: SimpleNamespace) -> SolveOptions:
-    options = options_of_states("steady_state", given)
-    if not isinstance(given.max_iters, Integral) or given.max_iters < 1:
-        raise ValueError(f"steady_state: max_iters must be an integer above zero, but got {given.max_iters!r}.")
-    return options
+    positive_count(given.max_iters, "steady_state: max_iters")
+    return options_of_states("steady_state", given)
 
 
 def _checked_together(used: Channel, given: SimpleNamespace) -> SolveOptions:

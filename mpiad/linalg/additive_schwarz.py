@@ -20,6 +20,7 @@ from mpiad.linalg.sparse_products import add_to_owners, fetch_entries
 from mpiad.linalg.vectors import through_host
 from mpiad.optional_packages import optional_package
 from mpiad.primitives import mpi_allgather
+from mpiad.primitives.checks import positive_count
 from mpiad.primitives.operation import suspended
 from mpiad.redistribution import GhostExchange
 from mpiad.transport import Channel, channel
@@ -98,8 +99,7 @@ class AdditiveSchwarz:
                 raise ValueError(
                     f"{_CALL}: the matrix must be square, with equally distributed rows and columns, but is {matrix!r}."
                 )
-            if not isinstance(overlap, (int, np.integer)) or overlap < 0:
-                raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
+            positive_count(overlap, f"{_CALL}: overlap", 0)
             if local not in ("lu", "amg") or (options and local == "lu"):
                 expected = 'local must be "lu", or "amg", which takes options'
                 raise ValueError(f"{_CALL}: {expected}, but got local={local!r}, options={options!r}.")

@@ -30,6 +30,7 @@ from mpiad.linalg.sparse_products import (
 )
 from mpiad.linalg.vectors import block_error, on_host, require_together, through_host
 from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
+from mpiad.primitives.checks import positive_count
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
 from mpiad.redistribution import GhostExchange
@@ -174,8 +175,8 @@ class DistributedMatrix:
         group = self._channel
         with raising_together(group):
             require_matrix(rows, "DistributedMatrix: rows")
-            if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
-                raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
+            if columns is not None:
+                positive_count(columns, "DistributedMatrix: columns", 0)
         matrix: Any = scipy.sparse.csr_matrix(rows)
         if not matrix.has_canonical_format:
             # The caller's matrix is copied, because duplicate entries are added in place.

@@ -24,7 +24,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.compiling.closure import Unknown, Watch, same_bits, watch_of
-from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.differentiation import make_vjp
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
@@ -32,7 +32,7 @@ from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, 
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
 from mpiad.linalg.probing import kind_of, pattern_error, probing_of
-from mpiad.linalg.solve import direction_of, function_error, over_lanes, transposed_matvec
+from mpiad.linalg.solve import change_along, function_error, over_lanes, transposed_matvec
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
 from mpiad.linalg.vectors import block_error
@@ -111,9 +111,8 @@ def _tangent(
 ) -> LocalArray:  # fmt: skip
     residual = tangent_of(b, gs[0])
     if variables:
-        tangents = [direction_of(x, g) for x, g in zip(variables, gs[1:])]
-        change = make_jvp(lambda x: factors.operator.product(ans, x, indices, transposed))(list(variables))(tangents)[1]
-        residual = residual - change
+        product = lambda x: factors.operator.product(x[0], x[1:], indices, transposed)  # noqa: E731
+        residual = residual - change_along(product, ans, variables, gs[1:])
     return back_substitution(residual, *variables, factors=factors, indices=indices, transposed=transposed)
 
 

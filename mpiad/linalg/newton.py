@@ -24,7 +24,7 @@ from mpiad.linalg.probing import kind_of, pattern_error
 from mpiad.linalg.solve import (
     METHODS,
     Problem,
-    direction_of,
+    change_along,
     function_error,
     param_cotangents,
     solution,
@@ -315,12 +315,10 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
 
 def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
-    tangents = [spec_like(stop_gradient(ans)).zeros(), *[direction_of(leaf, g) for leaf, g in zip(leaves, gs)]]
     failures = problem.jacobian.new_failures()
-    change = failures.attempt(
-        "residual", lambda u: make_jvp(problem.at)([u, *leaves])(tangents)[1], ans, again=lambda: problem.start
-    )
-    rhs = tangents[0] if change is None else -change
+    along = lambda u: change_along(problem.at, u, leaves, gs)  # noqa: E731
+    change = failures.attempt("residual", along, ans, again=lambda: problem.start)
+    rhs = spec_like(stop_gradient(ans)).zeros() if change is None else -change
     return solution(rhs, ans, *leaves, problem=problem.jacobian._replace(failures=failures))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -240,19 +240,18 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
     """Return the derivative of the solution along tangents of b and of the leaves."""
     residual, failures = tangent_of(b, gs[0]), problem.new_failures()
     if leaves:
-        zero = spec_like(stop_gradient(ans)).zeros()
-        tangents = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
-        change = failures.attempt(
-            "matvec", lambda u: make_jvp(problem.product_of_system)([u, *leaves])(tangents)[1], ans, again=lambda: zero
-        )
+        along = lambda u: change_along(problem.product_of_system, u, leaves, gs[1:])  # noqa: E731
+        change = failures.attempt("matvec", along, ans, again=spec_like(stop_gradient(ans)).zeros)
         residual = residual if change is None else residual - change
     return solution(residual, *leaves, problem=problem.derived(failures))
 
 
-def direction_of(leaf: Array, tangent: Array) -> Array:
-    """Return the tangent of a leaf of the parameters for `make_jvp`; zero if `tangent` is None."""
+def change_along(fun: Function, u: LocalArray, leaves: Sequence[Any], gs: Sequence[Any]) -> LocalArray:
+    """Return the derivative of ``fun([u, *leaves])`` along tangents of the leaves of the parameters, None for zeros."""
     # Python numbers have no dtype, so their zero tangents are Python numbers, too.
-    return tangent_of(leaf, tangent) if np.ndim(stop_gradient(leaf)) or tangent is not None else 0.0
+    given = [(x, g, np.ndim(stop_gradient(x)) or g is not None) for x, g in zip(leaves, gs)]
+    tangents = [spec_like(stop_gradient(u)).zeros(), *[tangent_of(x, g) if has_dtype else 0.0 for x, g, has_dtype in given]]
+    return make_jvp(fun)([u, *leaves])(tangents)[1]
 
 
 defvjp_together(solution, _adjoint)

@@ -15,6 +15,7 @@ from mpiad.optimize.evaluated_points import Point
 from mpiad.optimize.history import Record
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
+from mpiad.primitives.checks import positive_count
 from mpiad.transport.exits.signals import as_warnings
 
 
@@ -69,8 +70,7 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
     if not isinstance(found.path, (str, PathLike)):
         got = f"{type(given).__name__} {given!r:.60}"
         raise TypeError(f"{call}: checkpoint must be a path or an mpiad.optimize.CheckpointFile, but got {got}.")
-    if not (isinstance(found.every, (int, np.integer)) and found.every >= 1):
-        raise ValueError(f"{call}: every must be a positive number of iterations, but got {found.every!r}.")
+    positive_count(found.every, f"{call}: every")
     as_warnings(found.signals, call)
     if writes and not found.file.parent.is_dir():
         raise ValueError(

@@ -24,17 +24,19 @@ from mpiad.transport.core.collectives import defined_for, name_of
 from mpiad.transport.core.tracing import checked_on_replay, tracing
 
 
-def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
+def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:
+    """Return an integer as an int; raise a TypeError that describes what is `allowed` if it is none."""
     try:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
 
 
-def positive_count(value: Any, argument: str) -> int:
-    """Return a number of objects as an int; raise a ValueError unless it is an integer above zero."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-        raise ValueError(f"{argument} must be an integer above zero, but got {value!r}.")
+def positive_count(value: Any, argument: str, least: int = 1) -> int:
+    """Return a number of objects as an int; raise a ValueError unless it is an integer above zero, or from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        expected = "above zero" if least else "zero or more"
+        raise ValueError(f"{argument} must be an integer{' ' if least else ', '}{expected}, but got {value!r:.60}.")
     return int(value)
 
 
@@ -42,7 +44,7 @@ def root_of(root: object, channel: Channel, call: str) -> int:
     """Return the root as an int; raise a ValueError if there is no such rank."""
     allowed = f"a rank from 0 to {channel.size - 1}"
     if type(root) is not int:
-        root = _integer(root, call, "root", allowed)
+        root = integer_of(root, call, "root", allowed)
     if 0 <= root < channel.size:
         return root
     raise ValueError(f"{call}: root must be {allowed} (the communicator has {channel.size} ranks), but got {root}.")
@@ -55,7 +57,7 @@ def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcar
     if rank is None or rank == PROC_NULL:
         return None
     allowed = f"a rank from 0 to {channel.size - 1} or MPI.PROC_NULL" + (" or MPI.ANY_SOURCE" if wildcard else "")
-    rank = _integer(rank, call, argument, allowed)
+    rank = integer_of(rank, call, argument, allowed)
     if 0 <= rank < channel.size or (wildcard and rank == ANY_SOURCE):
         return rank
     raise ValueError(f"{call}: {argument} must be {allowed} (the communicator has {channel.size} ranks), but got {rank}.")
@@ -65,7 +67,7 @@ def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> 
     """Return the tag as an int; raise a ValueError if MPI has no such tag."""
     allowed = f"an integer from 0 to {channel.tag_limit}" + (" or MPI.ANY_TAG" if wildcard else "")
     if type(tag) is not int:
-        tag = _integer(tag, call, "tag", allowed)
+        tag = integer_of(tag, call, "tag", allowed)
     if 0 <= tag <= channel.tag_limit or (wildcard and tag == ANY_TAG):
         return tag
     raise ValueError(f"{call}: tag must be {allowed}, but got {tag}.")
@@ -94,7 +96,7 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
     """Return the axis as a nonnegative integer, or None; raise if the array has no such axis."""
     if axis is None:
         return None
-    index = _integer(axis, call, "axis", "None or an integer")
+    index = integer_of(axis, call, "axis", "None or an integer")
     if -ndim <= index < ndim:
         return index % ndim
     raise ValueError(f"{call}: axis must be None or from {-ndim} to {ndim - 1} for {ndim} dimensions, but got {index}.")
@@ -132,7 +134,7 @@ def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> lis
         raise TypeError(
             f"{call}: {argument} must be a list of {size} integers, but got {type(counts).__name__} {counts!r}."
         )
-    lengths = [count if type(count) is int else _integer(count, call, argument, "integers") for count in counts]
+    lengths = [count if type(count) is int else integer_of(count, call, argument, "integers") for count in counts]
     if len(lengths) != size or min(lengths) < 0:
         raise ValueError(f"{call}: {argument} must be {size} integers, none negative, but got {lengths}.")
     return lengths

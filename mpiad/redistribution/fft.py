@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +28,7 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array, Comm, Index, LocalArray, Rank, Shape
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.primitives import mpi_alltoall
+from mpiad.primitives.checks import integer_of
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import alike_on_all
 from mpiad.transport.core.buffers import even_lengths, even_range
@@ -335,10 +335,8 @@ class _Problem:
 
 
 def _integers(values: Any, argument: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, values if isinstance(values, Sequence) else [values]))
-    except TypeError:
-        raise TypeError(f"DistributedFFT: {argument} must be an integer or a tuple, but got {values!r}.") from None
+    given = values if isinstance(values, Sequence) else [values]
+    return tuple(integer_of(value, "DistributedFFT", argument, "an integer or a tuple") for value in given)
 
 
 class _WholeLines:

@@ -35,7 +35,7 @@ def test_halo_wider_than_a_block(size):
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (TypeError, r"shape must be an integer or a tuple of integers, but got \[2.5\]", {"shape": 2.5}),
+        (TypeError, r"shape must be an integer or a tuple of integers, but got float 2.5", {"shape": 2.5}),
         (ValueError, r"shape must be 1 or more along each dimension, but got \(8, 0\)", {"shape": (8, 0)}),
         (ValueError, r"1, 2 or 3 dimensions, but got \(2, 2, 2, 2\)", {"shape": (2, 2, 2, 2)}),
         (ValueError, r"1, 2 or 3 dimensions, but got \(\)", {"shape": ()}),

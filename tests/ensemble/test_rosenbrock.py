@@ -334,13 +334,13 @@ def test_steps_on_a_device_are_those_of_the_host(name):
         np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("alg", [Rosenbrock23(), Rodas5P()])
-def test_second_derivatives_on_a_device_are_those_of_the_host(alg):
+@pytest.mark.parametrize(("alg", "rtol"), [(Rosenbrock23(), 1e-2), (Rodas5P(), 1e-3)])  # 38 and 14 steps
+def test_second_derivatives_on_a_device_are_those_of_the_host(alg, rtol):
     stiff, found = problem_of(SYSTEMS["forced"]), []
     for place in (lambda x: x, lambda x: to_device(x, like=on_device(0.0))):
 
         def total(x):
-            sol = solve(remake(stiff, u0=x[0], p=x[1]), alg, saveat=[0.1, 0.25], rtol=1e-4, atol=1e-6)  # noqa: B023
+            sol = solve(remake(stiff, u0=x[0], p=x[1]), alg, saveat=[0.1, 0.25], rtol=rtol, atol=rtol / 100)  # noqa: B023
             return anp.sum(sol.u**3) + anp.sum(sol.u_end**2)
 
         x = place(stiff.u0.astype(float)), place(stiff.p.astype(float))

@@ -108,7 +108,7 @@ def test_what_is_refused(rank_rng, rank, size):
     (_, _, a), last = divided(rank_rng, size), rank == size - 1
     with pytest.raises(TypeError, match="matrix must be a DistributedMatrix, but got ndarray"):
         AdditiveSchwarz(np.eye(3))
-    with pytest.raises(ValueError, match="overlap must be zero or more layers, but got -1"):
+    with pytest.raises(ValueError, match="overlap must be an integer, zero or more, but got -1"):
         AdditiveSchwarz(a, overlap=-1 if rank == size - 1 else 1)
     with pytest.raises(
         ValueError, match=r"must be square, with equally distributed rows and columns, but is DistributedMatrix\(3"

@@ -214,7 +214,7 @@ def test_what_is_refused(rank_rng, rank, size):
         with pytest.raises(error, match=match):
             DistributedMatrix(wrong if rank == last else good)
     for columns in (-1, 2.5):
-        with pytest.raises(ValueError, match=f"columns must be zero or more, but got {columns}"):
+        with pytest.raises(ValueError, match=f"columns must be an integer, zero or more, but got {columns}"):
             DistributedMatrix(good, columns=columns if rank == last else case.columns[rank])
     with pytest.raises(ValueError, match=rf"columns=\[.*\] adds up to {N + size}, but the matrix has {N}"):
         DistributedMatrix(good, columns=case.columns[rank] + 1)

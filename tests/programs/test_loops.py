@@ -16,7 +16,7 @@ seeds = st.integers(0, 10**6)
 
 
 @hypothesis.given(seeds)
-@hypothesis.settings(max_examples=16)
+@hypothesis.settings(max_examples=10)
 def test_random_programs(seed):
     fun, args = random_program(seed)
     total = objective(fun)
@@ -28,7 +28,7 @@ def test_random_programs(seed):
 
 
 @hypothesis.given(seeds)
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=6)
 def test_random_programs_that_set_entries(seed):
     fun, args = random_program(seed, writes=True)
     jitted = mpiad.jit(fun, strict=True)

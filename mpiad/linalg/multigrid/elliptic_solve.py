@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpiad._typing import LocalArray
-from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.differentiation import make_vjp
 from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.multigrid.elliptic import Coefficient
 from mpiad.linalg.multigrid.preconditioner import Multigrid
-from mpiad.linalg.solve import direction_of
+from mpiad.linalg.solve import change_along
 from mpiad.linalg.vectors import require_together
 from mpiad.primitives import stop_gradient
-from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.primitives.cotangents import tangent_of
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import opaque, tracing
@@ -151,9 +151,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, c: LocalArray, *faces: LocalArray, 
 
 def _tangent(gs: list, ans: LocalArray, b: LocalArray, c: LocalArray, *faces: LocalArray, problem: _Problem) -> LocalArray:
     """Return the derivative of the solution along tangents of b, c and κ."""
-    tangents = [direction_of(value, g) for value, g in zip((c, *faces), gs[1:])]
-    jvp = make_jvp(problem.product)([ans, c, *faces])
-    change = jvp([spec_like(stop_gradient(ans)).zeros(), *tangents])[1]
+    change = change_along(problem.product, ans, (c, *faces), gs[1:])
     return _solution(tangent_of(b, gs[0]) - change, c, *faces, problem=problem._replace(initial={}, linear=False))
 
 

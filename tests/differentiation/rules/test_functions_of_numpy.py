@@ -185,7 +185,7 @@ def test_lists_of_traced_arrays_give_no_array_of_objects():
 
 @pytest.mark.limit(400)  # jitted: one compilation for each entry
 def test_table_of_the_reference():
-    chosen = [case for case in derivative_sweep.cases() if zlib.crc32(str(case).encode()) % 8 == 0]
+    chosen = [case for case in derivative_sweep.cases() if zlib.crc32(str(case).encode()) % 12 == 0]
     table = derivative_sweep.run(chosen)
     assert len(table) > 84
     assert derivative_sweep.wrong(table) == []

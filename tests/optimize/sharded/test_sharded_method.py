@@ -274,7 +274,7 @@ def test_a_full_disk_of_one_rank(folder: Path, rank: int, size: int, unbroken: A
     [
         (3, TypeError, "checkpoint must be a path"),
         ("no/such/run.npz", ValueError, "the folder of checkpoint .* doesn't exist"),
-        (CheckpointFile("run.npz", every=0), ValueError, "every must be a positive number of iterations, but got 0"),
+        (CheckpointFile("run.npz", every=0), ValueError, "every must be an integer above zero, but got 0"),
     ],
 )
 def test_wrong_checkpoint_of_one_rank(given: Any, error: type, words: str, folder: Path, rank: int, size: int) -> None:
