@@ -555,6 +555,7 @@ def _result(settings: _Settings, found: dict[int, _Chain], single: bool, plain: 
     variance = (np.sum([each.squares for each in chains], axis=0) + between) / max(count - 1, 1)
     named = {name: per_chain([each.quantities[name] for each in chains]) for name in chains[0].quantities}
     solves = np.stack([each.solves for each in chains], axis=-1)
+    names = "misfit", "gradient", "failed"
     return Samples(
         quantities=named["quantities"] if plain and named else named,
         misfit=per_chain([each.misfit for each in chains]),
@@ -562,6 +563,6 @@ def _result(settings: _Settings, found: dict[int, _Chain], single: bool, plain: 
         variance=variance,
         acceptance=per_stage([each.accepted / np.maximum(each.tries, 1) for each in chains]),
         step_size=per_stage([each.sizes for each in chains]),
-        solves={name: per_chain(row) for name, row in zip(("misfit", "gradient", "failed"), solves)},
+        solves={name: int(row[0]) if single else row for name, row in zip(names, solves)},
         seconds=per_chain([each.seconds for each in chains]),
     )

@@ -88,11 +88,11 @@ class Draw:
 
     def __init__(self, prior: GaussianPrior, seed: int, chain: int, step: int):
         self.random = np.random.default_rng([seed, chain, step])
-        self._prior, self._key = prior, (seed << 64) + (chain << 40) + step
+        self._prior, self._key = prior, (seed << 64) + (chain << 40) + 2 * step
 
-    def deviation(self) -> LocalArray:
-        """Return a sample of the prior without its mean, by one solve at most; collective."""
-        return self._prior.sqrt(self._prior.domain.normal(self._key, self._prior.noise))
+    def deviation(self, second: bool = False) -> LocalArray:
+        """Return the first or the second sample of the prior without its mean, by one solve; collective."""
+        return self._prior.sqrt(self._prior.domain.normal(self._key + second, self._prior.noise))
 
     def accepts(self, log_ratio: float) -> tuple[float, bool]:
         """Return the chance min(1, exp(log_ratio)) of a proposal, 0 for NaN, and whether it is accepted."""
