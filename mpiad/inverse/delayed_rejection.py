@@ -84,5 +84,6 @@ def _second_log_ratio(sizes: Sequence[float], here: Place, tried: Place, new: Pl
     log_ratio = state.psi - last.psi
     log_ratio += (np.sum((z1 - a * z) ** 2) - np.sum((z1 - a * z2) ** 2)) / (2.0 * first**2)
     log_ratio += math.log(-math.expm1(last.psi - rejected.psi)) - math.log(-math.expm1(state.psi - rejected.psi))
-    log_ratio += log_density(second, last.slope @ z, last.slope @ z2, last.slope @ last.slope)
-    return float(log_ratio - log_density(second, state.slope @ z2, state.slope @ z, state.slope @ state.slope))  # type: ignore[operator]
+    for sign, (at, start), (_, end) in ((1.0, new, here), (-1.0, here, new)):
+        log_ratio += sign * log_density(second, at.slope @ end, at.slope @ start, at.slope @ at.slope)  # type: ignore
+    return float(log_ratio)

@@ -78,9 +78,8 @@ class Values:
 
 def target_of(problem, method):
     known = sampling._METHODS[method]
-    given = (problem.misfit, problem.prior, problem.posterior, None)
-    settings = sampling._checked(method, 1, 0, 0, None, "root", None, 1, None)
-    found = Target(Values(problem.misfit), sampling._problem(settings, given, None).reference, known.slope)
+    reference = sampling._problem(method, problem.misfit, problem.prior, problem.posterior).reference
+    found = Target(Values(problem.misfit), reference, known.slope)
     proposed = []
     at = found.at
 

@@ -231,13 +231,13 @@ WRONG = [
     ({"step_size": 1.5}, ValueError, r"step_size must be 1 number\(s\) above 0 and at most 1"),
     ({"method": "dr", "step_size": 0.5}, ValueError, r"step_size must be 3 number\(s\)"),
     ({"objective": "max"}, ValueError, "objective must be one of"),
-    ({"chains": 0}, ValueError, "chains must be a positive number"),
+    ({"chains": 0}, ValueError, "chains must be an integer of at least 1, but got 0"),
     ({"fields": "/no/such/folder"}, ValueError, "folder fields='/no/such/folder' doesn't exist"),
     ({"checkpoint": "/no/such/folder/c.npz"}, ValueError, "folder of checkpoint"),
     ({"quantities": 3}, TypeError, "quantities must be callable, but got int 3"),
     ({"start": np.zeros(3)}, ValueError, "start must be this rank's block of shape"),
     ({"posterior": None}, ValueError, "method 'hpcn' needs a Laplace approximation"),
-    ({"posterior": 1}, TypeError, "posterior must be a mpiad.inverse.Posterior, but got int"),
+    ({"posterior": 1}, TypeError, "posterior must be an mpiad.inverse.Posterior, but got int"),
 ]
 
 
@@ -254,7 +254,7 @@ def test_wrong_problems(linear):
         sample(linear.misfit, other, method="hpcn", n_samples=2, posterior=linear.posterior)
     with pytest.raises(ValueError, match="the misfit is inf, or its gradient isn't finite, at the start"):
         sample(lambda m: np.inf, linear.prior, method="pcn", n_samples=2)
-    with pytest.raises(TypeError, match="prior must be a mpiad.inverse.GaussianPrior, but got Domain"):
+    with pytest.raises(TypeError, match="prior must be an mpiad.inverse.GaussianPrior, but got Domain"):
         sample(linear.misfit, linear.domain, method="pcn", n_samples=2)
     with pytest.raises(TypeError, match="must return one real number"):
         sample(linear.observed, linear.prior, method="pcn", n_samples=2)
