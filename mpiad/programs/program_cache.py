@@ -6,6 +6,7 @@ object has changed that the function reads besides its arguments.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -59,7 +60,7 @@ class Entry:
         """Return whether the closure is unchanged, and no exception has left messages in flight on the channels."""
         return not any(channel.fault for channel, _ in self.channels) and self.watch.is_the_same()
 
-    @property
+    @functools.cached_property
     def may_change(self) -> bool:
         """Whether shapes or dtypes may differ in a run from those in the trace (see `Changed`)."""
         nodes = self.replays.schedule.program.nodes

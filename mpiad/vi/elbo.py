@@ -31,6 +31,7 @@ from mpiad.transport.core.tracing import restoring_state
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
 from mpiad.vi.prior import Prior
 
+_MIN_EQUAL = 10  # minimum number of equal values that show that the loss is constant
 _SUCCEEDED, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
 
 
@@ -45,7 +46,7 @@ class Evaluations(NamedTuple):
 
 
 class Model:
-    """The user's loss per draw; `trace`: this rank's first traceback; `device`: of the draws, by default of `data`."""
+    """The user's loss per draw; `trace`: text on this rank's first failure; `device`: of the draws, by default `data`'s."""
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
@@ -73,6 +74,8 @@ class Model:
             row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
             return row
         if not numpy.isfinite(row).all():
+            found = f"gradient is {row[2:].tolist()!s:.200}" if numpy.isfinite(row[0]) else f"value is {row[0]}"
+            self.trace = self.trace or f"the loss's {found} at the draw theta = {theta.tolist()!s:.200}\n"
             row[:] = 0.0
             row[1] = _NOT_FINITE
         return row
@@ -143,6 +146,19 @@ class Objective(NamedTuple):
     gradient: str  # {"pathwise", "score"}
     divergence: str  # {"closed", "draws", "path"}
 
+    def require_dependence(self, found: Evaluations) -> None:
+        """Raise a ValueError if the loss doesn't depend on its parameters, as far as the draws show."""
+        values, gradients = found.values[found.valid], found.gradients[found.valid]
+        # A loss with few different values may be the same at a few draws by chance.
+        is_constant, sign = len(values) >= _MIN_EQUAL and numpy.ptp(values) == 0, f"it is {values[0]:g}"
+        if self.gradient == "pathwise":
+            is_constant, sign = not gradients.any(), "its gradient is zero"
+        if is_constant:
+            raise ValueError(
+                f"VI: the loss doesn't depend on theta: {sign} at all {len(values)} draws of epoch 0. Compute it from "
+                "theta by differentiable functions of autograd.numpy, or use gradient='score' for other models."
+            )
+
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[float, float, Tree]:
         """Return the mean loss, KL without its weight, and the gradient; `noise` is on the device, `found` on the host."""
         leaves, build = flatten(params)
@@ -182,6 +198,8 @@ class Objective(NamedTuple):
             # With constant params, only the dependence of log q on φ through θ remains.
             log_q = self.posterior.log_prob(stop_gradient(params), theta)
         log_p = self.prior.log_prob(theta)
+        if np.shape(log_p) != log_q.shape:
+            raise ValueError(f"VI: log_prob of the prior must return shape {log_q.shape}, but returned {np.shape(log_p)}.")
         not_finite = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
         outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if not_finite else 0
         if outside:

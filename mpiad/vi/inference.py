@@ -83,10 +83,7 @@ class Training:
                 found = to_host(self._objective.posterior.draw(self._params, noise)[0])
                 theta = np.ascontiguousarray(found, dtype=float)
             if theta.shape != noise.shape:
-                raise ValueError(
-                    f"VI: the posterior's draw must return draws of the same shape as the noise, {noise.shape}, but "
-                    f"returned shape {theta.shape}."
-                )
+                raise ValueError(f"VI: the posterior's draw must return shape {noise.shape}, but returned {theta.shape}.")
         except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
             self._fail(error)
             return noise, np.full(noise.shape, np.nan)
@@ -121,7 +118,11 @@ class Training:
         if not found.valid.any():
             counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
             raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
+        if epoch == 0:
+            self._objective.require_dependence(found)
         loss, divergence, gradient = self._objective.value_and_gradient(self._params, noise, found)
+        if epoch == 0 and self._objective.w and not math.isfinite(divergence):
+            raise FloatingPointError(f"VI: at the start KL(q‖prior) is {divergence}. Correct prior or initial posterior.")
         value = loss + (self._objective.w * divergence if self._objective.w else 0.0)  # may be infinite
         row = (value, loss, divergence, found.raised + found.not_finite, time.perf_counter() - self._start)
         for column, entry in zip(self.history.values(), row):
@@ -293,8 +294,8 @@ class VI:
         has_formula = has_closed_form(posterior, self.prior)
         if divergence == "closed" and not has_formula:
             raise ValueError(
-                "VI: divergence='closed' needs a Gaussian posterior and a normal prior, but got "
-                f"{type(posterior).__name__} and {prior!r:.60}."
+                "VI: divergence='closed' needs a Gaussian posterior and a normal prior with finite inverse covariance, but "
+                f"got {type(posterior).__name__} and {prior!r:.60}."
             )
         self.divergence = ("closed" if has_formula else "draws") if divergence == "auto" else divergence
 
@@ -308,6 +309,7 @@ class VI:
         n_samples: int = 1000,
         callback: Function | None = None,
         average: bool = True,
+        importance_weights: bool = False,
         progress: bool = False,
     ) -> VIResult:
         """Fit the posterior.
@@ -333,6 +335,9 @@ class VI:
         average : bool
             Whether to report the average of the variational parameters over about the last fifth of the epochs. With
             False the parameters after the last epoch are reported; use it if means have no meaning, as for angles.
+        importance_weights : bool
+            Whether to evaluate the model at the draws of the result, too (`n_samples` evaluations without derivatives,
+            distributed over the ranks), for `log_weights` and `k_hat` of the result.
         progress : bool
             Whether the root shows on standard error the number of completed epochs and the remaining time.
 
@@ -344,21 +349,27 @@ class VI:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if an argument is invalid, or arguments differ between ranks.
+            On all ranks, if an argument is invalid, or arguments differ between ranks; or if the loss doesn't depend on its
+            parameters (in the first epoch all gradients are zero, or with ``gradient="score"`` ten or more values equal).
         WorkerError
             On all ranks, if each draw of an epoch failed, because the model raised or wasn't finite. The text contains the
-            first traceback.
+            first traceback, or the first draw at which the model wasn't finite, and the rank.
         FloatingPointError
             On all ranks, if variational parameters or draws aren't finite (the learning rate may be too large), or if the
-            prior's density at a draw is zero or isn't finite.
+            prior's density at a draw is zero or isn't finite, or KL(q‖prior) isn't finite at the start.
 
         Ranks
         -----
         All ranks of `comm` call it.
+
+        Notes
+        -----
+        The root logs each text in `warnings` of the result as a warning.
         """
         used, call = channel(self.comm, "VI.run"), "VI.run"
         root = root_of(self.root, used, call)
-        self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples, average)
+        flags = {"average": average, "importance_weights": importance_weights}
+        self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples, **flags)
         model = Model(self.loss, data, self.gradient == "pathwise", _device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
@@ -375,13 +386,22 @@ class VI:
             fields, is_on_device = used.data.bcast(None if training is None else training.result_fields(n_epochs), root)
         # This generator differs from those of all epochs, so the draws are independent of the fit.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
-        samples = np.asarray(self.posterior.draw(fields["params"], noise)[0])
+        draws = [np.asarray(part) for part in self.posterior.draw(fields["params"], noise)]
+        if importance_weights:
+            terms, valid = self._log_weights(used, root, Model(self.loss, data, False, model.device), draws, call, self.w)
+            fields["log_weights"] = np.where(valid, terms, np.nan)
         # The root returns its own arrays; other ranks copy them to the device of their model, if it uses one.
         if training is not None:
             fields["params"], fields["best_params"] = training.reported_and_best
         elif is_on_device:
             fields["params"], fields["best_params"] = model.to_device(fields["params"], fields["best_params"])
-        return VIResult(self.posterior, **fields, samples=samples, average=average)
+        rank, trace = _first_failure(used, model) if any(fields["history"]["dropped"]) else (root, "")
+        fields["failure"] = trace and f"rank {rank}: {trace.rstrip().splitlines()[-1]}"
+        result = VIResult(self.posterior, **fields, samples=draws[0], average=average, w=self.w)
+        with raising_together(used, Exception):
+            for text in result.warnings if training is not None else ():
+                _log.warning("VI: %s", text)
+        return result
 
     def _epochs(self, used: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, bar: Any) -> None:
         for epoch in range(n_epochs):
@@ -409,28 +429,32 @@ class VI:
             bar.close()
 
     def _fail(self, used: Channel, model: Model, error: Exception) -> None:
-        """Raise the run's exception on all ranks; a WorkerError gets the first traceback if the model raised."""
-        for rank, trace in enumerate(used.data.allgather(model.trace) if isinstance(error, WorkerError) else ()):
-            if trace:
-                raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
+        """Raise the run's exception on all ranks; a WorkerError gets the text on the model's first failure."""
+        if isinstance(error, WorkerError):
+            rank, trace = _first_failure(used, model)
+            error = WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace)
         raise agreed(used, error)
 
     def _agree(
-        self, used: Channel, data: Tree, n_epochs: object, patience: object, n_samples: object, average: object
+        self, used: Channel, data: Tree, n_epochs: object, patience: object, n_samples: object, **flags: object
     ) -> None:
         with raising_together(used):
             if hasattr(data, "__len__") and len(data) == 0:
                 raise ValueError(f"VI.run: data is empty ({type(data).__name__} of length 0) on rank {used.rank}.")
             positive_count(n_epochs, "VI: n_epochs")
-            positive_count(n_samples, "VI: n_samples")
+            draws = positive_count(n_samples, "VI: n_samples")
             if patience is not None:
                 positive_count(patience, "VI: max_epochs_without_improvement")
-            if not isinstance(average, bool):
-                raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
+            for name, flag in flags.items():
+                if not isinstance(flag, bool):
+                    raise TypeError(f"VI.run: {name} must be True or False, but got {flag!r}.")
+            if flags["importance_weights"] and (not self.w or draws < _MIN_WEIGHTS):
+                needed = f"w above zero and n_samples of {_MIN_WEIGHTS} or more"
+                raise ValueError(f"VI.run: importance weights need {needed}, but got w={self.w} and n_samples={draws}.")
         # These arguments determine the collective calls and the draws.
         names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "seed", "root", "devices")
         settings = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
-        settings |= {"n_epochs": n_epochs, "n_samples": n_samples, "average": average}
+        settings |= {"n_epochs": n_epochs, "n_samples": n_samples, **flags}
         require_same(used, ", ".join(f"{name}={value}" for name, value in settings.items()), "VI.run")
         count, idle = self.n_samples_per_epoch, used.size - self.n_samples_per_epoch
         if used.rank == self.root and idle > 0:
@@ -474,15 +498,31 @@ class VI:
         # This generator differs from the generators of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
         # On the host, so that results are the same on all ranks.
-        theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
+        draws = [np.asarray(part) for part in self.posterior.draw(to_host(params), noise)]
         model = Model(self.loss, data, False, _device_of(self.devices, used, "VI.elbo"))
+        terms, valid = self._log_weights(used, root, model, draws, "VI.elbo", 1.0)
+        terms = terms[valid]
+        return float(terms.mean()), float(terms.std(ddof=1) / len(terms) ** 0.5) if len(terms) > 1 else math.inf
+
+    def _log_weights(
+        self, used: Channel, root: Rank, model: Model, draws: Sequence[Array], call: str, w: float
+    ) -> tuple[Array, Array]:
+        """Return -loss/w + log prior - log q at draws, given with log q, and whether the model succeeded; collective."""
+        theta, log_q = draws
         with restoring_state(), suspended():
             rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
             found: Evaluations = evaluations_of(used.data.bcast(rows, root))
         if not found.valid.any():
-            self._fail(used, model, WorkerError("VI.elbo: the model failed for all draws.", root, ""))
-        terms = (-found.values + np.asarray(self.prior.log_prob(theta)) - log_q)[found.valid]
-        return float(terms.mean()), float(terms.std(ddof=1) / len(terms) ** 0.5) if len(terms) > 1 else math.inf
+            self._fail(used, model, WorkerError(f"{call}: the model failed for all draws.", root, ""))
+        return -found.values / w + np.asarray(self.prior.log_prob(theta)) - log_q, found.valid
+
+
+_MIN_WEIGHTS = 100  # minimum number of importance weights for k-hat
+
+
+def _first_failure(used: Channel, model: Model) -> tuple[int, str]:
+    """Return the lowest rank on which the model failed, and the text on its first failure; collective."""
+    return next(((rank, trace) for rank, trace in enumerate(used.data.allgather(model.trace)) if trace), (0, ""))
 
 
 def _check_arguments(loss: object, posterior: object, optimizer: object, **chosen: str) -> None:
@@ -490,6 +530,8 @@ def _check_arguments(loss: object, posterior: object, optimizer: object, **chose
         raise TypeError(f"VI: loss must be a function, but got {type(loss).__name__} {loss!r:.60}.")
     required = [(posterior, "posterior", ("initial", "draw", "log_prob")), (optimizer, "optimizer", ("setup", "update"))]
     for value, kind, names in required:
+        if isinstance(value, type):
+            raise TypeError(f"VI: the {kind} must be an object, but got a class: write {value.__name__}(...).")
         if not all(callable(getattr(value, name, None)) for name in names):
             raise TypeError(f"VI: the {kind} must have {', '.join(names)}, but got {type(value).__name__} {value!r:.60}.")
     choices = {

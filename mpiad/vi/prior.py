@@ -112,13 +112,16 @@ class Prior:
 
     @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:
-        """Return the mean and the covariance if the prior is normal, else None."""
+        """Return the mean and the covariance if the prior is normal and their inverses are finite, else None."""
         if self.joint is not None:
             return self.joint.mean, self.joint.cov
         if any(marginal.dist.name != "norm" for marginal in self.marginals):
             return None
-        moments = [(float(marginal.mean()), float(marginal.var())) for marginal in self.marginals]
-        return numpy.array([mean for mean, _ in moments]), numpy.diag([var for _, var in moments])
+        # If a variance or its inverse overflows, SciPy's log density, without squares of the scale, is used instead.
+        with numpy.errstate(divide="ignore", over="ignore"):
+            mean, variance = numpy.array([(marginal.mean(), marginal.var()) for marginal in self.marginals]).T
+            is_usable = numpy.isfinite([variance, 1 / variance]).all()
+        return (mean, numpy.diag(variance)) if is_usable else None
 
 
 def prior_of(given: Any, dim: int) -> Any:

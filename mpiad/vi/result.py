@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,11 @@ import numpy as np
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_device, to_host
+from mpiad.optional_packages import optional_package
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.vi.posterior import Posterior
+
+_MIN_RECENT, _MAX_K_HAT = 10, 0.7  # epochs for a trend; largest shape parameter of a suitable approximation
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,18 @@ class VIResult:
         Draws from the reported posterior, on the host.
     average : bool
         Whether the reported parameters are an average.
+    w : float
+        The weight of KL in the objective.
+    log_weights : array of shape (n,), or None
+        With ``run(..., importance_weights=True)``, the logarithms of the importance weights of the samples,
+        -loss/w + log prior - log q, NaN for draws at which the model failed. With ``w=1`` and the negative log likelihood
+        as loss, the mean of the weights estimates the evidence.
+    failure : str
+        The rank and the reason of the first dropped draw, or an empty text.
+
+    References
+    ----------
+    Yao, Vehtari, Simpson and Gelman, 2018: Yes, but did it work? Evaluating variational inference.
 
     Examples
     --------
@@ -61,6 +77,62 @@ class VIResult:
     message: str
     samples: Array
     average: bool = True
+    w: float = 1.0
+    log_weights: Array | None = None
+    failure: str = ""
+
+    @functools.cached_property
+    def k_hat(self) -> float | None:
+        """The shape parameter of a generalized Pareto distribution fitted by ArviZ to the largest weights (Pareto k-hat).
+
+        Above 0.7 the family doesn't approximate the posterior well. None without weights, or if ArviZ isn't installed.
+        """
+        if self.log_weights is None:
+            return None
+        try:
+            arviz = optional_package("arviz", "ArviZ", "mpiad[arviz]", "k_hat")
+        except ImportError:
+            return None
+        return float(arviz.psislw(self.log_weights[np.isfinite(self.log_weights)])[1])
+
+    @property
+    def trend(self) -> tuple[float, float] | None:
+        """The change of the objective during the last fifth of the epochs, and its standard error.
+
+        The change is the slope of a line fitted by least squares to the objectives of these epochs, whose draws are
+        independent, times their number. None if the run has fewer than 50 epochs, or an objective isn't finite.
+        """
+        recent = self._recent
+        if len(recent) < _MIN_RECENT or not np.isfinite(recent).all():
+            return None
+        (slope, _), covariance = np.polyfit(np.arange(len(recent)), recent, 1, cov=True)
+        return float(slope * len(recent)), float(np.sqrt(covariance[0, 0]) * len(recent))
+
+    @property
+    def warnings(self) -> list[str]:
+        """Signs that the result is inaccurate, and what to do, as a list of texts.
+
+        Dropped draws are counted. The objective is reported not to have converged if the change in `trend` exceeds three
+        standard errors and 0.1 w, which is 0.1 in units of KL(q‖posterior). The family is reported to be unsuitable if
+        `k_hat` is above 0.7; if it can't be computed from `log_weights`, a text says how to install ArviZ.
+        """
+        dropped = f"{sum(self.history['dropped'])} draws were dropped, since the model failed, first on {self.failure}"
+        texts, (change, error) = [dropped] if self.failure else [], self.trend or (0.0, 0.0)
+        if abs(change) > max(3 * error, 0.1 * self.w):
+            remedy = "run more epochs" if change < 0 else "lower the learning rate, or draw more samples per epoch"
+            found = f"changed by {change:+.3g} ± {error:.2g} in the last {len(self._recent)} epochs"
+            texts.append(f"the objective hasn't converged: it {found}; {remedy}")
+        if self.log_weights is not None and self.k_hat is None:
+            texts.append("k-hat is unknown, since ArviZ can't be imported; pip install 'mpiad[arviz]'")
+        elif self.k_hat is not None and self.k_hat > _MAX_K_HAT:
+            remedy = "use a family with correlations (FullRankGaussian) or other shapes (Flow), or other parameters"
+            texts.append(f"the family doesn't fit the posterior: k-hat is {self.k_hat:.2f}, above {_MAX_K_HAT}; {remedy}")
+        return texts
+
+    @property
+    def _recent(self) -> Array:
+        """Return the objectives of the last fifth of the epochs."""
+        return np.array(self.history["objective"][-max(1, self.epochs // 5) :])
 
     def draw(self, count: int, seed: int = 0, best: bool = False) -> Array:
         """Return draws of shape (count, dim), on the host, from the reported posterior; if `best`, with `best_params`."""
@@ -98,11 +170,39 @@ class VIResult:
         lines += [f"{name:{width}}  " + "  ".join(f"{x:10.4g}" for x in row) for name, row in zip(names, rows)]
         which = "averaged over the last epochs" if self.average else "after the last epoch"
         # A mean, since the objective of a single epoch is noisy.
-        recent = self.history["objective"][-max(1, self.epochs // 5) :]
+        recent = self._recent
         count = f"{len(recent)} epoch{'s' * (len(recent) > 1)}"
         lines.append(f"posterior {which}; mean objective {np.mean(recent):.6g} in the last {count}")
         lines.append(f"{self.epochs} epochs, {sum(self.history['dropped'])} draws dropped; {self.message}")
-        return "\n".join(lines)
+        if self.log_weights is not None and self.k_hat is not None:
+            lines.append(f"k-hat {self.k_hat:.2f}, from {len(self.log_weights)} further evaluations of the model")
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+
+    def to_arviz(self, names: list[str] | None = None) -> Any:
+        """Return the samples as ArviZ's InferenceData: one chain of independent draws, with `log_weights` if computed.
+
+        Parameters
+        ----------
+        names : list of str, optional
+            Names of the parameters, one variable each; by default the variable "theta" holds all.
+
+        Raises
+        ------
+        ImportError
+            If ArviZ isn't installed.
+        ValueError
+            If the number of names isn't that of the parameters.
+
+        Ranks
+        -----
+        Each rank may call it alone.
+        """
+        arviz = optional_package("arviz", "ArviZ", "mpiad[arviz]", "VIResult.to_arviz")
+        if names is not None and len(set(names)) != self.posterior.dim:
+            raise ValueError(f"VIResult.to_arviz: names must be {self.posterior.dim} different names, but got {names!r}.")
+        columns = {"theta": self.samples[None]} if names is None else dict(zip(names, self.samples.T[:, None]))
+        weights = None if self.log_weights is None else {"log_weight": self.log_weights[None]}
+        return arviz.from_dict(posterior=columns, sample_stats=weights, posterior_attrs={"inference_library": "mpiad"})
 
     def plot_corner(self, names: list[str] | None = None, truth: Array | None = None, prior: Array | None = None) -> Any:
         """Plot histograms of each parameter and of each pair; return matplotlib's figure.

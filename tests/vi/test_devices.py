@@ -105,18 +105,23 @@ def test_the_epidemic_among_agents_runs_on_a_device(monkeypatch):
     """The model of the example, its values and its gradient, with the graph as a matrix there."""
     pytest.importorskip("networkx")
     monkeypatch.syspath_prepend("examples")
-    from sir_vi import epidemic
+    from sir_vi import epidemic, logistic
 
     graph = np.zeros((30, 30))
     for step in (1, 2):
         graph += np.roll(np.eye(30), step, axis=1) + np.roll(np.eye(30), -step, axis=1)
     theta = np.log10([0.2, 0.3, 0.2])
 
-    def misfit(theta, graph):
-        return anp.sum(epidemic(theta, graph, 4, np.random.default_rng(1)) ** 2)
+    noise = logistic(np.random.default_rng(1), 4, 30)
 
-    exact, slope = mpiad.value_and_grad(lambda t: misfit(t, graph))(theta)
-    found, there = mpiad.value_and_grad(lambda t: mpiad.device.to_host(misfit(t, on_device(graph))))(on_device(theta))
+    def misfit(theta, graph, noise):
+        return anp.sum(epidemic(theta, graph, noise) ** 2)
+
+    def misfit_on_device(theta):
+        return mpiad.device.to_host(misfit(theta, on_device(graph), on_device(noise)))
+
+    exact, slope = mpiad.value_and_grad(lambda t: misfit(t, graph, noise))(theta)
+    found, there = mpiad.value_and_grad(misfit_on_device)(on_device(theta))
     assert found == pytest.approx(exact, rel=1e-12)
     np.testing.assert_allclose(on_host(there), slope, rtol=1e-10)
     assert np.all(slope != 0)

@@ -394,6 +394,8 @@ def make(**changes):
         ({"loss": 3}, TypeError, "loss must be a function, but got int 3"),
         ({"posterior": "normal"}, TypeError, "posterior must have initial, draw, log_prob"),
         ({"optimizer": "adam"}, TypeError, "optimizer must have setup, update"),
+        ({"optimizer": Adam}, TypeError, r"optimizer must be an object, but got a class: write Adam\(...\)"),
+        ({"posterior": MeanFieldGaussian}, TypeError, "posterior must be an object, but got a class: write MeanField"),
         ({"prior": 5}, TypeError, "int 5"),
         ({"prior": ("normaal",)}, ValueError, "no continuous distribution 'normaal'"),
         ({"prior": [("norm",)] * 3}, ValueError, "dimension 2, but the prior has 3"),
@@ -406,6 +408,7 @@ def make(**changes):
         ({"seed": -1}, ValueError, "seed must be an integer, zero or more, but got -1"),
         ({"gradient": "exact"}, ValueError, "'pathwise', 'score', but got 'exact'"),
         ({"divergence": "closed", "prior": ("gamma", 2.0)}, ValueError, "needs a Gaussian posterior and a normal prior"),
+        ({"divergence": "closed", "prior": ("norm", 0, 1e-170)}, ValueError, "normal prior with finite inverse covariance"),
     ],
 )
 def test_what_cannot_be_used_is_refused(changes, kind, text):

@@ -56,3 +56,36 @@ def test_bands_say_what_they_are_of(result, noise, kind):
     outer = axes.collections[0].get_paths()[0].vertices[:, 1]
     # Without noise the samples' own quantiles; with it about the ends of four normal numbers at each time.
     assert np.ptp(outer) == pytest.approx(3.7) if noise is None else 60 < np.ptp(outer) < 250
+
+
+def test_the_trend_is_the_slope_of_a_line_through_the_last_fifth_with_its_error(result):
+    objectives = np.random.default_rng(2).standard_normal(100) - 0.03 * np.arange(100)
+    objectives[:80] = 1e6
+    longer = dataclasses.replace(result, history={**HISTORY, "objective": list(objectives)}, epochs=100)
+    line = scipy.stats.linregress(np.arange(20), objectives[80:])
+    np.testing.assert_allclose(longer.trend, (20 * line.slope, 20 * line.stderr), rtol=1e-9)
+    assert result.trend is None and result.warnings == []
+    objectives[90] = np.inf
+    assert dataclasses.replace(longer, history={"objective": list(objectives)}).trend is None
+
+
+@pytest.mark.parametrize("w, step, words", [(1.0, -0.01, "more epochs"), (1.0, 0.01, "lower the"), (9.0, 0.01, None)])
+def test_a_change_counts_in_units_of_the_divergence(result, w, step, words):
+    objectives = list(step * np.arange(200.0) + 1e-4 * np.random.default_rng(3).standard_normal(200))
+    found = dataclasses.replace(result, history={**HISTORY, "objective": objectives}, epochs=200, w=w).warnings
+    assert found == [] if words is None else len(found) == 1 and words in found[0] and f"{40 * step:+.3g}" in found[0]
+
+
+def test_arviz_gets_the_samples_and_the_weights(result):
+    arviz = pytest.importorskip("arviz")
+    data = result.to_arviz()
+    assert data.posterior["theta"].dims[:2] == ("chain", "draw") and not hasattr(data, "sample_stats")
+    np.testing.assert_array_equal(data.posterior["theta"].values, SAMPLES[None])
+    weighted = dataclasses.replace(result, log_weights=np.arange(4.0))
+    named = weighted.to_arviz(["a", "b"])
+    np.testing.assert_array_equal(named.posterior["b"].values, SAMPLES[None, :, 1])
+    np.testing.assert_array_equal(named.sample_stats["log_weight"].values, [np.arange(4.0)])
+    np.testing.assert_allclose(arviz.summary(named, kind="stats", round_to="none")["mean"], [3.0, 20.0])
+    for wrong in (["a"], ["a", "a"]):
+        with pytest.raises(ValueError, match="names must be 2 different names, but got"):
+            result.to_arviz(wrong)
