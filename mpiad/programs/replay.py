@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
-from mpiad.programs.array_program import Node, Slot, described, operation_of, parts_of
+from mpiad.programs.array_program import IndexMap, Node, Slot, described, operation_of, parts_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
@@ -375,7 +375,9 @@ class Replay:
         self._lines += [f"{name} = {text}", self._blocks.assignment(b, f"address({name})")]
 
     def _array(self, b: int) -> str:
-        root = root_of(self.schedule.buffers, b)
+        root, found = root_of(self.schedule.buffers, b), self.schedule.buffers[b]
+        if found.map is not None:
+            return self._array(found.data) + _as_view(found.map, self.schedule.buffers[found.data].shape, found.shape)
         if root == b or self.schedule.buffers[b].shape == self.schedule.buffers[root].shape:
             return self._arrays[root]
         return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
@@ -534,6 +536,22 @@ class Replay:
             return _Text(text if is_array else f"{text}[()]")
 
         return repr(mapped(x, leaf))
+
+
+def _as_view(map: IndexMap, shape: Shape, made: Shape) -> str:
+    """Return the text after an array's name that makes a view without repeated entries."""
+    index, sources = [], []
+    for (axis, stride, offset), n in zip(map, shape):
+        if axis is None:
+            index.append(str(offset))
+        else:
+            stop = offset + stride * (made[axis] - 1) + 1  # type: ignore[index]
+            index.append(":" if (offset, stride, stop) == (0, 1, n) else f"{offset}:{stop}:{stride}")
+            sources.append(axis)
+    text = f"[{', '.join(index)}]" if set(index) - {":"} else ""
+    order = sorted(range(len(sources)), key=sources.__getitem__)  # type: ignore[arg-type]
+    text += f".transpose({order})" if order != sorted(order) else ""
+    return text if len(order) == len(made) else f"{text}.reshape({made})"
 
 
 class _Text(str):
