@@ -2,7 +2,8 @@
 
     python benchmarks/sides/networks.py {mpiad,jitted,jax,torch} CASE {float32,float64} [--budget 1]
 
-Prints a line of JSON: the least milliseconds of a step, the value, and the norm of the gradient.
+Prints a line of JSON: the least milliseconds of a step, the value, the norm of the gradient, and by how many MB the process
+has grown in its largest step.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import argparse
 import json
 import math
 import os
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
 
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[variable] = "1"
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 import numpy
 
@@ -187,15 +188,17 @@ def main() -> None:
     options = parser.parse_args()
     p, x = mapped(given(options.case, numpy.random.default_rng(0)), lambda y: y.astype(options.dtype))
     step = step_of(options.side, CASES[options.case], p, x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(3):
         value, gradient = step()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     norm = math.sqrt(sum(float(numpy.sum(numpy.asarray(g, float) ** 2)) for g in leaves(gradient)))
     best, end = math.inf, time.perf_counter() + options.budget
     while time.perf_counter() < end:
         start = time.perf_counter()
         step()
         best = min(best, time.perf_counter() - start)
-    print(json.dumps({"ms": 1e3 * best, "value": float(value), "norm": norm}))
+    print(json.dumps({"ms": 1e3 * best, "value": float(value), "norm": norm, "MB": grown}))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from mpiad.programs.array_program import (
     looked_up,
     moved,
     shifted,
+    strides_of,
     to_long,
     within,
 )
@@ -126,21 +127,16 @@ def working_in_place(node: Node) -> Any:
 def source_of(program: ArrayProgram, node: Node, x: int) -> int:
     """Return the array that must be in memory for an operand of a call: that of a view which BLAS reads as it is, or x."""
     operand = program.nodes[x]
-    if node.kind != "call" or node.data.fun not in (np.dot, np.matmul) or operand.kind != "view":
+    if node.kind != "call" or node.data.fun not in (np.dot, np.matmul) or operand.kind != "view" or len(operand.shape) < 2:
         return x
     source = program.nodes[operand.inputs[0]]
-    is_cheap = source.kind in IN_MEMORY or inverse(operand.data, source.shape, operand.shape) is not None
-    strides = [0] * len(operand.shape)
-    for k, (axis, stride, _) in enumerate(operand.data):
-        if isinstance(axis, Lookup) or stride < 0 or axis is not None and strides[axis]:
-            return x
-        if axis is not None:
-            strides[axis] = stride * math.prod(source.shape[k + 1 :])
+    is_cheap = source.kind in ("input", "constant") or inverse(operand.data, source.shape, operand.shape) is not None
+    strides, _ = strides_of(operand.data, source.shape, operand.shape) or ([0], 0)
+    if not is_cheap or min(strides) <= 0:
+        return x
     # The entries of rows or of columns must be adjacent, and rows or columns mustn't overlap.
-    pairs = list(zip(strides, operand.shape))[-2:]
-    fits = all(strides) and pairs[0][0] != pairs[-1][0] and any(s == 1 for s, _ in pairs)
-    fits = fits and max(pairs)[0] >= min(pairs)[1]
-    return operand.inputs[0] if is_cheap and fits else x
+    (least, length), (most, _) = sorted(zip(strides[-2:], operand.shape[-2:]))
+    return operand.inputs[0] if least == 1 and most >= length else x
 
 
 # Materialization: the choice of the arrays that are kept in memory.

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
-from mpiad.programs.array_program import IndexMap, Node, Slot, described, operation_of, parts_of
+from mpiad.programs.array_program import Node, Slot, described, operation_of, parts_of, strides_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
@@ -227,14 +227,15 @@ class Replay:
         self.names: dict[str, Any] = {  # the global variables of the generated functions
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
-            "log": self.log, "logged": logged, "Changed": Changed,
+            "log": self.log, "logged": logged, "Changed": Changed, "ndarray": np.ndarray,
         }  # fmt: skip
         self._memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
-        self._in_kernels = {
-            root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
-        }
+        # Arrays that kernels read, or that are read through views, are contiguous.
+        buffers = self.schedule.buffers
+        self._in_kernels = {root_of(buffers, b) for text in replays.texts if text is not None for b in text.buffers}
+        self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
         found, numbered = self._preparable_steps()
         self._preparable = found if prepared else set[int]()
         self._renumbers = bool(numbered - self._preparable)
@@ -377,7 +378,11 @@ class Replay:
     def _array(self, b: int) -> str:
         root, found = root_of(self.schedule.buffers, b), self.schedule.buffers[b]
         if found.map is not None:
-            return self._array(found.data) + _as_view(found.map, self.schedule.buffers[found.data].shape, found.shape)
+            strides, start = strides_of(found.map, self.schedule.buffers[found.data].shape, found.shape)  # type: ignore[misc]
+            size, dtype = found.dtype.itemsize, self._bound(found.dtype)
+            return (
+                f"ndarray({found.shape}, {dtype}, {self._array(found.data)}, {start * size}, {[n * size for n in strides]})"
+            )
         if root == b or self.schedule.buffers[b].shape == self.schedule.buffers[root].shape:
             return self._arrays[root]
         return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
@@ -536,22 +541,6 @@ class Replay:
             return _Text(text if is_array else f"{text}[()]")
 
         return repr(mapped(x, leaf))
-
-
-def _as_view(map: IndexMap, shape: Shape, made: Shape) -> str:
-    """Return the text after an array's name that makes a view without repeated entries."""
-    index, sources = [], []
-    for (axis, stride, offset), n in zip(map, shape):
-        if axis is None:
-            index.append(str(offset))
-        else:
-            stop = offset + stride * (made[axis] - 1) + 1  # type: ignore[index]
-            index.append(":" if (offset, stride, stop) == (0, 1, n) else f"{offset}:{stop}:{stride}")
-            sources.append(axis)
-    text = f"[{', '.join(index)}]" if set(index) - {":"} else ""
-    order = sorted(range(len(sources)), key=sources.__getitem__)  # type: ignore[arg-type]
-    text += f".transpose({order})" if order != sorted(order) else ""
-    return text if len(order) == len(made) else f"{text}.reshape({made})"
 
 
 class _Text(str):

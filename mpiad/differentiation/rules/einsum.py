@@ -69,8 +69,8 @@ def _path(subscripts: str, shapes: tuple[Shape, ...]) -> tuple[list[str], str, A
 
 def _product(x: Array, a: Sequence[str], y: Array, b: Sequence[str], out: str) -> Array:
     """Contract two operands, whose axes have the letters `a` and `b`."""
-    (x, a), (y, b) = _squeezed(x, a), _squeezed(y, b)
-    (x, a), (y, b) = _summed(x, a, [*b, *out]), _summed(y, b, [*a, *out])
+    long = [[letter for letter, n in zip(letters, z.shape) if n != 1] for z, letters in ((x, a), (y, b))]
+    (x, a), (y, b) = (_summed(z, own, [*other, *out]) for z, own, other in zip((x, y), long, long[::-1]))
     lengths = dict(zip([*a, *b], [*x.shape, *y.shape]))
     target = [letter for letter in out if letter in lengths]
     batch = [letter for letter in target if letter in a and letter in b]
@@ -93,14 +93,9 @@ def _product(x: Array, a: Sequence[str], y: Array, b: Sequence[str], out: str) -
     return np.reshape(made, [lengths.get(letter, 1) for letter in out])
 
 
-def _squeezed(x: Array, letters: Sequence[str]) -> tuple[Array, list[str]]:
-    """Drop the axes of length 1, along which the other operand may be longer."""
-    long = [place for place, n in enumerate(x.shape) if n != 1]
-    return np.reshape(x, [x.shape[place] for place in long]), [letters[place] for place in long]
-
-
 def _summed(x: Array, letters: Sequence[str], others: Sequence[str]) -> tuple[Array, list[str]]:
-    """Sum over the axes whose letters occur neither in the result nor in the other operand."""
+    """Drop the axes of length 1, and sum over axes whose letters occur neither in the result nor in the other operand."""
+    x = np.reshape(x, [n for n in x.shape if n != 1])
     axes = tuple([place for place, letter in enumerate(letters) if letter not in others])
     return np.sum(x, axis=axes) if axes else x, [letter for letter in letters if letter in others]
 

@@ -29,7 +29,6 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
     refusal,
     substitute,
-    two_unchanged,
 )
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -47,35 +46,24 @@ def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
     # If the dtypes differ, the cotangents must be cast.
     same_kind = type(a) is type(b) and (type(a) is np.ndarray or is_device_array(a)) and a.dtype == b.dtype
     axes = (a.ndim, b.ndim) if same_kind and fun in (anp.dot, anp.matmul) else None
-    if axes not in _FIRST:
+    if axes not in _RULES:
         subscripts = _subscripts(fun, args, kwargs, len(anp.shape(x)), len(anp.shape(y)))
         return einsum_vjp(tuple([i + 1 for i in argnums]), ans, (subscripts, x, y), {})
-    if len(argnums) == 2:
-        if x is y and axes == (1, 1):
-            return lambda g: two_unchanged(g * x)
-        first, second = _FIRST[axes], _SECOND[axes]
-        return lambda g: (first(g, y), second(g, x))
-    rule, other = (_FIRST[axes], y) if argnums[0] == 0 else (_SECOND[axes], x)
-    return lambda g: (rule(g, other),)
+    rules = _RULES[axes]
+    return lambda g: tuple([rules[i](g, args[1 - i]) for i in argnums])
 
 
 def _dot(x: Array, y: Array) -> Array:
     return anp.dot(x, y) if type(x) in BOX_TYPES or type(y) in BOX_TYPES else np.dot(x, y)
 
 
-# Functions of the product's cotangent and the other factor, which return the cotangent of the first or second factor.
-# The keys are the factors' numbers of axes.
-_FIRST: Any = {
-    (1, 1): lambda g, y: g * y,
-    (2, 1): lambda g, y: g[:, None] * y,
-    (1, 2): lambda g, y: _dot(y, g),
-    (2, 2): lambda g, y: _dot(g, y.T),
-}
-_SECOND: Any = {
-    (1, 1): lambda g, x: g * x,
-    (2, 1): lambda g, x: _dot(x.T, g),
-    (1, 2): lambda g, x: x[:, None] * g,
-    (2, 2): lambda g, x: _dot(x.T, g),
+# For the factors' numbers of axes, functions of the product's cotangent and the other factor, which return the cotangent of
+# the first and of the second factor.
+_RULES: Any = {
+    (1, 1): (lambda g, y: g * y, lambda g, x: g * x),
+    (2, 1): (lambda g, y: g[:, None] * y, lambda g, x: _dot(x.T, g)),
+    (1, 2): (lambda g, y: _dot(y, g), lambda g, x: x[:, None] * g),
+    (2, 2): (lambda g, y: _dot(g, y.T), lambda g, x: _dot(x.T, g)),
 }
 
 
@@ -91,14 +79,10 @@ def kron_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     n = len(ans.shape)
     x, y = [anp.reshape(z, (1,) * (n - len(anp.shape(z))) + anp.shape(z)) for z in args]
     split = [m for pair in zip(x.shape, y.shape) for m in pair]
-    order = (*range(0, 2 * n, 2), *range(1, 2 * n, 2))  # the axes of x, then those of y
-
-    def part(i: int, g: Array) -> Array:
-        blocks = anp.transpose(anp.reshape(g, split), order)
-        product = anp.tensordot(blocks, y, n) if i == 0 else anp.tensordot(x, blocks, n)
-        return fitted(anp.reshape(product, anp.shape(args[i])), args[i])
-
-    return lambda g: tuple([part(i, g) for i in argnums])
+    letters = ascii_letters[: 2 * n]
+    subscripts = f"{letters[::2]},{letters[1::2]}->{letters}"
+    pull = einsum_vjp(tuple([i + 1 for i in argnums]), ans, (subscripts, x, y), {})
+    return lambda g: tuple([anp.reshape(h, anp.shape(args[i])) for i, h in zip(argnums, pull(anp.reshape(g, split)))])
 
 
 def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
