@@ -75,6 +75,7 @@ JOBS = (
     Job("linalg.py", 2, 40),
     Job("root_driven.py", 2, 40),
     Job("training.py", 2, 40),
+    Job("networks.py", 1, 180, "--rounds 2 --budget 0.3"),
     Job("vi.py", 2, 50),
     Job("multigrid.py", 1, 150),
     Job("multigrid.py", 2, 60),

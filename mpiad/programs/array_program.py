@@ -129,6 +129,18 @@ def of_view(whole: np.ndarray, part: np.ndarray) -> IndexMap:
     return tuple(axes)
 
 
+def strides_of(map: IndexMap, shape: Shape, made: Shape) -> tuple[list[int], int] | None:
+    """Return the strides and the offset, in entries, of a view of a contiguous array; None if it isn't one of NumPy's."""
+    strides, start = [0] * len(made), 0
+    for (source, stride, offset), step in zip(map, [math.prod(shape[k + 1 :]) for k in range(len(shape))]):
+        if isinstance(source, Lookup) or source is not None and strides[source]:
+            return None
+        if source is not None:
+            strides[source] = stride * step
+        start += offset * step
+    return strides, start
+
+
 def long_axes(shape: Shape) -> Shape:
     """Return the shape without axes of length 1: the index space of a loop over the array."""
     return tuple([n for n in shape if n != 1])

@@ -39,6 +39,7 @@ from mpiad.programs.array_program import (
     looked_up,
     moved,
     shifted,
+    strides_of,
     to_long,
     within,
 )
@@ -55,6 +56,7 @@ class Buffer(NamedTuple):
     shape: Shape
     dtype: np.dtype
     data: int = -1  # number of the input, constant or output; for a result, of the node; for an alias, of the buffer
+    map: IndexMap | None = None  # for an alias that is a view: the map from its indices to those of the buffer
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +124,21 @@ def working_in_place(node: Node) -> Any:
     return call.fun.in_place
 
 
+def source_of(program: ArrayProgram, node: Node, x: int) -> int:
+    """Return the array that must be in memory for an operand of a call: that of a view which BLAS reads as it is, or x."""
+    operand = program.nodes[x]
+    if node.kind != "call" or node.data.fun not in (np.dot, np.matmul) or operand.kind != "view" or len(operand.shape) < 2:
+        return x
+    source = program.nodes[operand.inputs[0]]
+    is_cheap = source.kind in ("input", "constant") or inverse(operand.data, source.shape, operand.shape) is not None
+    strides, _ = strides_of(operand.data, source.shape, operand.shape) or ([0], 0)
+    if not is_cheap or min(strides) <= 0:
+        return x
+    # The entries of rows or of columns must be adjacent, and rows or columns mustn't overlap.
+    (least, length), (most, _) = sorted(zip(strides[-2:], operand.shape[-2:]))
+    return operand.inputs[0] if least == 1 and most >= length else x
+
+
 # Materialization: the choice of the arrays that are kept in memory.
 
 # Kinds of nodes that Python runs ("cuts"), which read and write whole arrays.
@@ -184,7 +201,7 @@ class Materialization:
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
                 at = position.get(n)
-                for x in node.inputs if at is not None else ():
+                for x in [source_of(self.program, node, x) for x in node.inputs] if at is not None else ():
                     shape = self.nodes[x].shape
                     uses[x].add(_Use(at, long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
@@ -250,7 +267,7 @@ class Materialization:
                 forced.update(x for x in node.inputs if self.program.precision(x) not in (None, own))
             elif node.kind in _CUTS:
                 operator = working_in_place(node)
-                for x in node.inputs:
+                for x in [source_of(self.program, node, x) for x in node.inputs]:
                     self._force(x, self.anchored)
                     if operator is None or not operator.changes_given or self.is_shared(x):
                         self._force(x, forced)
@@ -397,10 +414,16 @@ class Schedule:
         if operator is not None:
             self._run_in_place(n, operator)
             return
-        missing = [x for x in dict.fromkeys(node.inputs) if self._whole(x) is None]
-        places = {x: self._new_place(x) for x in missing}
-        self._compute([(x, places[x], x not in self.places) for x in missing], n)
-        inputs: Any = [places[x].buffer if x in places else self._whole(x) for x in node.inputs]
+        sources = [source_of(self.program, node, x) for x in node.inputs]
+        missing = [x for x in dict.fromkeys(sources) if self._whole(x) is None]
+        places = {x: self._new_place(x) for x in missing if x in self.places}
+        self._compute([(x, places.get(x), x not in self.places) for x in missing], n)
+        inputs: Any = [places[x].buffer if x in places else self._whole(x) for x in sources]
+        for k, (x, source) in enumerate(zip(node.inputs, sources)):
+            if x != source:
+                view = self.nodes[x]
+                self.buffers.append(Buffer("alias", view.shape, view.dtype, inputs[k], view.data))
+                inputs[k] = len(self.buffers) - 1
         items = [user for user in self._users.get(n, ()) if self.nodes[user].kind == "item"]
         made = items or ([n] if n in self._users or n in self.program.outputs else [])
         results = [self._buffer("result", self.nodes[x].shape, self.nodes[x].dtype, x) for x in made]

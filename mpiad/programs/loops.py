@@ -204,7 +204,7 @@ class LoopText:
         name = self.buffers.setdefault(buffer, f"a{len(self.buffers)}")
         if not map:
             return f"{name}[{part}]"
-        _, shape, dtype, _ = self.schedule.buffers[buffer]
+        _, shape, dtype, *_ = self.schedule.buffers[buffer]
         *rows, last = [self._index(axis, n, clamped) for axis, n in zip(map, shape)]
         return f"{name}[{', '.join([*rows, last if parts_of(dtype) == 1 else f'2 * ({last}) + {part}'])}]"
 

@@ -21,7 +21,7 @@ from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
-from mpiad.programs.array_program import Node, Slot, described, operation_of, parts_of
+from mpiad.programs.array_program import Node, Slot, described, operation_of, parts_of, strides_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
@@ -227,14 +227,15 @@ class Replay:
         self.names: dict[str, Any] = {  # the global variables of the generated functions
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
-            "log": self.log, "logged": logged, "Changed": Changed,
+            "log": self.log, "logged": logged, "Changed": Changed, "ndarray": np.ndarray,
         }  # fmt: skip
         self._memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
-        self._in_kernels = {
-            root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
-        }
+        # Arrays that kernels read, or that are read through views, are contiguous.
+        buffers = self.schedule.buffers
+        self._in_kernels = {root_of(buffers, b) for text in replays.texts if text is not None for b in text.buffers}
+        self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
         found, numbered = self._preparable_steps()
         self._preparable = found if prepared else set[int]()
         self._renumbers = bool(numbered - self._preparable)
@@ -375,7 +376,13 @@ class Replay:
         self._lines += [f"{name} = {text}", self._blocks.assignment(b, f"address({name})")]
 
     def _array(self, b: int) -> str:
-        root = root_of(self.schedule.buffers, b)
+        root, found = root_of(self.schedule.buffers, b), self.schedule.buffers[b]
+        if found.map is not None:
+            strides, start = strides_of(found.map, self.schedule.buffers[found.data].shape, found.shape)  # type: ignore[misc]
+            size, dtype = found.dtype.itemsize, self._bound(found.dtype)
+            return (
+                f"ndarray({found.shape}, {dtype}, {self._array(found.data)}, {start * size}, {[n * size for n in strides]})"
+            )
         if root == b or self.schedule.buffers[b].shape == self.schedule.buffers[root].shape:
             return self._arrays[root]
         return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"

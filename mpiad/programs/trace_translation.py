@@ -44,6 +44,7 @@ from mpiad.programs.traced_array import (
     with_entries,
 )
 
+_LARGE = 1 << 13  # entries from which on tanh is a call of NumPy
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 
 
@@ -233,6 +234,8 @@ class _Translation:
     ) -> Value:
         """Append a reduction, without the axes of length 1 that `keepdims` adds; see `_translated_by_rule`."""
         # The recorder refuses `out`, and reductions of numbers.
+        if name == "add" and x.dtype == BOOLEAN and dtype == self.dtype in PRECISIONS:
+            x = self.elementwise("cast", Symbol.as_number, x)
         if x.dtype not in PRECISIONS or dtype not in (None, x.dtype) or x.dtype.kind == "c" and name != "add":
             raise Unsupported
         ndim = len(x.shape)
@@ -406,9 +409,23 @@ def _value(x: Any) -> Value:
 
 def _product(t: _Translation, x: Array, y: Array) -> Value:
     """Return the inner product of vectors; products of arrays with more axes are calls of NumPy."""
-    if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype and len(x.shape) == len(y.shape) == 1):
+    if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
         raise Unsupported
-    return t.reduce("add", t.computed(np.multiply, x, y))
+    if len(x.shape) == len(y.shape) == 1:
+        return t.reduce("add", t.computed(np.multiply, x, y))
+    if not len(y.shape) == 2 < len(x.shape):
+        raise Unsupported
+    # One product of two matrices instead of one for each matrix of x.
+    rows, flat = math.prod(x.shape[:-1]), Step("call", np.matmul, (Slot(0), Slot(1)), {}, (), t.program.site)  # type: ignore[arg-type]
+    numbers = x.reshape((rows, x.shape[-1])).number, y.number
+    return t.value(t.program.add("call", numbers, (rows, y.shape[1]), t.dtype, flat))
+
+
+def _tanh(t: _Translation, x: Array) -> Value:
+    """Return tanh; for a large array as a call of NumPy, whose vector instructions are much faster than the C library."""
+    if t.dtype.kind == "f" and math.prod(t.shape) > _LARGE:
+        raise Unsupported
+    return t.computed(np.tanh, x)
 
 
 def _reshape(t: _Translation, x: Value, *args: Any, order: Any = "C", **_: Any) -> Value:
@@ -451,5 +468,5 @@ _RULES: dict[Any, Rule] = {
     array_of: lambda t, x, *_, **__: t.array(x),
     **dict.fromkeys((np.dot, np.inner, np.matmul), _product), np.vdot: _conjugate_product, np.copy: _same, np.real: _real,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
-    np.roll: _roll, np.diff: _diff,
+    np.roll: _roll, np.diff: _diff, np.tanh: _tanh,
 }  # fmt: skip

@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.closure import content_of
+from mpiad.differentiation.rules.einsum import contraction
 from mpiad.transport import Spec
 from mpiad.transport.core.calls import Site
 from mpiad.transport.devices.device_arrays import register_arrays
@@ -211,6 +212,10 @@ class TracedArray:
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         if function in _STATIC:
             return function(*plain(args), **plain(kwargs))
+        if function is np.einsum and type(args[0]) is str and not kwargs.keys() - {"optimize"}:
+            made = contraction(args[0], args[1:])
+            if made is not None:
+                return made
         return self.recorder.call(function, args, kwargs)
 
     def __getitem__(self, key: Index) -> Any:

@@ -1,4 +1,4 @@
-"""Maxima and minima over axes, and clipping to bounds; tied elements share the cotangent equally, as in autograd."""
+"""Maxima and minima over axes and of two arrays, clipping; tied elements share the cotangent equally, as in autograd."""
 
 from __future__ import annotations
 
@@ -87,6 +87,18 @@ def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:
     return inside
 
 
+def _larger_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent to the chosen operand, or half of it to each of two equal ones, in the cotangent's precision."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+
+    def part(g: Array, x: Array) -> Array:
+        return fitted(anp.where(x == ans, anp.where(args[0] == args[1], 0.5 * g, g), 0.0), x)
+
+    return lambda g: tuple([part(g, args[i]) for i in argnums])
+
+
 _EXTREMA = (anp.max, anp.min, anp.amax, anp.amin)
 VJPS = {**{fun: partial(_extremum_vjp, fun) for fun in _EXTREMA}, anp.clip: clip_vjp}
 JVPS = {**{fun: partial(_extremum_jvp, fun) for fun in _EXTREMA}, anp.clip: clip_jvp}
+VJPS.update({fun: partial(_larger_vjp, fun) for fun in (anp.maximum, anp.minimum, anp.fmax, anp.fmin)})

@@ -1,12 +1,16 @@
-"""Products: `dot` and `matmul` of vectors and matrices; outer, Kronecker and cross products.
+"""Products: `dot`, `inner`, `matmul` and `tensordot`; outer, Kronecker and cross products.
 
-For device arrays the rules also support `dot`, `inner` and `tensordot` of factors with any numbers of axes.
+Products of factors with more than two axes have the adjoint of `einsum`. `dot` and `matmul` of such an array and a matrix
+are computed as one product of two matrices: NumPy's `matmul` calls BLAS for each matrix of a stack, and `dot` calls it for
+vectors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from string import ascii_letters
 from typing import Any
 
 import numpy as np
@@ -14,9 +18,9 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.einsum import einsum_vjp
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
-    DEVICE_VJPS,
     Argnums,
     Primitive,
     Vjp,
@@ -24,7 +28,7 @@ from mpiad.differentiation.rules.protocol import (
     bound,
     inherited_vjp,
     refusal,
-    two_unchanged,
+    substitute,
 )
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -35,41 +39,31 @@ AxesRule = Callable[[tuple, dict, int, int], Axes]
 
 def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangent by the other factor, transposed."""
-    if kwargs or len(args) != 2:
+    if fun is not anp.tensordot and (kwargs or len(args) != 2):
         return inherited_vjp(fun, argnums, ans, args, kwargs)
-    x, y = args
+    x, y = args[:2]
     a, b = getval(x), getval(y)
-    # If the dtypes differ, the cotangents must be cast; autograd's rule does this.
+    # If the dtypes differ, the cotangents must be cast.
     same_kind = type(a) is type(b) and (type(a) is np.ndarray or is_device_array(a)) and a.dtype == b.dtype
-    axes = (a.ndim, b.ndim) if same_kind else None
-    if axes not in _FIRST:
-        return inherited_vjp(fun, argnums, ans, args, kwargs)
-    if len(argnums) == 2:
-        if x is y and axes == (1, 1):
-            return lambda g: two_unchanged(g * x)
-        first, second = _FIRST[axes], _SECOND[axes]
-        return lambda g: (first(g, y), second(g, x))
-    rule, other = (_FIRST[axes], y) if argnums[0] == 0 else (_SECOND[axes], x)
-    return lambda g: (rule(g, other),)
+    axes = (a.ndim, b.ndim) if same_kind and fun in (anp.dot, anp.matmul) else None
+    if axes not in _RULES:
+        subscripts = _subscripts(fun, args, kwargs, len(anp.shape(x)), len(anp.shape(y)))
+        return einsum_vjp(tuple([i + 1 for i in argnums]), ans, (subscripts, x, y), {})
+    rules = _RULES[axes]
+    return lambda g: tuple([rules[i](g, args[1 - i]) for i in argnums])
 
 
 def _dot(x: Array, y: Array) -> Array:
     return anp.dot(x, y) if type(x) in BOX_TYPES or type(y) in BOX_TYPES else np.dot(x, y)
 
 
-# Functions of the product's cotangent and the other factor, which return the cotangent of the first or second factor.
-# The keys are the factors' numbers of axes.
-_FIRST: Any = {
-    (1, 1): lambda g, y: g * y,
-    (2, 1): lambda g, y: g[:, None] * y,
-    (1, 2): lambda g, y: _dot(y, g),
-    (2, 2): lambda g, y: _dot(g, y.T),
-}
-_SECOND: Any = {
-    (1, 1): lambda g, x: g * x,
-    (2, 1): lambda g, x: _dot(x.T, g),
-    (1, 2): lambda g, x: x[:, None] * g,
-    (2, 2): lambda g, x: _dot(x.T, g),
+# For the factors' numbers of axes, functions of the product's cotangent and the other factor, which return the cotangent of
+# the first and of the second factor.
+_RULES: Any = {
+    (1, 1): (lambda g, y: g * y, lambda g, x: g * x),
+    (2, 1): (lambda g, y: g[:, None] * y, lambda g, x: _dot(x.T, g)),
+    (1, 2): (lambda g, y: _dot(y, g), lambda g, x: x[:, None] * g),
+    (2, 2): (lambda g, y: _dot(g, y.T), lambda g, x: _dot(x.T, g)),
 }
 
 
@@ -85,14 +79,10 @@ def kron_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     n = len(ans.shape)
     x, y = [anp.reshape(z, (1,) * (n - len(anp.shape(z))) + anp.shape(z)) for z in args]
     split = [m for pair in zip(x.shape, y.shape) for m in pair]
-    order = (*range(0, 2 * n, 2), *range(1, 2 * n, 2))  # the axes of x, then those of y
-
-    def part(i: int, g: Array) -> Array:
-        blocks = anp.transpose(anp.reshape(g, split), order)
-        product = anp.tensordot(blocks, y, n) if i == 0 else anp.tensordot(x, blocks, n)
-        return fitted(anp.reshape(product, anp.shape(args[i])), args[i])
-
-    return lambda g: tuple([part(i, g) for i in argnums])
+    letters = ascii_letters[: 2 * n]
+    subscripts = f"{letters[::2]},{letters[1::2]}->{letters}"
+    pull = einsum_vjp(tuple([i + 1 for i in argnums]), ans, (subscripts, x, y), {})
+    return lambda g: tuple([anp.reshape(h, anp.shape(args[i])) for i, h in zip(argnums, pull(anp.reshape(g, split)))])
 
 
 def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -110,36 +100,6 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: tuple([part(i, g) for i in argnums])
 
 
-def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Contract the cotangent with the other factor, over all axes of the result that come from the other factor."""
-    x, y = args[0], args[1]
-    ndim_x, ndim_y = len(anp.shape(x)), len(anp.shape(y))
-    if ndim_x == 0 or ndim_y == 0:
-
-        def part(i: int, g: Array) -> Array:
-            return g * args[1 - i]
-    else:
-        axes_x, axes_y = axes_of(args, kwargs, ndim_x, ndim_y)
-        free_x = tuple([i for i in range(ndim_x) if i not in axes_x])
-        free_y = tuple([j for j in range(ndim_y) if j not in axes_y])
-
-        def part(i: int, g: Array) -> Array:
-            # The free axes of factor i come from `g`. Its summed axes come from the other factor, in that factor's order.
-            if i == 0:
-                out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), free_y))
-                return _permuted(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
-            out = anp.tensordot(x, g, (free_x, tuple(range(len(free_x)))))
-            return _permuted(out, [*[axes_y[axes_x.index(k)] for k in sorted(axes_x)], *free_y])
-
-    return lambda g: tuple([fitted(part(i, g), args[i]) for i in argnums])
-
-
-def _permuted(out: Array, axes: list[int]) -> Array:
-    """Transpose an array whose axis k is axis `axes[k]` of a factor."""
-    inverse = tuple(sorted(range(len(axes)), key=axes.__getitem__))
-    return out if inverse == tuple(range(len(axes))) else anp.transpose(out, inverse)
-
-
 def _tensordot_axes(args: tuple, kwargs: dict, ndim_x: int, ndim_y: int) -> Axes:
     axes: Any = args[2] if len(args) > 2 else kwargs.get("axes", 2)
     if isinstance(axes, int):
@@ -148,12 +108,36 @@ def _tensordot_axes(args: tuple, kwargs: dict, ndim_x: int, ndim_y: int) -> Axes
     return tuple([int(i) % ndim_x for i in first]), tuple([int(j) % ndim_y for j in second])
 
 
-VJPS = {fun: partial(_product_vjp, fun) for fun in (anp.dot, anp.matmul)}
-VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp})
-JVPS: dict = {}
 _AXES: dict[Primitive, AxesRule] = {
     anp.dot: lambda args, kwargs, n, m: ((n - 1,), (max(m - 2, 0),)),
     anp.inner: lambda args, kwargs, n, m: ((n - 1,), (m - 1,)),
     anp.tensordot: _tensordot_axes,
 }
-DEVICE_VJPS.update({fun: partial(_contraction_vjp, axes_of) for fun, axes_of in _AXES.items()})
+
+
+def _subscripts(fun: Primitive, args: tuple, kwargs: dict, n: int, m: int) -> str:
+    """Return the subscripts of a product, as for `einsum`, of factors with `n` and `m` axes."""
+    if fun is anp.matmul:
+        return f"{'...i' if n > 1 else ''}j,{'...jk' if m > 1 else 'j'}->...{'i' if n > 1 else ''}{'k' if m > 1 else ''}"
+    axes_x, axes_y = _AXES[fun](args, kwargs, n, m) if n and m else ((), ())
+    x, y = list(ascii_letters[:n]), list(ascii_letters[n : n + m])
+    for i, j in zip(axes_x, axes_y):
+        y[j] = x[i]
+    free = [letter for letter in x + y if (letter in x) != (letter in y)]
+    return f"{''.join(x)},{''.join(y)}->{''.join(free)}"
+
+
+def _flattened(fun: Callable, *args: Any, **kwargs: Any) -> Array:
+    """Compute a product; of an array of matrices and a matrix, as one product of matrices."""
+    x, y = args[:2]
+    if type(x) is type(y) is np.ndarray and y.ndim == 2 < x.ndim and x.flags.c_contiguous and not kwargs and len(args) == 2:
+        rows = x.shape[:-1]
+        return fun(np.reshape(x, (math.prod(rows), x.shape[-1])), y).reshape(*rows, y.shape[1])
+    return fun(*args, **kwargs)
+
+
+VJPS = {fun: partial(_product_vjp, fun) for fun in (*_AXES, anp.matmul)}
+VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp})
+JVPS: dict = {}
+for _fun in (anp.dot, anp.matmul):
+    substitute(_fun, partial(_flattened, _fun.fun))

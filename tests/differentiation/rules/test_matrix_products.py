@@ -19,6 +19,10 @@ SHAPES = [
     ((2, 0), (0,)),
     ((4, 2, 3), (3, 2)),
     ((2, 3), (4, 3, 2)),
+    ((2, 1, 2, 3), (3, 2)),
+    ((3,), (2, 3, 4)),
+    ((2, 4, 3), (3,)),
+    ((0, 4, 3), (3, 2)),
 ]
 
 
@@ -30,6 +34,31 @@ def test_shapes(fun, shapes, dtype):
     check(lambda z: fun(z[0], z[1]), (x, y))
     check(lambda x: fun(x, y), x)
     check(lambda y: fun(x, y), y)
+
+
+@pytest.mark.parametrize("fun", [np.matmul, mpiad.jit(np.matmul, strict=True)])
+def test_stacks_that_broadcast(fun):
+    """Each derivative is that of the sum of products, written out."""
+    x, y = random_like(numpy.empty((2, 1, 3, 4))), random_like(numpy.empty((5, 4, 2)))
+    value = fun(x, y)
+    found = mpiad.grad(lambda z: np.sum(fun(z[0], z[1]) ** 2))((x, y))
+    numpy.testing.assert_allclose(found[0], 2 * numpy.einsum("abik,bjk->aij", value, y)[:, None], rtol=1e-13)
+    numpy.testing.assert_allclose(found[1], 2 * numpy.einsum("abik,aij->bjk", value, x[:, 0]), rtol=1e-13)
+
+
+CONTRACTIONS = {
+    "inner": lambda x, y: np.inner(x, np.transpose(y)),
+    "two axes": lambda x, y: np.tensordot(x, y, ((2, 0), (0, 2))),
+    "no axis": lambda x, y: np.tensordot(x, y[0], 0),
+    "negative axes": lambda x, y: np.tensordot(x, y[..., 0], axes=([-1], [-2])),
+    "dot": lambda x, y: np.dot(x, np.swapaxes(y, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+def test_contractions_of_arrays_with_three_axes(name):
+    x, y = random_like(numpy.empty((2, 4, 3))), random_like(numpy.empty((3, 4, 2)), 1)
+    check(lambda z: CONTRACTIONS[name](z[0], z[1]), (x, y))
 
 
 def test_same_vector_twice():
