@@ -93,7 +93,7 @@ def compare_gradients():
 def train(u0, observed, iterations, rate=0.05, decay=(0.9, 0.999)):
     """Return trained weights, the losses on the way, and how the first and the last step of the training were solved.
 
-    The first steps are solved with arrays. When these have cost as much as compiling kernels, the loop goes on with kernels.
+    The first steps are solved with arrays. When these have cost as much as a compilation, the loop goes on with kernels.
     """
     over_ranks, executions = EnsembleMPI(), []
 

@@ -52,8 +52,8 @@ def value_and_grad(
     ----------
     loss : callable
         ``loss(params, *batch)`` returns the mean over this rank's samples, one real number. It isn't called on a rank
-        without samples, so every rank needs samples if `loss` communicates. If it is a result of `jit`, the whole evaluation
-        is compiled; the result may also be given to `jit`, or be called in a function that is.
+        without samples, so every rank needs samples if `loss` communicates. If it is a result of `jit`, so is the returned
+        function, which may also be called in functions that are compiled.
     samples : callable, optional
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
         array of the batch or, if a `DistributedDataContainer` holds a list, the length of its batch; 1 if there is neither.
