@@ -162,5 +162,5 @@ def _finish(plan: Plan, messages: list[Any], divisor: float) -> tuple[Any, ...]:
         if divisor != 1:
             message /= int(divisor)
         for k, (part, shape) in zip(bucket.indices, bucket.parts):
-            out[k] = message[part] if shape is None else message[part].reshape(shape)
+            out[k] = message[part] if shape is None else message[part].reshape(shape)[()]
     return *out, None

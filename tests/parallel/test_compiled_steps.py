@@ -127,6 +127,7 @@ def test_gradients_of_all_samples_are_compiled(form):
         assert mean == pytest.approx(exact, rel=1e-13)
         agrees({**g, "depth": 2}, by_p)
     assert g["depth"] is None
+    assert isinstance(g["w2"][1], np.float64)
     assert programs(jitted) == 1 if form == "gradient of jit" else not call.refused
 
 
