@@ -91,12 +91,16 @@ def compare_gradients():
 
 
 def train(u0, observed, iterations, rate=0.05, decay=(0.9, 0.999)):
-    """Return trained weights and the losses on the way."""
-    over_ranks = EnsembleMPI()
+    """Return trained weights, the losses on the way, and how the first and the last step of the training were solved.
+
+    The first steps are solved with arrays. When these have cost as much as a compilation, the loop goes on with kernels.
+    """
+    over_ranks, executions = EnsembleMPI(), []
 
     def loss(weights):
         many = EnsembleProblem(ODEProblem(network, u0[0], SPAN, weights), u0=u0)
         found = solve(many, ensemblealg=over_ranks, trajectories=len(u0), saveat=TIMES, rtol=1e-5, atol=1e-5)
+        executions.append(str(found.execution))
         return np.mean((found.u - observed) ** 2)
 
     weights, step = untrained(), mpiad.value_and_grad(loss, shared=True)
@@ -110,7 +114,8 @@ def train(u0, observed, iterations, rate=0.05, decay=(0.9, 0.999)):
             square[name] = decay[1] * square[name] + (1 - decay[1]) * g**2
             length = numpy.sqrt(square[name] / (1 - decay[1] ** k)) + 1e-8
             weights[name] = weights[name] - rate * mean[name] / (1 - decay[0] ** k) / length
-    return weights, [*losses, loss(weights)]
+    solved = executions[0], executions[-1]
+    return weights, [*losses, loss(weights)], solved
 
 
 def draw_picture(path, losses, observed, learned):
@@ -136,7 +141,7 @@ def main():
     u0 = 1.5 * numpy.stack([numpy.cos(angles), numpy.sin(angles)], axis=1)
     observed = by_scipy(spiral, u0, SPIRAL)
     precisions, slopes = list(compare_precisions()), compare_gradients()
-    weights, losses = train(u0, observed, options.iterations)
+    weights, losses, solved = train(u0, observed, options.iterations)
     if mpiad.mpi_rank() != 0:
         return
     for name, kept, errors in precisions:
@@ -148,6 +153,7 @@ def main():
     exact = numpy.mean((learned - observed) ** 2)
     print(f"loss {losses[0]:.8f} at first, {losses[-1]:.8f} after {options.iterations} steps; SciPy says {exact:.8f}")
     assert abs(losses[-1] - exact) < 1e-4 * numpy.sqrt(exact), (losses[-1], exact)
+    print(f"first step: {solved[0]}; last step: {solved[1]}")
     if options.history:
         numpy.savetxt(options.history, losses, fmt="%.17e")
     try:

@@ -18,9 +18,11 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
+from mpiad.transport.core.tracing import opaque_step
 
 # Large enough to make latency negligible, and small enough for an early start of the first sum.
 BUCKET_BYTES = 8 * 2**20
+ENDED = "ended a gradient whose sums over the ranks were active."
 
 
 class Bucket(NamedTuple):
@@ -69,14 +71,9 @@ class Sums:
 
     def __init__(self, channel: Channel, plan: Plan):
         self._channel, self._plan = channel, plan
-        # Sums use the separate communicator, but their requests are registered with `channel`, which completes them when it
-        # ends.
-        separate: Any = SimpleNamespace(data=channel.separate(), begin=channel.begin, release=channel.release)
-        self._sum_channel: Channel = separate
         self._arrays: list[Any] = [None] * len(plan.specs)
         self._missing = [len(bucket.indices) for bucket in plan.buckets]
-        self._messages: list[Any] = []
-        self._started: list[Summation] = []
+        self._messages: list[Any] = []  # active or complete sums
         self._begun = False
 
     def begin(self) -> bool:
@@ -89,51 +86,81 @@ class Sums:
         self._arrays[index] = array
         self._missing[self._plan.bucket_of[index]] -= 1
         while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:
-            message = self._packed()
-            # Device arrays can't be summed in place.
-            start = start_sum_in_place if type(message) is np.ndarray else start_allreduce
-            self._started.append(start(self._sum_channel, message))
+            self._begun = True
+            self._messages += opaque_step(_start, self._channel, self._next(), specs=())
 
     def add_all(self, arrays: list[Array]) -> None:
         """Add all arrays, and complete the sums."""
         self._arrays = list(arrays)
         for _ in self._plan.buckets:
-            self._reduce_next()
+            self._messages += _reduce(self._channel, self._next())
 
-    def _packed(self) -> Array:
-        """Return the arrays of the next bucket, concatenated in new memory."""
+    def _next(self) -> list[Array]:
+        """Return the arrays of the next bucket."""
         indices = self._plan.buckets[len(self._messages)].indices
-        self._messages.append(np.concatenate([self._arrays[k] for k in indices], axis=None))
+        found = [self._arrays[k] for k in indices]
         for k in indices:
             self._arrays[k] = None  # frees the array
-        return self._messages[-1]
+        return found
 
-    def _reduce_next(self) -> None:
-        message = self._packed()
-        if type(message) is np.ndarray:
-            sum_in_place(self._sum_channel, message)
-        else:
-            self._messages[-1] = start_allreduce(self._sum_channel, message).finish()
-
-    def wait(self, divisor: int = 1) -> list[Array]:
+    def wait(self, divisor: float = 1) -> list[Array]:
         """Return the sums, divided by a number, after all arrays have been added."""
         if len(self._messages) < len(self._missing):
-            self._reduce_next()
-        for k, summation in enumerate(self._started):
-            self._messages[k] = summation.finish()  # on the host the message itself, on a device a new array
-        self._started, self._begun = [], False
-        out = self._arrays
-        for bucket, message in zip(self._plan.buckets, self._messages):
-            if divisor != 1:
-                message /= divisor
-            for k, (part, shape) in zip(bucket.indices, bucket.parts):
-                out[k] = message[part] if shape is None else message[part].reshape(shape)
-        return out
+            self._messages += opaque_step(_reduce, self._channel, self._next(), specs=())
+        specs = [spec._replace(arrays=None) for spec in self._plan.specs]
+        *found, _ = opaque_step(_finish, self._plan, self._messages, divisor, specs=specs)
+        self._begun = False
+        return found
 
     def __enter__(self) -> Sums:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # After `begin` another rank may have started a sum, even if this rank hasn't.
-        if kind is not None and (self._started or self._begun):
-            self._channel.mark(f"{kind.__name__} ended a gradient whose sums over the ranks were active.")
+        if kind is not None and self._begun:
+            self._channel.mark(f"{kind.__name__} {ENDED}")
+
+
+# The steps of sums, also in compiled programs.
+
+
+def _sums_on(channel: Channel) -> Channel:
+    # Sums use the separate communicator, but their requests are registered with `channel`, which completes them when it
+    # ends.
+    separate: Any = SimpleNamespace(data=channel.separate(), begin=channel.begin, release=channel.release)
+    return separate
+
+
+def are_active(channel: Channel) -> bool:
+    """Return whether an exception has ended a compiled gradient after this rank has started sums."""
+    started = channel.started.values()
+    return any(kind == "reduction" and type(array) is np.ndarray for kind, _, array in started)
+
+
+def _start(channel: Channel, arrays: list[Array]) -> tuple[Any]:
+    """Concatenate arrays in new memory, and start their sum."""
+    message = np.concatenate(arrays, axis=None)
+    # Device arrays can't be summed in place.
+    return ((start_sum_in_place if type(message) is np.ndarray else start_allreduce)(_sums_on(channel), message),)
+
+
+def _reduce(channel: Channel, arrays: list[Array]) -> tuple[Any]:
+    """Concatenate arrays in new memory, and sum them."""
+    message = np.concatenate(arrays, axis=None)
+    if type(message) is not np.ndarray:
+        return (start_allreduce(_sums_on(channel), message).finish(),)
+    sum_in_place(_sums_on(channel), message)
+    return (message,)
+
+
+def _finish(plan: Plan, messages: list[Any], divisor: float) -> tuple[Any, ...]:
+    """Complete the sums and return the arrays, followed by None."""
+    out: list[Any] = [None] * len(plan.specs)
+    for bucket, message in zip(plan.buckets, messages):
+        if isinstance(message, Summation):
+            message = message.finish()  # on the host the message itself, on a device a new array
+        if divisor != 1:
+            message /= int(divisor)
+        for k, (part, shape) in zip(bucket.indices, bucket.parts):
+            out[k] = message[part] if shape is None else message[part].reshape(shape)[()]
+    return *out, None

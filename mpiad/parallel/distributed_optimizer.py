@@ -16,18 +16,21 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.errors import UnfinishedMessagesError
 from mpiad.parallel.adam import SGD, Adam
-from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
+from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, require_equal_replicas
 from mpiad.parallel.parameters import described, matching_leaves, require_state, variables_of
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.pytrees import fetched, is_variable, named_leaves
+from mpiad.programs.function import Jitted
+from mpiad.programs.traced_array import on_host
+from mpiad.pytrees import fetched, flatten, is_variable, named_leaves
 from mpiad.transport import SUM, Channel, Spec, channel
 from mpiad.transport.core.agreement import agreed
 from mpiad.transport.core.collectives import allreduce
-from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.core.tracing import opaque_step, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.resources import vdot
 from mpiad.transport.watch import watch_settings
@@ -49,7 +52,8 @@ def value_and_grad(
     ----------
     loss : callable
         ``loss(params, *batch)`` returns the mean over this rank's samples, one real number. It isn't called on a rank
-        without samples, so every rank needs samples if `loss` communicates.
+        without samples, so every rank needs samples if `loss` communicates. If it is a result of `jit`, so is the returned
+        function, which may also be called in functions that are compiled.
     samples : callable, optional
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
         array of the batch or, if a `DistributedDataContainer` holds a list, the length of its batch; 1 if there is neither.
@@ -91,25 +95,45 @@ def value_and_grad(
     >>> print(loss, gradient)
     1.0 2.0
     """
+    return _evaluation(loss, samples, comm, bucket_bytes)
+
+
+def _evaluation(
+    loss: Function, samples: Any, comm: Comm, bucket_bytes: int, call: str = "parallel.value_and_grad", mean: bool = True
+) -> Callable[..., tuple[float, Tree]]:
+    """Return the result of `value_and_grad`, compiled if `loss` is; `mean`: whether the gradient is that of the mean."""
     plan: Plan | None = None
 
-    @recoverable("parallel.value_and_grad", comm)
     def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
         used = channel(comm, "parallel.value_and_grad")
-        variables = variables_of(params, "parallel.value_and_grad")
+        variables = variables_of(params, call)
         leaves, places, build = variables
+
+        def compare(*new: Any) -> tuple[None]:
+            if watch_settings.debug() and call == "parallel.value_and_grad":  # a step has compared more
+                require_equal_replicas(used, call, {"params": build(list(new))})
+            return (None,)
+
+        opaque_step(compare, *leaves, specs=())
         count = count_samples(samples, params, batch)
-        require_equal_replicas(used, "parallel.value_and_grad", {"params": params})
+        specs = [spec_like(leaves[k]) for k in places]
+        if tracing.recorder is not None:
+            specs = list(map(on_host, specs))
+            params = build([0.0 if k in places else None for k in range(len(leaves))])  # `totals` needs the structure only
         nonlocal plan
-        plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
-        sum_up = partial(totals, used, plan, params, "parallel.value_and_grad", count)
-        with restoring_state(), suspended(), Sums(used, plan) as sums:
+        plan = plan_of(specs, bucket_bytes, plan)
+        sum_up = partial(totals, used, plan, params, call, count)
+        with restoring_state(), suspended(body=False), Sums(used, plan) as sums:
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
-            found = dict(zip(places, sums.wait(total.batch)))
+            found = dict(zip(places, sums.wait(total.batch if mean else 1)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
-    return evaluate
+    if isinstance(loss, Jitted):
+        # The evaluation, with the sums between parts of the reverse pass, is one program. It keeps `comm` and its id.
+        key = id(comm), samples, bucket_bytes, call, mean
+        return recoverable(call, comm)(loss.derived(key, lambda: evaluate, optional=True))
+    return recoverable(call, comm)(evaluate)
 
 
 def gradient_of_sum(
@@ -138,7 +162,7 @@ def gradient_of_sum(
     # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
     requirement = "loss must return one real number"
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", requirement)
-    found = sum_up(problem=problem) if problem else sum_up(loss=float(np.reshape(to_host(getval(value)), ())) * count)
+    found = sum_up(problem=problem) if problem else sum_up(loss=to_host(getval(value)))
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
     if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
@@ -287,7 +311,7 @@ class DistributedOptimizer:
             total = totals(used, self._plan, params, call, count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
-                return self._apply(state, params, variables, sums, total.all)
+                return self._apply(state, params, variables, self._wait(sums, total))
 
     def step(
         self,
@@ -304,7 +328,8 @@ class DistributedOptimizer:
         state : dict
         params : pytree of arrays
         loss : callable
-            ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`.
+            ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`. If it is a result of `jit`,
+            loss, reverse pass and sums are one compiled program, unless gradients are accumulated.
         *batch : object
         samples : callable, optional
             As in `value_and_grad`.
@@ -334,6 +359,11 @@ class DistributedOptimizer:
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
         require_state(state, ("optimizer", *self._empty_accumulation), call)
         self._compare(used, state, params, call)
+        if isinstance(loss, Jitted) and self.accumulate == 1:
+            evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, call, self.reduction == "mean")
+            mean, gradient = evaluate(params, *batch)
+            leaves = flatten(gradient)[0]
+            return *self._apply(state, params, variables, [leaves[k] for k in variables.places]), mean
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
         parts: list[Any] = [None] * len(specs)
@@ -359,7 +389,7 @@ class DistributedOptimizer:
             mean = total.loss / total.batch
             if not last:
                 return self._accumulate(state, parts, count), params, mean
-            return *self._apply(state, params, variables, sums, total.all), mean
+            return *self._apply(state, params, variables, self._wait(sums, total)), mean
 
     def _compare(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> None:
         if watch_settings.debug():
@@ -374,11 +404,13 @@ class DistributedOptimizer:
     def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
+    def _wait(self, sums: Sums, total: Totals) -> list[Array]:
+        return sums.wait(total.all if self.reduction == "mean" else 1)
+
     def _apply(
-        self, state: dict[str, Any], params: Tree, variables: Variables, sums: Sums, total: int
+        self, state: dict[str, Any], params: Tree, variables: Variables, found: list[Array]
     ) -> tuple[dict[str, Any], Tree]:
         leaves: list[Any] = [None] * len(variables.leaves)
-        found = sums.wait(total if self.reduction == "mean" else 1)
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
@@ -406,8 +438,8 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
         return arrays
     norm = math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
     if max_norm < norm < math.inf:
-        for array in arrays:
-            array *= max_norm / norm
+        for k in range(len(arrays)):
+            arrays[k] *= max_norm / norm  # a new scalar, or in place
     return arrays
 
 
@@ -432,18 +464,31 @@ def _norms(arrays: list[Array]) -> list[float]:
 class Totals(NamedTuple):
     """Sums over all ranks: samples in this batch, samples in all accumulated batches, and losses."""
 
-    batch: int
-    all: int
+    batch: float
+    all: float
     loss: float
 
 
 def totals(
-    used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: float = 0.0,
+    used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: Array = 0.0,
     problem: PendingError | None = None,
 ) -> Totals:  # fmt: skip
     """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match."""
+    args = used, plan, params, call, count, accumulated_before, loss, problem
+    *found, _ = opaque_step(_totals, *args, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
+    return Totals(*found)
+
+
+def _totals(
+    used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int, loss: Array,
+    problem: PendingError | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    used.separate()  # is created by all ranks here, in compiled programs, too
+    if are_active(used):
+        problem = PendingError(UnfinishedMessagesError, f"{call}: an exception {ENDED} Call mpiad.reset on all ranks.")
     # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
-    local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, loss]
+    weighted = float(np.reshape(loss, ())) * count
+    local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, weighted]
     found = allreduce(used, np.array(local, float), SUM, call)
     total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
     # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
@@ -454,7 +499,7 @@ def totals(
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
     if problems:
         raise_everywhere(used, problem)
-    return Totals(int(total), int(accumulated), sum_of_losses)
+    return total, accumulated, sum_of_losses, None
 
 
 def _difference(used: Channel, plan: Plan, params: Tree, call: str) -> ValueError:

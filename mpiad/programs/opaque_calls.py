@@ -50,23 +50,24 @@ class _Call:
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
         if places is None:
             values, build = flatten(self._called(self._build(leaves)))
-            return *map(_as_array, values), _Outcome(build, None)
+            return *map(as_array, values), _Outcome(build, None)
         variables = Variables(leaves, places, self._build)
         with suspended(body=False):
             if tangents is not None:
                 (values, build), (result_tangents, _) = map(flatten, trace_forwards(self._called, variables, tangents))
-                return *map(_as_array, values), *map(_as_array, result_tangents), _Outcome(build, None)
+                return *map(as_array, values), *map(as_array, result_tangents), _Outcome(build, None)
             start = next(communications)
             made = trace_backwards(self._called, variables)
         if made.problem is not None:
             raise made.problem.kind(made.problem.text)
-        return *map(_as_array, made.values), _Outcome(made.build, made, next(communications) > start + 1)
+        return *map(as_array, made.values), _Outcome(made.build, made, next(communications) > start + 1)
 
     def _called(self, given: tuple[tuple, dict]) -> Tree:
         return self._fun(*given[0], **given[1])
 
 
-def _as_array(x: Any) -> Any:
+def as_array(x: Any) -> Any:
+    """Return an array, or a Python float as a NumPy scalar."""
     return np.float64(x) if type(x) is float else x
 
 

@@ -99,7 +99,11 @@ class PlayingBack:
         """Return the logged result of an untraced function."""
         return self._next(fun, *plain(args))
 
-    opaque, call_as_it_is = settle, opaque_call
+    call_as_it_is = opaque_call
+
+    def opaque(self, fun: Callable, args: tuple, specs: Any = None) -> Any:
+        """Return the logged result of an untraced function."""
+        return self.settle(fun, args)
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run a function that isn't logged."""

@@ -30,7 +30,7 @@ from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import channels_of, envelopes_of
-from mpiad.programs.opaque_calls import opaque_call
+from mpiad.programs.opaque_calls import as_array, opaque_call
 from mpiad.programs.playback import logged, message_counts
 from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
@@ -48,7 +48,7 @@ from mpiad.programs.traced_array import (
     plain,
     with_entries,
 )
-from mpiad.transport import Spec, channel
+from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import Used, communications, report_to_recorders
@@ -104,7 +104,7 @@ _UNRECORDED = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Functions that look up a channel, and communicate by recorded operations only.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNRECORDED | set(
     """Domain.begin_exchange GhostExchange.accumulate GhostExchange.begin_fetch GhostExchange.fetch value_and_grad grad
-    make_vjp make_jvp jvp hvp""".split()
+    make_vjp make_jvp jvp hvp parallel.value_and_grad""".split()
 )
 
 
@@ -351,17 +351,21 @@ class Recorder:
         self._step("settle", fun, references, (), {"expected": made})
         return made
 
-    def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
+    def opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None = None) -> tuple[Any, ...]:
         """Run and record a function that isn't traced, and that returns arrays followed by one other object."""
+        # `specs`: those of the arrays, if they are the same in each run.
         references, start = self.referenced(args), next(communications)
-        *arrays, rest = self._run(fun, *plain(args))
+        *arrays, rest = self._opaque(fun, plain(args), specs)
+        arrays = list(map(as_array, arrays))
+        self.channels |= {(x, False) for x in args if isinstance(x, Channel)}
         self._any_within |= next(communications) > start + 1
         for x in arrays:
             if not _is_array(x):
                 self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__} instead of an array")
         results = [self._wrapped(x) for x in arrays]
         outs = *[x.number for x in results], self._number_of_object(rest)
-        self._step("opaque", fun, references, outs, {"expected": [(x.shape, x.dtype) for x in arrays]})
+        kwargs = {} if specs is not None else {"expected": [(x.shape, x.dtype) for x in arrays]}
+        self._step("opaque", fun, references, outs, kwargs)
         return *results, rest
 
     call_as_it_is = opaque_call
@@ -422,6 +426,9 @@ class Recorder:
         """Mark the remembered channels as unusable: an exception that isn't due to the trace has left messages pending."""
         for used, *fault in self._marks:
             used.mark(*fault)
+
+    def _opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None) -> tuple[Any, ...]:
+        return self._run(fun, *args)
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return fun(*args, **kwargs)
@@ -567,7 +574,7 @@ def is_large(x: Any) -> bool:
 # Functions whose results have a known shape, and whose calls have no side effects if the trace fails.
 _KNOWN = frozenset(
     "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_recv mpi_scan mpi_send mpi_sum "
-    "value_and_grad grad make_vjp make_jvp jvp hvp".split()
+    "parallel.value_and_grad value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
 _AS_SENT = frozenset({ALLREDUCE, SCAN, SUM_TO_ROOT})
 
@@ -617,6 +624,9 @@ class ShapeRecorder(Recorder):
             return super()._operated(operator, args, kwargs)
         made = tuple(operator.in_place.made(*args[1:]))
         return _placeholder(x.shape[: x.ndim - len(made)] + made, x.dtype)
+
+    def _opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None) -> tuple[Any, ...]:
+        return super()._opaque(fun, args, specs) if specs is None else (*map(like, specs), object())
 
     def _untraced(self, fun: Callable, *args: Any) -> NoReturn:
         self.refuse(f"the result of {getattr(fun, '__name__', fun)} is known only in a run")

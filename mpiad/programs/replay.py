@@ -99,7 +99,7 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
         return False
     node = schedule.program.nodes[step.node]
     if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
-        return node.kind == "communicate"
+        return node.kind == "communicate" and "expected" in node.data.kwargs
     fun = node.data.fun
     if isinstance(fun, Operation):  # this rank may not know the shape of the broadcast array
         known = fun is not BCAST or node.data.args[1].spec is not None
@@ -477,7 +477,8 @@ class Replay:
             self._lines.append(f"a{at} = addressed({given[1]})")
             given[1] = f"a{at}"
         made = f"f{at}({', '.join([f'q{at}', *given])})"
-        self._lines.append(f"v{at} = {made if call.kind == 'settle' else self._owned(step, made)}")
+        is_new = call.kind == "settle" or call.kind == "opaque" and "expected" not in call.kwargs
+        self._lines.append(f"v{at} = {made if is_new else self._owned(step, made)}")
         if self._is_logged(at):
             entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
             self._lines.append(f"log.append({entry})")

@@ -39,6 +39,10 @@ class ProgramRecorder(Protocol):
         """Run a function that is called once per communicator, and don't record it."""
         ...
 
+    def opaque(self, fun: Callable[..., tuple], args: tuple, specs: Any = None) -> tuple:
+        """Run a function that returns arrays followed by one other object, and record it as one step."""
+        ...
+
     def call_as_it_is(self, fun: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
         """Run a function without tracing inside, and record it as one step."""
         ...
@@ -114,6 +118,12 @@ def once(fun: Callable[..., T], *args: Any) -> T:
     """Run a function at the first use of a communicator; compiled programs don't record it."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.once(fun, args)
+
+
+def opaque_step(fun: Callable[..., tuple], *args: Any, specs: Any) -> tuple:
+    """Return ``fun(*args)``, arrays with these specs followed by one other object: a step of compiled programs."""
+    recorder = tracing.recorder
+    return fun(*args) if recorder is None else recorder.opaque(fun, args, specs)
 
 
 def opaque(fun: Callable[..., T]) -> Callable[..., T]:
