@@ -171,7 +171,9 @@ def rerolled(
         for i, (statement, place) in kept:
             shape, leaves = trees.part(i)
             groups.setdefault((trees.depths[i], 1, shape, statement), []).append((place, leaves))
-        irregular += [i for key, members in groups.items() for i in trees.irregular([i for i, _ in members], key[2])]
+        irregular = [i for key, members in groups.items() for i in trees.irregular([i for i, _ in members], key[2])]
+        if not irregular:
+            break
     one = "np.float32(1.0)" if single else "1.0"
     printer = _Printer(trees.shapes, {**texts, _PLUS: one, _MINUS: f"(-{one})"}, single)
     lines, places = printer.lines, printer.places
@@ -291,10 +293,10 @@ class _Printer:
 def _affine(indices: Array, row: int) -> tuple[int, int, int, int] | None:
     """Return base, a, b and c with indices[i row + j, k] = base + a i + b j + c k; None if there are none."""
     x = indices.reshape(-1, row, indices.shape[1])
-    base, found = x[0, 0, 0], np.zeros(x.shape, int)
-    steps = [int(np.take(x, 1, axis)[(0, 0)] - base) if x.shape[axis] > 1 else 0 for axis in range(3)]
-    found = base + sum(step * np.arange(n).reshape(-1, *[1] * (2 - axis)) for axis, (step, n) in enumerate(zip(steps, x.shape)))
-    return (int(base), *steps) if (found == x).all() else None  # type: ignore[return-value]
+    base = int(x[0, 0, 0])
+    a, b, c = (int(np.take(x, 1, axis)[0, 0]) - base if x.shape[axis] > 1 else 0 for axis in range(3))
+    i, j, k = np.ogrid[tuple(map(slice, x.shape))]
+    return (base, a, b, c) if (base + a * i + b * j + c * k == x).all() else None
 
 
 def _text(operand: _Operand, counters: Sequence[str], r: int) -> str:

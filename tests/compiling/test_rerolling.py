@@ -104,7 +104,7 @@ def checked(program, monkeypatch, stored=()):
     return text.count("\n")
 
 
-def test_networks_of_all_widths_have_the_same_number_of_lines(monkeypatch):
+def test_the_number_of_lines_does_not_grow_with_the_width_of_a_network(monkeypatch):
     lines = []
     for width in (8, 16):
         program = network(width)
@@ -112,8 +112,7 @@ def test_networks_of_all_widths_have_the_same_number_of_lines(monkeypatch):
         forward = jvp(program, {"state": None})
         stored = range(program.groups["state"], len(back.outputs))
         lines.append([checked(program, monkeypatch), checked(forward, monkeypatch), checked(back, monkeypatch, stored)])
-    assert lines[0] == lines[1]
-    assert max(lines[0]) < 200
+    assert all(wide <= narrow < 200 for narrow, wide in zip(*lines))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
