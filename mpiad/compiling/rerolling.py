@@ -13,10 +13,10 @@ All operations, and the order of the terms of sums, are those of the program, so
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from re import Match, fullmatch
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.program import OPERATIONS, Program
 
+SHORT = 60  # shorter programs have no loops
+_GAIN = 2  # loops must reduce the number of lines by this factor
 _CONSTANTS = ("constant", "True", "False")  # the kinds of leaves that aren't in arrays
 _LEAST_TERMS = 3  # of a sum that isn't part of a tree
 _LEAST_LOOP = 4  # shorter loops over terms are unrolled
@@ -46,23 +48,17 @@ class _Trees:
     """The expression trees of a program. A shape is the operations of a tree; a leaf is a tuple of value numbers."""
 
     def __init__(
-        self,
-        program: Program,
-        kinds: Mapping[int, str],
-        returned: Container[int],
-        stored: Sequence[int],
-        irregular: Container[int] = (),
+        self, program: Program, arrays: Mapping[int, Match], returned: set[int], stored: list[int], irregular: set[int]
     ):
-        # `kinds`: the names of the arrays that contain inputs. `irregular`: sums whose terms are roots, or inputs.
+        # `arrays`: the names of the arrays that contain inputs. `irregular`: sums whose terms are roots, or inputs.
         self.shapes: list[tuple] = []  # by number: an operation and the numbers of its arguments' shapes, a leaf, or a sum
-        self.roots: list[int] = []  # the values that are stored in the array on the stack
+        self.roots: dict[int, None] = {}  # the values that are stored in the array on the stack, in order
         self.depths: list[int] = []  # for each value: the largest number of roots on a path from the inputs to it
-        self._instructions, self._kinds, self._irregular = program.instructions, kinds, irregular
-        self._numbers: dict[tuple, int] = {}
+        self._instructions, self._arrays, self._irregular = program.instructions, arrays, irregular
         uses = Counter(x for one in program.instructions for x in one.arguments)
         uses.update(stored)
         # The argument of an addition that is a sum itself, whose value isn't used elsewhere, and the number of terms.
-        self._sums: dict[int, int | None] = {}
+        self._numbers, self._sums = dict[tuple, int](), dict[int, int | None]()
         terms = [1] * len(program.instructions)
         for i, (operation, arguments, _) in enumerate(program.instructions):
             if operation in ("add", "subtract"):
@@ -77,17 +73,16 @@ class _Trees:
             elif self._sums[i] is not None:
                 inside.add(self._sums[i])  # type: ignore[arg-type]
         terms_of_irregular = {x for i in self._sums if i in irregular for _, x in self._terms(i)}
-        booleans, sizes, roots = list[bool](), list[int](), set[int]()
+        booleans, sizes = list[bool](), list[int]()
         for i, (operation, arguments, value) in enumerate(program.instructions):
             boolean = OPERATIONS[operation].boolean if arguments else isinstance(value, bool)
             booleans.append(boolean or (operation == "where" and booleans[arguments[1]]))
-            sizes.append(sum(sizes[x] for x in arguments if x not in roots) + bool(arguments))
+            sizes.append(sum(sizes[x] for x in arguments if x not in self.roots) + bool(arguments))
             self.depths.append(max((self.depths[x] for x in arguments), default=0))
             separate = uses[i] != 1 or i in returned or i in self._sums or i in terms_of_irregular
             if arguments and (separate or sizes[i] > _LARGEST_TREE) and i not in inside and not booleans[i]:
-                roots.add(i)
+                self.roots[i] = None
                 self.depths[i] += 1
-        self.roots, self._located = sorted(roots), roots
 
     def tree(self, i: int) -> tuple[int, list[tuple[int, ...]]]:
         """Return the shape of a value's tree and its leaves, in order."""
@@ -102,9 +97,10 @@ class _Trees:
     def part(self, i: int) -> tuple[int, list[tuple[int, ...]]]:
         """Return an argument of an operation: a leaf or a tree."""
         operation, _, value = self._instructions[i]
-        if i in self._located or operation in ("constant", "input"):
+        if i in self.roots or operation in ("constant", "input"):
+            array = self._arrays[i][1] if i in self._arrays else "stack"
             constant = str(value) if isinstance(value, bool) else "constant"
-            return self.number("leaf", constant if operation == "constant" else self._kinds.get(i, "stack")), [(i,)]
+            return self.number("leaf", constant if operation == "constant" else array), [(i,)]
         return self.tree(i)
 
     def _terms(self, i: int | None) -> list[tuple[str, int]]:
@@ -137,7 +133,7 @@ class _Trees:
         operation, *parts = self.shapes[shape]
         if operation != "sum" or len(members) >= _LEAST_GROUP or max(parts[3::3]) >= _LONG:
             return []
-        leaves = {self.number("leaf", kind) for kind in (*_CONSTANTS, *self._kinds.values())}
+        leaves = {self.number("leaf", kind) for kind in (*_CONSTANTS, *(found[1] for found in self._arrays.values()))}
         return [i for i in members if not any(self.part(x)[0] in leaves for _, x in self._terms(i)[1:])]
 
     def number(self, *shape: str | int) -> int:
@@ -151,47 +147,42 @@ class _Trees:
 def rerolled(
     program: Program, texts: Mapping[int, str], outputs: Sequence[str], stored: Mapping[int, Stored], single: bool
 ) -> list[str] | None:
-    """Return a program's statements as loops; None for programs with tables, and if the array would be too large.
+    """Return a program's statements as loops; None if they aren't much shorter, or if the array would be too large.
 
     `texts`: those of inputs and constants, by value number. `outputs`: the names of the outputs that aren't `stored`.
     """
-    if any(x.operation == "table" for x in program.instructions):
+    if program.cost <= SHORT or any(x.operation == "table" for x in program.instructions):
         return None
-    arrays = {i: found for i, text in texts.items() if (found := re.fullmatch(r"(\w+)\[(\d+)\]", text))}
+    arrays = {i: found for i, text in texts.items() if (found := fullmatch(r"(\w+)\[(\d+)\]", text))}
     returned = {name: i for n, (name, i) in enumerate(zip(outputs, program.outputs, strict=True)) if n not in stored}
     kept = [(program.outputs[n], one) for n, one in stored.items()]
     irregular = list[int]()
     for _ in range(2):
-        kinds = {i: found[1] for i, found in arrays.items()}
-        trees = _Trees(program, kinds, set(returned.values()), [i for i, _ in kept], set(irregular))
+        trees = _Trees(program, arrays, set(returned.values()), [i for i, _ in kept], set(irregular))
         groups: dict[tuple, list[tuple[int, list[tuple[int, ...]]]]] = {}
-        for i in trees.roots:
-            shape, leaves = trees.tree(i)
-            groups.setdefault((trees.depths[i], 0, shape, "stack[{0}] = {1}"), []).append((i, leaves))
-        for i, (statement, place) in kept:
-            shape, leaves = trees.part(i)
-            groups.setdefault((trees.depths[i], 1, shape, statement), []).append((place, leaves))
+        for i, (statement, place) in [*((i, ("", i)) for i in trees.roots), *kept]:
+            shape, leaves = trees.part(i) if statement else trees.tree(i)
+            groups.setdefault((trees.depths[i], statement, shape), []).append((place, leaves))
         irregular = [i for key, members in groups.items() for i in trees.irregular([i for i, _ in members], key[2])]
         if not irregular:
             break
-    one = "np.float32(1.0)" if single else "1.0"
-    printer = _Printer(trees.shapes, {**texts, _PLUS: one, _MINUS: f"(-{one})"}, single)
-    lines, places = printer.lines, printer.places
+    real = "np.float32" if single else "np.float64"
+    printer = _Printer(trees.shapes, {**texts, _PLUS: f"{real}(1.0)", _MINUS: f"{real}(-1.0)"}, real)
+    places, size = printer.places, 0
     for i, text in texts.items():
-        places[i] = int(arrays[i][2]) if i in arrays else len(lines)
+        places[i] = int(arrays[i][2]) if i in arrays else size
         if i not in arrays and program.instructions[i].operation == "input":
-            lines.append(f"stack[{places[i]}] = {text}")
-    size = len(lines)
-    for (_, kind, shape, statement), members in sorted(groups.items(), key=lambda group: group[0]):
-        if not kind:
-            members = [(size + n, leaves) for n, (_, leaves) in enumerate(members)]
-            places.update(zip((i for i, _ in groups[_, kind, shape, statement]), range(size, size + len(members))))
+            printer.lines.append(f"stack[{size}] = {text}")
+            size += 1
+    for (_, statement, shape), members in sorted(groups.items(), key=lambda group: group[0]):
+        if not statement:
+            places.update((i, size + n) for n, (i, _) in enumerate(members))
+            members = [(places[i], leaves) for i, leaves in members]
             size += len(members)
-        printer.group(shape, statement, members)
-    if size > _MOST_ENTRIES:
-        return None
+        printer.group(shape, statement or "stack[{0}] = {1}", members)
     results = [f"{name} = {texts[i] if i in texts else f'stack[{places[i]}]'}" for name, i in returned.items()]
-    return [f"stack = on_stack({size}, np.float{32 if single else 64})", *printer.tables, *lines, *results]
+    found = [f"stack = on_stack({size}, {real})", *printer.tables, *printer.lines, *results]
+    return found if size <= _MOST_ENTRIES and _GAIN * len(found) <= program.cost + len(outputs) else None
 
 
 # A text with {} for the index base + a i + b j + c k, where i and j are the counters of a group's loops, and k that of the
@@ -202,9 +193,9 @@ _Operand = tuple[str, int, int, int, int] | str
 class _Printer:
     """Appends the loops of groups to `lines`, and tables of constants to `tables`."""
 
-    def __init__(self, shapes: Sequence[tuple], texts: Mapping[int, str], single: bool):
+    def __init__(self, shapes: Sequence[tuple], texts: Mapping[int, str], real: str):
         self._shapes, self._texts, self._names, self._depth = shapes, texts, 0, 0
-        self._numbers = {"zero": "np.float32(0.0)", "one": "np.float32(1.0)"} if single else {"zero": "0.0", "one": "1.0"}
+        self._numbers = {"zero": f"{real}(0.0)", "one": f"{real}(1.0)"}
         self.places: dict[int, int] = {}  # the indices of values in their arrays
         self.tables: list[str] = []
         self.lines: list[str] = []
@@ -212,7 +203,10 @@ class _Printer:
     def group(self, shape: int, statement: str, members: Sequence[tuple[int, list[tuple[int, ...]]]]) -> None:
         """Append the loop of a group of trees, given the places of their values and their leaves."""
         kinds, count = [*self._kinds(shape), "place"], len(members)
-        entries: list[Array] = [self._entries(*leaf) for leaf in zip(kinds, zip(*(leaves for _, leaves in members)))]
+        entries = list[Array]()
+        for kind, leaf in zip(kinds, zip(*(leaves for _, leaves in members))):
+            names: Mapping[int, int | str] = self._texts if kind in _CONSTANTS else self.places
+            entries.append(np.array([[names[i] for i in one] for one in leaf]))
         entries.append(np.array([[place] for place, _ in members]))
         # The length of rows, if members are entries of a matrix: a row ends where an index doesn't grow as before.
         indices = [x for x in entries if x.dtype.kind == "i"]
@@ -222,8 +216,7 @@ class _Printer:
         *operands, place = (self._operand(kind, x, row) for kind, x in zip(kinds, entries))
         tile = next(n for n in _TILES if not row % n) if self._shapes[shape][0] == "sum" else 1
         counters = [self._loop("i", count // row), self._loop("j", row, tile)]
-        values = self._totals(shape, operands, counters, tile)
-        for r, value in enumerate(values):
+        for r, value in enumerate(self._totals(shape, operands, counters, tile)):
             self._add(statement.format(_text(place, counters, r), value))
         self._depth = 0
 
@@ -234,21 +227,16 @@ class _Printer:
             return parts
         return [kind for part in (parts[:1] + parts[2::3] if operation == "sum" else parts) for kind in self._kinds(part)]
 
-    def _entries(self, kind: str, leaf: Sequence[tuple[int, ...]]) -> Array:
-        """Return the indices, or texts of constants, of a leaf for all members of a group and all terms of a sum."""
-        names: Mapping[int, int | str] = self._texts if kind in _CONSTANTS else self.places
-        return np.array([[names[i] for i in one] for one in leaf])
-
     def _operand(self, kind: str, entries: Array, row: int) -> _Operand:
         text, numbers = "{}" if kind in (*_CONSTANTS, "place") else f"{kind}[{{}}]", entries.dtype.kind == "i"
         if not numbers and (entries == entries[0, 0]).all():
             return str(entries[0, 0])
         found = _affine(entries, row) if numbers else None
-        if found is None:
-            name, terms = f"table{len(self.tables)}", entries.shape[1]
-            self.tables.append(f"{name} = constants({', '.join(map(str, entries.ravel()))})")
-            text, found = text.format(f"{name}[{{}}]"), (0, row * terms, terms, 1)
-        return text, *found
+        if found is not None:
+            return text, *found
+        name, terms = f"table{len(self.tables)}", entries.shape[1]
+        self.tables.append(f"{name} = constants({', '.join(map(str, entries.ravel()))})")
+        return text.format(f"{name}[{{}}]"), 0, row * terms, terms, 1
 
     def _loop(self, counter: str, stop: int, step: int = 1) -> str:
         """Begin a loop, unless it has one iteration; return its counter."""

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.program import OPERATIONS, Builder, Program, copy_program
-from mpiad.compiling.rerolling import Stored, rerolled
+from mpiad.compiling.rerolling import SHORT, Stored, rerolled
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Lowering: the replacement of operations without a machine instruction by other operations.
@@ -170,24 +170,16 @@ def function_source(
     if language == "c":
         given = [x if " " in x else f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
-    stored, single, long = stored or {}, np.dtype(dtype) == np.float32, len(body) > _SHORT
-    simpler, loops = lowered(program), None
-    if long:
-        loops = rerolled(simpler, leaf_texts(simpler, names, single), outputs, stored, single)
-    body += [one.statement.format(one.place, outputs[i]) for i, one in stored.items()]
-    if loops is None or _GAIN * len(loops) > len(body):
-        loops = None
-    text, body = [], loops or body
-    if long and not single and any("math.tanh(" in line for line in body):
+    stored, single, simpler = stored or {}, np.dtype(dtype) == np.float32, lowered(program)
+    loops = rerolled(simpler, leaf_texts(simpler, names, single), outputs, stored, single)
+    text, body = [], loops or [*body, *(one.statement.format(one.place, outputs[i]) for i, one in stored.items())]
+    if program.cost > SHORT and not single and any("math.tanh(" in line for line in body):
         text, body = [_TANH], [line.replace("math.tanh(", "vector_tanh(") for line in body]
     results = [x for i, x in enumerate(outputs) if i not in stored]
-    return "\n\n".join([*text, (_in_pieces if loops is None else _function)(name, arguments, body, results)])
+    return "\n\n".join([*text, (_function if loops else _in_pieces)(name, arguments, body, results)])
 
 
-_SHORT = 60  # shorter functions have no loops, and call the hyperbolic tangent of the C library
-_GAIN = 2  # a function has loops if they reduce the number of lines by this factor
-
-# Otherwise the hyperbolic tangent, e / (e + 2) with e = exp(2|x|) - 1, is computed by vector instructions: with
+# In long functions the hyperbolic tangent, e / (e + 2) with e = exp(2|x|) - 1, is computed by vector instructions: with
 # 2|x| = n log 2 + r, e = 2^n s + (2^n - 1), where s is the power series of exp(r) - 1. The error is a few units in the last
 # place. The C library's function would take most of the time of a neural network.
 _LOG_2 = 0.693147180369123816490  # the first 32 bits of log 2; the remainder follows

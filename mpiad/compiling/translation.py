@@ -449,10 +449,10 @@ class _Function:
 
     def _constants(self, entries: Sequence[Value]) -> ArrayValue:
         """Return an array of constants of one type."""
-        kind, texts = entries[0].kind, [f"{x.type} {x.text}" for x in entries]
-        text = f"[{len(texts)} x {kind}] [{', '.join(texts)}]"
+        kind, texts = entries[0].kind, ", ".join(f"{x.type} {x.text}" for x in entries)
+        text = f"[{len(entries)} x {kind}] [{texts}]"
         name = self._module.tables.setdefault(text, f"@table{len(self._module.tables)}")
-        return ArrayValue(next(dtype for dtype, element in ELEMENTS.items() if element == kind), name, (str(len(texts)),))
+        return ArrayValue(next(dtype for dtype, element in ELEMENTS.items() if element == kind), name, (str(len(entries)),))
 
     def array(self, node: ast.expr) -> ArrayValue:
         """Return the array that a name refers to."""

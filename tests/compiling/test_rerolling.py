@@ -8,7 +8,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 
-from mpiad.compiling import rerolling, source
+from mpiad.compiling import rerolling
 from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Builder, evaluated
@@ -76,8 +76,8 @@ def drawn(seed):
 
 def values(program, given, loops, monkeypatch, stored=()):
     """Return a program's values and its text, with or without loops, where Python runs the text."""
-    monkeypatch.setattr(source, "_SHORT", 0 if loops else 10**9)
-    monkeypatch.setattr(source, "_GAIN", 0)
+    monkeypatch.setattr(rerolling, "SHORT", 0 if loops else 10**9)
+    monkeypatch.setattr(rerolling, "_GAIN", 0)
     names = {group: numbered(f"{group}_", size) for group, size in program.groups.items()}
     names["parameter"] = [f"s[{k}]" for k in range(program.groups.get("parameter", 0))]
     arguments = [name for group in names if group != "parameter" for name in names[group]]

@@ -20,7 +20,8 @@ from mpiad._typing import Function, Shape
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, without_floats
 from mpiad.compiling.program import Program, Untraceable, exact
-from mpiad.compiling.source import function_source
+from mpiad.compiling.rerolling import rerolled
+from mpiad.compiling.source import numbered
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.trace import Called, ParameterPacking, identity_of, names_of, packing_of, program_of
 from mpiad.ensemble.event import Event, affected
@@ -227,6 +228,6 @@ def _statements(program: Program) -> int:
     """Return the number of operations of a program; of a long one, the number of statements, in which loops count once."""
     if program.cost <= MOST_OPERATIONS:
         return program.cost
-    names = {group: [f"{group}[{k}]" for k in range(size)] for group, size in program.groups.items()}
-    names["table of parameter"] = names["parameter"]
-    return min(program.cost, function_source(program, "f", names, []).count("\n"))
+    leaves = {i: f"s[{i}]" for i, x in enumerate(program.instructions) if not x.arguments}
+    loops = rerolled(program, leaves, numbered("out", len(program.outputs)), {}, False)
+    return program.cost if loops is None else len(loops)
