@@ -35,7 +35,11 @@ PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 LIMIT = 300
 WAYS: dict[str, Any] = {"auto": "auto", "kernel": True, "arrays": False}
 OVER_BETTER, OVER_SCIPY = 1.2, {"RK45": 0.5, "LSODA": 1.0}
-PEER_CASES = {"hybrid, 12, gradient": 12, "hybrid, 200, gradient": 200}
+# Width, number of layers and of trajectories.
+PEER_CASES = {
+    "hybrid, 12, gradient": (8, 1, 12), "hybrid, 200, gradient": (8, 1, 200), "MLP of width 24, gradient": (24, 1, 1000),
+    "two layers of width 24, gradient": (24, 2, 1000), "two layers of width 64, gradient": (64, 2, 1000),
+}  # fmt: skip
 SETTLING = 300  # solves by "auto", at most
 
 
@@ -111,7 +115,7 @@ def measured(name: str, rounds: int, folder: str, peers: bool) -> None:
             report_missing(line, "peer not installed")
             return
         program = HERE / "choice" / "side_diffrax.py"
-        peer = child(folder, str(PEER_CASES[name]), str(4 * rounds), python=str(PEERS), program=program)
+        peer = child(folder, *map(str, PEER_CASES[name]), str(4 * rounds), python=str(PEERS), program=program)
         print(f"  diffrax: {1e3 * peer['seconds']:.2f} ms")
         report(line, times["auto"] / peer["seconds"])
 

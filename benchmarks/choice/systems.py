@@ -51,11 +51,19 @@ def hybrid(u: Any, p: Any, t: Any) -> list:
     return [p["birth"] * u[0] + met[0], met[1] - p["death"] * u[1]]
 
 
-def network(width: int) -> dict[str, Any]:
-    """Return the parameters of `hybrid`."""
+def deep(u: Any, p: Any, t: Any) -> list:
+    """Return Lotka and Volterra's growth, with the interaction by a network of two layers."""
+    hidden = np.tanh(np.dot(p["middle"], np.tanh(np.dot(p["inner"], u) + p["shift"])))
+    met = np.dot(p["outer"], hidden)
+    return [p["birth"] * u[0] + met[0], met[1] - p["death"] * u[1]]
+
+
+def network(width: int, layers: int = 1) -> dict[str, Any]:
+    """Return the parameters of `hybrid`, or of `deep`."""
     rng = np.random.default_rng(0)
     shapes = {"inner": (width, 2), "shift": (width, 1), "outer": (2, width)}
-    return {name: 0.2 * rng.normal(size=shape) for name, shape in shapes.items()} | {"birth": 1.3, "death": 1.8}
+    p = {name: 0.2 * rng.normal(size=shape) for name, shape in shapes.items()} | {"birth": 1.3, "death": 1.8}
+    return p | ({"middle": rng.normal(size=(width, width)) / np.sqrt(width)} if layers > 1 else {})
 
 
 def reactions(count: int) -> Callable:
@@ -83,6 +91,7 @@ def many(problem: ODEProblem, count: int) -> EnsembleProblem:
 
 PREY = ODEProblem(lotka_volterra, [1.0, 1.0], (0.0, 10.0), [1.5, 1.0, 3.0, 1.0])
 NEURAL = {width: ODEProblem(hybrid, [1.0, 1.0], (0.0, 3.0), network(width)) for width in (8, 24)}
+DEEP = {width: ODEProblem(deep, [1.0, 1.0], (0.0, 3.0), network(width, 2)) for width in (24, 64)}
 STIFF = ODEProblem(robertson, [1.0, 0.0, 0.0], (0.0, 1e5), [0.04, 3e7, 1e4])
 SPECIES = ODEProblem(reactions(30), np.ones(30), (0.0, 2.0), [0.1, 0.2, 0.3, 0.4])
 CASES = {
@@ -94,6 +103,8 @@ CASES = {
     "hybrid, 12, gradient": Case(many(NEURAL[8], 12), Tsit5(), 1e-3, 1e-6, gradient=True),
     "hybrid, 200, gradient": Case(many(NEURAL[8], 200), Tsit5(), 1e-3, 1e-6, gradient=True),
     "MLP of width 24, gradient": Case(many(NEURAL[24], 1000), Tsit5(), 1e-3, 1e-6, gradient=True),
+    "two layers of width 24, gradient": Case(many(DEEP[24], 1000), Tsit5(), 1e-3, 1e-6, gradient=True),
+    "two layers of width 64, gradient": Case(many(DEEP[64], 1000), Tsit5(), 1e-3, 1e-6, gradient=True),
     "30 species": Case(many(SPECIES, 100), Tsit5(), 1e-3, 1e-6),
 }  # fmt: skip
 

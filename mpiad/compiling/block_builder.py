@@ -48,6 +48,7 @@ class ArrayValue(NamedTuple):
     dtype: str  # NumPy's name
     data: str  # name of the address of its first entry
     shape: tuple[str, ...]  # names of its lengths
+    width: int = 0  # the length of the vectors that are its entries; 0 for numbers
 
 
 def type_of(kind: str, width: int) -> str:
@@ -265,7 +266,7 @@ class Variables:
         self._build, self._given, self.kinds, self._scope = build, given, kinds, scope
         # The parts of each variable with their memory: those of a number, or of an array's address and lengths.
         self._slots: dict[str, list[tuple[Value, str]]] = {}
-        self._dtypes: dict[str, str] = {}  # of arrays
+        self._arrays: dict[str, ArrayValue] = {}  # as assigned first
         self.widened = False  # whether an assignment has changed the type of a variable that was used before
 
     def get(self, name: str) -> Value | ArrayValue | None:
@@ -274,9 +275,9 @@ class Variables:
             return self._given.get(name)
         build = self._build
         parts = [build.value(x.kind, f"load {x.type}, ptr {slot}", x.width) for x, slot in self._slots[name]]
-        if name not in self._dtypes:
+        if name not in self._arrays:
             return parts[0]
-        return ArrayValue(self._dtypes[name], parts[0].text, tuple(length.text for length in parts[1:]))
+        return self._arrays[name]._replace(data=parts[0].text, shape=tuple(length.text for length in parts[1:]))
 
     def write(self, name: str, value: Value | ArrayValue) -> None:
         """Assign to a variable."""
@@ -284,7 +285,7 @@ class Variables:
         known = f"{self._scope}{name} length"
         before = self.kinds.get(name), self.kinds.get(known)
         if isinstance(value, ArrayValue):
-            self.kinds[name], self._dtypes[name] = "ptr", value.dtype
+            self.kinds[name], self._arrays[name] = "ptr", value
             parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
             types = parts
         else:

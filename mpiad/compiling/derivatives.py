@@ -227,5 +227,6 @@ def _partials(builder: Builder, number: int, arguments: Sequence[int]) -> list[P
 def _add(sums: dict[int, Symbol], number: int, partial: Partial, g: Symbol) -> None:
     if partial is None:
         return
-    term = partial(g) if callable(partial) else g * partial
+    # Without products with 1, the terms of a sum have one cotangent.
+    term = partial(g) if callable(partial) else g if isinstance(partial, float) and partial == 1.0 else g * partial
     sums[number] = sums[number] + term if number in sums else term

@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike
 
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.program import OPERATIONS, Builder, Program, copy_program
+from mpiad.compiling.rerolling import SHORT, Stored, rerolled
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Lowering: the replacement of operations without a machine instruction by other operations.
@@ -123,9 +124,22 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
     # Two programs in one function need different prefixes of local scalars.
     program, single = lowered(program), np.dtype(dtype) == np.float32
     zero, one = number(0.0, single), number(1.0, single)
+    texts, statements = leaf_texts(program, names, single), list[str]()
+    for i, (operation, arguments, _) in enumerate(program.instructions):
+        if arguments:
+            texts[i] = f"{prefix}{i}"
+            if operation == "lookup":
+                text = texts[arguments[0]].format(texts[arguments[1]])
+            else:
+                text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
+            statements.append(f"{texts[i]} = {text}")
+    return statements + [f"{target} = {texts[i]}" for target, i in zip(outputs, program.outputs, strict=True)]
+
+
+def leaf_texts(program: Program, names: Names, single: bool) -> dict[int, str]:
+    """Return the texts of a program's inputs, constants and tables, by value number."""
     texts: dict[int, str] = {}
-    statements: list[str] = []
-    for i, (operation, arguments, value) in enumerate(program.instructions):
+    for i, (operation, _, value) in enumerate(program.instructions):
         if operation == "constant":
             texts[i] = number(value, single)  # type: ignore[arg-type]
         elif operation == "input":
@@ -134,14 +148,7 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
         elif operation == "table":
             table, first, _ = value  # type: ignore[misc]
             texts[i] = names[f"table of {table}"][first]  # type: ignore[index]
-        elif operation == "lookup":
-            texts[i] = f"{prefix}{i}"
-            statements.append(f"{texts[i]} = {texts[arguments[0]].format(texts[arguments[1]])}")
-        else:
-            text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
-            texts[i] = f"{prefix}{i}"
-            statements.append(f"{texts[i]} = {text}")
-    return statements + [f"{target} = {texts[i]}" for target, i in zip(outputs, program.outputs, strict=True)]
+    return texts
 
 
 def function_source(
@@ -151,11 +158,11 @@ def function_source(
     arguments: Sequence[str],
     dtype: DTypeLike = float,
     language: str = "python",
-    stored: Mapping[int, str] | None = None,
+    stored: Mapping[int, Stored] | None = None,
 ) -> str:
     """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
 
-    `stored`: statements for outputs that aren't returned, by their indices, with ``{}`` for the output.
+    `stored`: outputs that aren't returned, by their indices.
     """
     # In C, numbers have the type `real`, except arguments that are given with their types, and the function is `INLINE`.
     outputs = numbered("out", len(program.outputs))
@@ -163,18 +170,18 @@ def function_source(
     if language == "c":
         given = [x if " " in x else f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
-    stored = stored or {}
-    body += [statement.format(outputs[i]) for i, statement in stored.items()]
-    text, single = [], np.dtype(dtype) == np.float32
-    if len(body) > _LEAST_INLINE and not single and any("math.tanh(" in line for line in body):
+    stored, single, simpler = stored or {}, np.dtype(dtype) == np.float32, lowered(program)
+    loops = rerolled(simpler, leaf_texts(simpler, names, single), outputs, stored, single)
+    text, body = [], loops or [*body, *(one.statement.format(one.place, outputs[i]) for i, one in stored.items())]
+    if program.cost > SHORT and not single and any("math.tanh(" in line for line in body):
         text, body = [_TANH], [line.replace("math.tanh(", "vector_tanh(") for line in body]
-    return "\n\n".join([*text, _in_pieces(name, arguments, body, [x for i, x in enumerate(outputs) if i not in stored])])
+    results = [x for i, x in enumerate(outputs) if i not in stored]
+    return "\n\n".join([*text, (_function if loops else _in_pieces)(name, arguments, body, results)])
 
 
 # In long functions the hyperbolic tangent, e / (e + 2) with e = exp(2|x|) - 1, is computed by vector instructions: with
 # 2|x| = n log 2 + r, e = 2^n s + (2^n - 1), where s is the power series of exp(r) - 1. The error is a few units in the last
 # place. The C library's function would take most of the time of a neural network.
-_LEAST_INLINE = 300
 _LOG_2 = 0.693147180369123816490  # the first 32 bits of log 2; the remainder follows
 _TANH = f"""
 def vector_tanh(x):

@@ -14,6 +14,9 @@ In a loop ``for l in lanes(n)``, which has no branches, variables and entries of
 vectors: the loop computes `VECTOR` successive lanes at a time, by vector instructions, as if it were a loop over l without
 dependences. LLVM would vectorize the loop, too, but in a time that grows with the square of its length. If l is an argument
 of a function, the function is computed for the same lanes. Array arguments of a function mustn't overlap.
+
+An array ``on_stack(n, np.float64)`` has n entries, which are vectors if any argument of the function is a vector, and
+``constants(2, 3, 5)`` is an array that isn't written.
 """
 
 from __future__ import annotations
@@ -190,6 +193,7 @@ class _Module:
         self.defined, self.fast, self.linked = defined, fast, linked
         self.is_long = cache(self._is_long)
         self.declared: dict[str, str] = {}
+        self.tables: dict[str, str] = {}  # the names of constant arrays, by type and entries
         self._made: dict[tuple, tuple[str, list[Value]]] = {}
         self._texts: list[str] = []
 
@@ -217,7 +221,8 @@ class _Module:
         attributes = f"nounwind {'noinline' if self.linked else ''} {function.attributes}"
         made = f"define {head}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
         link = [_link(name, arguments)] if self.linked else []
-        return "\n\n".join([*self._texts, made, *self.declared.values(), *link])
+        tables = [f"{table} = internal constant {text}" for text, table in self.tables.items()]
+        return "\n\n".join([*tables, *self._texts, made, *self.declared.values(), *link])
 
     def call(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None) -> tuple[str, list[Value]]:
         """Return the symbol of a function for these types of arguments, and its results; `lane`: the index of the lane."""
@@ -243,14 +248,14 @@ class _Module:
         return self._made[known]
 
     def _is_long(self, name: str) -> bool:
-        """Return whether a function isn't inlined: it is long, or calls a long function."""
+        """Return whether a function isn't inlined: it is long, has an array on the stack, or calls a long function."""
         body = self.defined[name].body
         called = (
             ast.unparse(x.value.func)
             for x in body
             if isinstance(x, ast.Assign | ast.Expr) and isinstance(x.value, ast.Call)
         )
-        return len(body) > _MOST_INLINED or any(f in self.defined and self.is_long(f) for f in called)
+        return len(body) > _MOST_INLINED or any(f == "on_stack" or (f in self.defined and self.is_long(f)) for f in called)
 
     def _translated(
         self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], lane: str | None = None
@@ -295,6 +300,7 @@ class _Function:
         # time, without a gain.
         self._build = BlockBuilder(module.fast, module.declared, hides_rows=module.linked)
         self._variables = Variables(self._build, given, kinds)
+        self._vector = max((x.width for x in given.values() if isinstance(x, Value)), default=0)
         self._ends_of_loops: list[Block] = []  # the targets of `break`
         for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
@@ -355,6 +361,13 @@ class _Function:
     # ---- values
 
     def _any(self, node: ast.expr) -> Value | ArrayValue:
+        match node:
+            case ast.Call(func=ast.Name(id="constants"), args=entries):
+                return self._constants([self.number(entry) for entry in entries])
+            case ast.Call(func=ast.Name(id="on_stack"), args=[ast.Constant(value=length), kind]):
+                dtype = ast.unparse(kind).removeprefix("np.")
+                memory = self._build.slot(f"[{length} x {type_of(ELEMENTS[dtype], self._vector)}]")
+                return ArrayValue(dtype, memory, (str(length),), self._vector)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             return self._view(node)
         if isinstance(node, ast.Name):
@@ -434,6 +447,13 @@ class _Function:
 
     # ---- arrays
 
+    def _constants(self, entries: Sequence[Value]) -> ArrayValue:
+        """Return an array of constants of one type."""
+        kind, texts = entries[0].kind, ", ".join(f"{x.type} {x.text}" for x in entries)
+        text = f"[{len(entries)} x {kind}] [{texts}]"
+        name = self._module.tables.setdefault(text, f"@table{len(self._module.tables)}")
+        return ArrayValue(next(dtype for dtype, element in ELEMENTS.items() if element == kind), name, (str(len(entries)),))
+
     def array(self, node: ast.expr) -> ArrayValue:
         """Return the array that a name refers to."""
         value = self._variables.get(node.id) if isinstance(node, ast.Name) else None
@@ -460,13 +480,13 @@ class _Function:
                 before = build.name(f"mul nsw i64 {place}, {length}")
                 place = build.name(f"add nsw i64 {before}, {row}")
             data = build.row(element, data, build.name(f"mul nsw i64 {place}, {array.shape[-1]}"))
-        return array, build.name(f"getelementptr inbounds {element}, ptr {data}, i64 {last}")
+        return array, build.name(f"getelementptr inbounds {type_of(element, array.width)}, ptr {data}, i64 {last}")
 
     def _entry(self, node: ast.Subscript) -> Value:
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
             return Value(INTEGER, self.array(node.value.value).shape[ast.literal_eval(node.slice)])
         array, place = self.entry_address(node)
-        element, width = ELEMENTS[array.dtype], self._width(node)
+        element, width = ELEMENTS[array.dtype], array.width or self._width(node)
         if width:
             # Vectors are aligned like numbers: the caller's views of arrays may start anywhere.
             vector = type_of(element, width)
@@ -572,7 +592,7 @@ class _Function:
             self._variables.write(target.id, value)
         elif isinstance(target, ast.Subscript) and isinstance(value, Value):
             array, place = self.entry_address(target)
-            self._store_entry(array, place, value, self._width(target))
+            self._store_entry(array, place, value, array.width or self._width(target))
         else:
             refuse(target)
 

@@ -18,6 +18,7 @@ from mpiad.compiling.arguments import arguments_of
 from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.program import OPERATIONS, Builder, evaluated
+from mpiad.compiling.rerolling import Stored
 from mpiad.compiling.source import function_source, lines, numbered
 from mpiad.compiling.translation import translated
 from mpiad.ensemble.batch import Parameters
@@ -146,7 +147,7 @@ def test_long_functions_are_divided_into_pieces(monkeypatch):
     for i in range(40):
         x.append(builder.call("multiply", builder.call("sin", x[-3]), builder.call("add", x[-1], x[i // 2])))
     program = builder.program({"x": 4}, [x[-1], x[20], x[2], x[-5]])
-    stored = {1: "bars[0] += {}", 3: "bars[1] += {}"}
+    stored = {1: Stored("bars[{0}] += {1}", 0), 3: Stored("bars[{0}] += {1}", 1)}
     text = [function_source(program, "f", {"x": numbered("x", 4)}, [*numbered("x", 4), "bars"], stored=stored)]
     monkeypatch.setattr(source, "_PIECE", 7)
     text.append(function_source(program, "f", {"x": numbered("x", 4)}, [*numbered("x", 4), "bars"], stored=stored))

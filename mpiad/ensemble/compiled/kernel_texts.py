@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
+from mpiad.compiling.rerolling import Stored
 from mpiad.compiling.source import function_source, number, numbered
 from mpiad.ensemble.compiled.cuda.cuda_kernels import PRELUDE, cuda_forward_text, cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
@@ -86,11 +87,11 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
         tables = ["const real* p", "const real* s", "const long long column", "const long long n"]
     given = [*loaded, *tables, "t"]
     arguments = [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]]
-    stored: dict[int, str] = {}
+    stored: dict[int, Stored] = {}
     if spec.accumulates and fused and name in ("g", "curvature"):
         arguments += ["live", "bars", "l"]
         zero = number(0.0, spec.single)
         for k in range(spec.wanted_varying + spec.wanted_shared):
-            added = "{}" if k < spec.wanted_varying else f"where(live > 0.0, {{}}, {zero})"
-            stored[spec.d + k] = f"bars[{spec.lanes * k} + l] += {added}"
+            added = "{1}" if k < spec.wanted_varying else f"where(live > 0.0, {{1}}, {zero})"
+            stored[spec.d + k] = Stored(f"bars[{{0}} + l] += {added}", spec.lanes * k)
     return function_source(program, name, names, arguments, spec.dtype, language, stored)

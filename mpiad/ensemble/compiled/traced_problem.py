@@ -20,6 +20,8 @@ from mpiad._typing import Function, Shape
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, without_floats
 from mpiad.compiling.program import Program, Untraceable, exact
+from mpiad.compiling.rerolling import rerolled
+from mpiad.compiling.source import numbered
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.trace import Called, ParameterPacking, identity_of, names_of, packing_of, program_of
 from mpiad.ensemble.event import Event, affected
@@ -30,10 +32,10 @@ _log = logging.getLogger("mpiad")
 Warn: TypeAlias = "Callable[[Function, str], None]"
 _Found = TypeVar("_Found")
 
-# Tangents in up to this number of directions are faster than an adjoint.
-FEW = 4
+# Tangents in up to this number of directions are faster than an adjoint, unless they have too many numbers.
+FEW, _FEW_NUMBERS = 4, 40
 MOST_COMPONENTS = 100
-# Maximum number of operations of f; a step calls f two to ten times.
+# Maximum number of statements of f, where repeated operations are loops; a step calls f two to ten times.
 MOST_OPERATIONS = 1500
 # Maximum number of different programs of a function that are compiled.
 _MOST_PROGRAMS = 8
@@ -83,7 +85,8 @@ class TracedProblem(NamedTuple):
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
         found += [along for i, leaf in enumerate(given.p.leaves) if isbox(leaf) for along in self.directions_of(i)]
-        return tuple(found) if len(found) <= FEW or gradient == "tangent" else ()
+        few = len(found) <= FEW and len(found) * self.program.groups["state"] <= _FEW_NUMBERS
+        return tuple(found) if few or gradient == "tangent" else ()
 
 
 def remembered(
@@ -209,12 +212,22 @@ def _program_of(
         warn(f, f"{name} can't be compiled ({error}), {instead}")
         return None
     d, limits = program.groups["state"], "fit into a kernel that is fast and compiles quickly"
-    if called is None and (d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS):
+    count = _statements(program)
+    if called is None and (d > MOST_COMPONENTS or count > MOST_OPERATIONS):
         kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
-        text = f"a state has {d} {kind} and f {program.cost} operations; up to {MOST_COMPONENTS} and {MOST_OPERATIONS}"
+        text = f"a state has {d} {kind} and f {count} operations; up to {MOST_COMPONENTS} and {MOST_OPERATIONS}"
         warn(f, f"{text} {limits}" + ("" if must else ", so f is called with arrays instead"))
         return program if must else None
-    if program.cost > MOST_OPERATIONS and not must:
-        warn(f, f"{name} has {program.cost} operations; up to {MOST_OPERATIONS} {limits}, {instead}")
+    if count > MOST_OPERATIONS and not must:
+        warn(f, f"{name} has {count} operations; up to {MOST_OPERATIONS} {limits}, {instead}")
         return None
     return None if not must and changes(f, program, warn, name) else program
+
+
+def _statements(program: Program) -> int:
+    """Return the number of operations of a program; of a long one, the number of statements, in which loops count once."""
+    if program.cost <= MOST_OPERATIONS:
+        return program.cost
+    leaves = {i: f"s[{i}]" for i, x in enumerate(program.instructions) if not x.arguments}
+    loops = rerolled(program, leaves, numbered("out", len(program.outputs)), {}, False)
+    return program.cost if loops is None else len(loops)

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from mpiad import value_and_grad
+from mpiad.compiling import rerolling
 from mpiad.ensemble import RK4, EnsembleProblem, ODEProblem, Rodas5P, Tsit5, solve
+from mpiad.ensemble.compiled import traced_problem
+from mpiad.ensemble.compiled.kernel_texts import kernel_text
 
 pytestmark = pytest.mark.serial
 
@@ -73,3 +76,36 @@ def test_weights_of_each_trajectory():
     )
     np.testing.assert_allclose(kernel, arrays, rtol=1e-8)
     np.testing.assert_allclose(kernel_bar, arrays_bar, rtol=1e-8, atol=1e-12)
+
+
+def test_repeated_operations_count_once(monkeypatch, caplog):
+    monkeypatch.setattr(traced_problem, "MOST_OPERATIONS", 120)
+
+    def irregular(u, p, t):
+        x, y = u
+        for k in range(60):
+            x, y = y, anp.sin(x) * y + 0.01 * k if k % 7 else anp.cos(x - y)
+        return [x, y]
+
+    for f, p, fits in ((network, weights(8), True), (irregular, None, False)):
+        caplog.clear()
+        solve(ODEProblem(f, np.array([1.0, 2.0]), (0.0, 1e-3), p), RK4(), dt=1e-3, compile=True)
+        assert fits != ("operations; up to 100 and 120 fit into a kernel" in caplog.text)
+
+
+@pytest.mark.parametrize("width", [8, 12])
+def test_loops_have_the_values_of_scalars(monkeypatch, width):
+    u0s, found = np.random.default_rng(2).normal(size=(17, 2)), []
+
+    def loss(p):
+        ensemble = EnsembleProblem(ODEProblem(network, u0s[0], (0.0, 1.0), p), u0=u0s)
+        return anp.sum(solve(ensemble, Tsit5(), compile=True).u_end ** 2)
+
+    for short in (rerolling.SHORT, 10**9):
+        monkeypatch.setattr(rerolling, "SHORT", short)
+        kernel_text.cache_clear()
+        found.append(value_and_grad(loss)(weights(width)))
+    kernel_text.cache_clear()
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    for loops, scalars in zip(*(bars for _, bars in found)):
+        np.testing.assert_array_equal(loops, scalars)

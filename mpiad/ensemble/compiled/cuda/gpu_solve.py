@@ -20,7 +20,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver, device_rows, sample_batch
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
 from mpiad.ensemble.compiled.trace import PackedLeaf, packing_of
-from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of, remembered
+from mpiad.ensemble.compiled.traced_problem import FEW, MOST_OPERATIONS, TracedProblem, problem_of, remembered
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
 from mpiad.ensemble.event import Event
@@ -148,6 +148,9 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
         def make(known: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
             traced = problem_of(host, settings.events, must, compiler.warn)
+            if traced is not None and traced.program.cost > MOST_OPERATIONS and not must:
+                text = f"f has {traced.program.cost} operations; up to {MOST_OPERATIONS} fit into a kernel without loops"
+                return compiler.warn(given.f, f"EnsembleGPU: {text}, so EnsembleVectorized solves the problem")
             if traced is not None and not known:
                 try_once(host, settings.events, given.traced)
             return traced
