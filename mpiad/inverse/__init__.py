@@ -4,6 +4,16 @@ from mpiad.inverse.bilaplacian import Bilaplacian
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.h1 import H1
 from mpiad.inverse.laplace_approximation import Posterior, laplace_approximation
+from mpiad.inverse.sampling import Samples, sample
 from mpiad.inverse.total_variation import TotalVariation
 
-__all__ = ["H1", "Bilaplacian", "GaussianPrior", "Posterior", "TotalVariation", "laplace_approximation"]
+__all__ = [
+    "H1",
+    "Bilaplacian",
+    "GaussianPrior",
+    "Posterior",
+    "Samples",
+    "TotalVariation",
+    "laplace_approximation",
+    "sample",
+]

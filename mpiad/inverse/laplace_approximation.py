@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 
@@ -73,9 +74,21 @@ class Posterior:
 
     def sample(self, seed: int) -> LocalArray:
         """Return this rank's block of a sample, which is the same on any number of ranks; collective."""
-        deviation = self.prior.sample(seed) - self.prior.mean
-        weights = (1.0 - 1.0 / np.sqrt(1.0 + self.values)) * self._products(self.prior.apply(deviation))
-        return self.mean + deviation - np.tensordot(weights, self.vectors, 1)
+        return self.mean + self.narrowed(self.prior.sample(seed) - self.prior.mean)
+
+    @cached_property
+    def duals(self) -> LocalArray:
+        """Return R u for each eigenvector u, of shape (n, *local_shape); collective at the first use."""
+        return self.prior.apply(self.vectors)
+
+    def coordinates(self, deviation: LocalArray) -> np.ndarray:
+        """Return uᵀ R v for each eigenvector u and a deviation v of shape local_shape; collective."""
+        return self.prior.domain.gram(self.duals, deviation[None])[:, 0]
+
+    def narrowed(self, deviation: LocalArray) -> LocalArray:
+        """Scale the informed part of a deviation such that the prior's covariance becomes the posterior's; collective."""
+        weights = (1.0 - 1.0 / np.sqrt(1.0 + self.values)) * self.coordinates(deviation)
+        return deviation - np.tensordot(weights, self.vectors, 1)
 
     def information_gain(self) -> float:
         """Return the Kullback-Leibler divergence KL(posterior‖prior) in nats; collective."""

@@ -1,0 +1,567 @@
+"""Markov chains of fields: `sample`, its result, and the loop over the steps of a chain.
+
+A method is a file with a function ``step(target, state, sizes, draw)``, entered in `_METHODS`. The loop adapts the step
+sizes during the warm-up, records misfit, quantities and moments, and writes checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Comm, LocalArray
+from mpiad.differentiation.objective import check_objective
+from mpiad.inverse import crank_nicolson, delayed_rejection, langevin
+from mpiad.inverse.gaussian_prior import GaussianPrior
+from mpiad.inverse.laplace_approximation import Posterior
+from mpiad.inverse.sampling_target import Draw, MisfitEvaluation, State, Target
+from mpiad.linalg.eigenpairs import EigenPairs
+from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint, fingerprint
+from mpiad.optimize.objective_evaluation import Program
+from mpiad.optimize.packing import local_packing
+from mpiad.optimize.root_driven import Solve
+from mpiad.optional_packages import optional_package
+from mpiad.primitives.operation import suspended
+from mpiad.progress import progress_bar
+from mpiad.tasks import RankGroups, sum_over
+from mpiad.transport import Channel, channel
+from mpiad.transport.core.agreement import agreed, raising_together, require_same
+from mpiad.transport.core.rank_files import RankFiles
+from mpiad.transport.core.rank_groups import rank_groups
+from mpiad.transport.core.tracing import restoring_state
+
+_CALL = "inverse.sample"
+_FIRST_SIZE = 0.2  # of steps, if the warm-up adapts it
+_DECAY = 0.6  # exponent of the weights of the adaptation (Robbins and Monro)
+_TRIES = 20  # a stage that never accepts is warned of if it was reached as often
+
+
+class _Method(NamedTuple):
+    step: Callable[..., Any]
+    rates: tuple[float, ...]  # acceptance rate of each stage, to which the warm-up adapts its step size
+    informed: bool = False  # whether the reference is the Laplace approximation
+    slope: Callable[[Posterior, LocalArray], np.ndarray] | None = None
+    starts_with_slope: bool = False
+
+
+_METHODS = {
+    "pcn": _Method(crank_nicolson.step, (0.25,)),
+    "mala": _Method(langevin.step, (0.6,), False, langevin.slope, True),
+    "hpcn": _Method(crank_nicolson.step, (0.25,), True),
+    "hmala": _Method(langevin.step, (0.6,), True, langevin.slope, True),
+    "dr": _Method(delayed_rejection.step, (0.25, 0.25, 0.25), True, delayed_rejection.slope),
+}
+
+
+@dataclasses.dataclass
+class Samples:
+    """The result of `sample`; or the draws of another sampler, for `to_arviz`: ``Samples(draws)``.
+
+    Arrays have the leading axis (n_samples,), or (chains, n_samples) if `chains` was given.
+
+    Attributes
+    ----------
+    quantities : array, or dict of arrays
+        The quantities of interest at each sample, of shape (n_samples, ...), in the form of the argument.
+    misfit : array, shape (n_samples,)
+        The misfit Φ at each sample.
+    mean, variance : array of shape local_shape
+        This rank's blocks of the mean and the variance of the samples of all chains, for each cell.
+    acceptance : float, or array
+        The fraction of proposals that were accepted after the warm-up. For ``method="dr"`` there is one for the first
+        stage, the second stage, and the step of the complement, along the last axis.
+    step_size : float, or array
+        The step sizes after the warm-up, in the form of `acceptance`.
+    solves : dict
+        Numbers of evaluations of the misfit after the warm-up: "misfit", "gradient", and "failed", at which a solver
+        didn't converge or a value wasn't finite. With `chains`, there is one number per chain.
+    seconds : float or array
+        The time of the chain after the warm-up, without that of an earlier run that it resumed.
+
+    Examples
+    --------
+    >>> from mpiad.inverse import Samples
+    >>> draws = np.random.default_rng(0).normal(size=(4, 500))  # four chains
+    >>> Samples(draws).to_arviz().posterior["quantities"].shape
+    (4, 500)
+    """
+
+    quantities: Any
+    misfit: Any = None
+    mean: Any = None
+    variance: Any = None
+    acceptance: Any = None
+    step_size: Any = None
+    solves: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: Any = None
+
+    def to_arviz(self) -> Any:
+        """Return quantities and misfit as ArviZ's InferenceData, for its diagnostics (``pip install 'mpiad[arviz]'``).
+
+        The quantities are the variables of its group `posterior`, and the misfit is in `sample_stats`. Without chains, the
+        arrays get the axis of one chain, apart from draws of another sampler, which have the shape (chains, draws, ...).
+        """
+        arviz = optional_package("arviz", "ArviZ", "mpiad[arviz]", "inverse.Samples.to_arviz")
+        found = self.quantities if isinstance(self.quantities, dict) else {"quantities": self.quantities}
+        single = self.misfit is not None and np.ndim(self.misfit) == 1
+        variables = {name: np.asarray(values)[None] if single else np.asarray(values) for name, values in found.items()}
+        stats = None if self.misfit is None else {"misfit": np.atleast_2d(self.misfit)}
+        return arviz.from_dict(posterior=variables, sample_stats=stats)
+
+
+class _Settings(NamedTuple):
+    """The arguments of `sample` that are the same for all chains, after the checks."""
+
+    method: str
+    n_samples: int
+    seed: int
+    warmup: int
+    step_size: tuple[float, ...] | None
+    objective: str
+    fields: Path | None
+    thin: int
+    checkpoint: CheckpointFile | None
+
+
+class _Problem(NamedTuple):
+    """What a group of ranks samples; `quantities`: by name."""
+
+    misfit: Callable[[LocalArray], Any]
+    prior: GaussianPrior
+    reference: Posterior
+    quantities: dict[str, Callable[[LocalArray], Any]]
+
+
+def sample(
+    misfit: Callable[..., Any],
+    prior: GaussianPrior | None = None,
+    *,
+    method: str,
+    n_samples: int,
+    seed: int = 0,
+    start: LocalArray | None = None,
+    warmup: int | None = None,
+    step_size: float | Sequence[float] | None = None,
+    posterior: Posterior | None = None,
+    quantities: Callable[[LocalArray], Any] | dict[str, Callable[[LocalArray], Any]] | None = None,
+    objective: str = "root",
+    chains: int | None = None,
+    groups: RankGroups | int | None = None,
+    fields: str | os.PathLike[str] | None = None,
+    thin: int = 100,
+    checkpoint: str | os.PathLike[str] | CheckpointFile | None = None,
+    progress: bool = False,
+    comm: Comm = None,
+) -> Samples:
+    """Draw dependent samples of a posterior π ∝ exp(-Φ) μ by Markov chains whose steps don't shrink on finer meshes.
+
+    Parameters
+    ----------
+    misfit : callable
+        ``misfit(m)`` returns the negative log-likelihood Φ at this rank's block m: one real number, which the methods with
+        gradients differentiate. With `groups` it is ``build(comm)``, see there.
+    prior : GaussianPrior
+        The prior μ; its cost isn't part of the misfit.
+    method : str
+        The proposal, relative to the prior or to the Laplace approximation `posterior`:
+
+        - "pcn" and "hpcn": the preconditioned Crank-Nicolson method, relative to the prior and to the approximation.
+          It needs values of the misfit only.
+        - "mala" and "hmala": semi-implicit Langevin proposals, with the gradient of the misfit.
+        - "dr": delayed rejection in the space of the approximation's eigenvectors: "hpcn", and if the proposal is rejected
+          "hmala"; the rest of the field is changed by a further step of "hpcn". Two or three evaluations per sample.
+    n_samples : int
+        The number of samples after the warm-up.
+    seed : int
+        From 0 to 2⁶⁴ - 1. The random numbers of a step depend on the seed, the chain and the step only, and not on the
+        number of ranks.
+    start : array of shape local_shape, optional
+        Where all chains start. By default a single chain starts at the mean of the Gaussian that `method` refers to, and
+        several chains start at samples of it.
+    warmup : int, optional
+        The number of steps before the samples, by default a quarter of `n_samples`. They adapt the step sizes.
+    step_size : float, or three floats for "dr", optional
+        Fixed step sizes β, above 0 and at most 1: a proposal keeps √(1 - β²) of the deviation from the reference's mean.
+        For Langevin proposals β = √(8δ)/(2 + δ), in which δ is the step in time. By default β begins with 0.2 and is
+        adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala".
+    posterior : Posterior, optional
+        The result of `laplace_approximation` with this prior, needed by "hpcn", "hmala" and "dr". The chains are exact
+        for any approximation; a bad one makes them slow.
+    quantities : callable, or dict of callables, optional
+        ``quantities(m)`` returns numbers of interest as an array, the same on all ranks. It is called once for each
+        accepted sample.
+    objective : {"root", "sum", "mean"}
+        Which ranks' numbers the misfit is, as in `value_and_grad`.
+    chains : int, optional
+        The number of independent chains, which share the ranks or are divided among `groups`.
+    groups : mpiad.tasks.RankGroups or int, optional
+        Groups of ranks, or their number, which run the chains j, j + G, j + 2G and so on. ``build(comm)`` is called once
+        per group, and returns (misfit, prior, posterior or None), or in addition the quantities, for a `Domain` on the
+        group's communicator `comm`. `mean` and `variance` of the result are of all groups.
+    fields : path, optional
+        A folder to which ``Domain.save`` writes every `thin`-th sample of each chain, as ``chain0_000100.npy``.
+    thin : int
+    checkpoint : path or mpiad.optimize.CheckpointFile, optional
+        A file for the state of each chain, next to which each rank writes its own files. A call with the same arguments
+        resumes from it, bit for bit on the same number of ranks. A larger `n_samples` continues a complete chain (give
+        `warmup` in this case).
+    progress : bool
+        Whether the root shows the acceptance rate and the effective samples (of the misfit) per minute on standard error.
+    comm : mpi4py intracommunicator, optional
+        The ranks of all groups, if `groups` is a number.
+
+    Returns
+    -------
+    Samples
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, if an argument is invalid on any rank or differs between ranks; if the misfit or its gradient isn't
+        finite at the start; if `posterior` belongs to another prior; or if a checkpoint is damaged or belongs to another
+        problem. If `prior` isn't a GaussianPrior, only the ranks that passed it raise.
+    WorkerError
+        On all ranks, if `misfit` or `quantities` raises on any rank; with `groups`, if a chain of any group raises. A
+        ConvergenceError of mpiad at a proposal isn't raised: the proposal is rejected, and counted in ``solves["failed"]``.
+
+    Warns
+    -----
+    RuntimeWarning
+        If no proposal was accepted after the warm-up, or evaluations failed.
+
+    Ranks
+    -----
+    All ranks of the prior's domain call it, or with `groups` all ranks of `comm`. Samples, up to rounding, don't depend on
+    the number of ranks.
+
+    Adjoint
+    -------
+    None: the result is a constant in every trace.
+
+    References
+    ----------
+    .. [1] S. L. Cotter, G. O. Roberts, A. M. Stuart and D. White, "MCMC methods for functions: modifying old algorithms to
+       make them faster", Statistical Science 28 (2013).
+    .. [2] N. Petra, J. Martin, G. Stadler and O. Ghattas, "A computational framework for infinite-dimensional Bayesian
+       inverse problems, part II", SIAM J. Sci. Comput. 36 (2014).
+
+    Examples
+    --------
+    >>> from mpiad.inverse import Bilaplacian, laplace_approximation, sample
+    >>> domain = mpiad.Domain(32)
+    >>> prior = Bilaplacian(domain, correlation_length=8.0)
+    >>> measured = np.arange(32)[domain.owned] == 16
+    >>> misfit = lambda m: 0.5 * domain.sum(measured * (m**3 - 1.0) ** 2) / 0.5**2
+    >>> product = lambda v: measured * v * 9.0 / 0.5**2
+    >>> posterior = laplace_approximation(product, measured * 1.0, prior, k=1)
+    >>> result = sample(misfit, prior, method="hpcn", n_samples=200, posterior=posterior)
+    >>> print(result.misfit.shape, 0.1 < result.acceptance < 0.9)
+    (200,) True
+    """
+    with restoring_state(), suspended():
+        arguments = (method, n_samples, seed, warmup, step_size, objective, fields, thin, checkpoint)
+        division = None if groups is None else rank_groups(groups, comm)
+        if division is None and not isinstance(prior, GaussianPrior):
+            raise TypeError(f"{_CALL}: prior must be a mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
+        whole = channel(prior.domain.comm if division is None else division.whole, _CALL)  # type: ignore[union-attr]
+        with raising_together(whole, Exception):
+            settings = _checked(*arguments)
+            count = 1 if chains is None else operator.index(chains)
+            if count < 1:
+                raise ValueError(f"{_CALL}: chains must be a positive number, but got {chains!r}.")
+            problem = None if division is not None else _problem(settings, (misfit, prior, posterior, quantities), start)
+        required = settings._replace(checkpoint=None if settings.checkpoint is None else settings.checkpoint.every)
+        require_same(whole, f"{chains=}, {groups is None=}, {progress=}, {', '.join(map(repr, required))}", _CALL)
+        shown = progress and whole.rank == 0
+        if problem is None:
+            found = _run_in_groups(misfit, settings, count, division, start, quantities, shown)  # type: ignore[arg-type]
+        else:
+            found = {k: _run(problem, settings, k, chains is not None, start, shown) for k in range(count)}
+    return _result(settings, found, chains is None, not isinstance(quantities, dict))
+
+
+def _checked(
+    method: Any, n_samples: Any, seed: Any, warmup: Any, step_size: Any, objective: Any, fields: Any, thin: Any,
+    checkpoint: Any,
+) -> _Settings:  # fmt: skip
+    """Return the settings; raise a TypeError or ValueError if one of them is invalid."""
+    check_objective(objective, _CALL)
+    if method not in _METHODS:
+        raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r:.60}.")
+    warmup = n_samples // 4 if warmup is None and isinstance(n_samples, int) else warmup
+    numbers = {"n_samples": (n_samples, 1), "seed": (seed, 0), "warmup": (warmup, 0), "thin": (thin, 1)}
+    for name, (number, least) in numbers.items():
+        if not isinstance(number, (int, np.integer)) or not least <= number < 2**64:
+            raise ValueError(f"{_CALL}: {name} must be an integer of at least {least}, but got {number!r:.60}.")
+    if step_size is not None:
+        stages = len(_METHODS[method].rates)
+        sizes = np.atleast_1d(np.asarray(step_size, dtype=float))
+        if sizes.shape != (stages,) or not np.all((sizes > 0.0) & (sizes <= 1.0)):
+            raise ValueError(
+                f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for method {method!r}, but got "
+                f"{step_size!r:.60}."
+            )
+        step_size = tuple(sizes.tolist())
+    folder = None if fields is None else Path(fields).absolute()
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"{_CALL}: the folder fields={str(fields)!r:.200} doesn't exist. Create it.")
+    given = as_checkpoint(checkpoint, _CALL)
+    return _Settings(method, int(n_samples), int(seed), int(warmup), step_size, objective, folder, int(thin), given)
+
+
+def _problem(settings: _Settings, given: Any, start: LocalArray | None) -> _Problem:
+    """Return what is sampled; raise a TypeError or ValueError if a part of it is invalid."""
+    misfit, prior, posterior, quantities = given
+    if not isinstance(prior, GaussianPrior):
+        raise TypeError(f"{_CALL}: build must return a mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
+    shape = prior.domain.local_shape
+    by_name = quantities if isinstance(quantities, dict) else {} if quantities is None else {"quantities": quantities}
+    for name, fun in {"misfit": misfit, **by_name}.items():
+        if not callable(fun):
+            raise TypeError(f"{_CALL}: {name} must be callable, but got {type(fun).__name__} {fun!r:.60}.")
+    if posterior is None:
+        if _METHODS[settings.method].informed:
+            raise ValueError(
+                f"{_CALL}: method {settings.method!r} needs a Laplace approximation: pass posterior=laplace_approximation("
+                "...), or use 'pcn' or 'mala'."
+            )
+    elif not isinstance(posterior, Posterior):
+        raise TypeError(f"{_CALL}: posterior must be a mpiad.inverse.Posterior, but got {type(posterior).__name__}.")
+    elif posterior.prior is not prior:
+        raise ValueError(f"{_CALL}: posterior belongs to another prior. Pass the prior that laplace_approximation got.")
+    if start is not None and np.shape(start) != shape:
+        raise ValueError(f"{_CALL}: start must be this rank's block of shape {shape}, but has shape {np.shape(start)}.")
+    if not _METHODS[settings.method].informed:
+        pairs = EigenPairs(np.zeros(0), np.zeros((0, *shape)), np.zeros(0), 0)
+        posterior = Posterior(prior.mean, prior, pairs)
+    return _Problem(misfit, prior, posterior, by_name)
+
+
+def _run_in_groups(
+    build: Any,
+    settings: _Settings,
+    count: int,
+    division: RankGroups,
+    start: LocalArray | None,
+    quantities: Any,
+    shown: bool,
+) -> dict[int, _Chain]:
+    """Run the chains on groups; return all of them, with this rank's blocks of their means."""
+    found: dict[int, _Chain] = {}
+    built: list[_Problem] = []
+
+    def chain(number: int, comm: Comm) -> float:
+        if not built:
+            parts = (*build(comm), quantities)[:4]
+            with raising_together(channel(comm, _CALL), Exception):
+                built.append(_problem(settings, parts, start))
+        found[number] = _run(built[0], settings, number, True, start, shown)
+        return 0.0
+
+    sum_over(range(count), chain, groups=division)
+    # Each rank gets the records of all chains, but only its own blocks of their fields.
+    blocks = {number: (each.mean, each.squares) for number, each in found.items()}
+    records = {number: dataclasses.replace(each, mean=None, squares=None) for number, each in found.items()}
+    every = channel(division.whole, _CALL).data.allgather(records)
+    every_block = channel(division.across, _CALL).data.allgather(blocks)
+    moments = {number: pair for part in every_block for number, pair in part.items()}
+    return {
+        number: dataclasses.replace(each, mean=moments[number][0], squares=moments[number][1])
+        for part in every for number, each in part.items()
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class _Chain:
+    """What is recorded of a chain; `misfit` and `quantities` have an entry for each sample."""
+
+    sizes: np.ndarray  # step sizes of the stages
+    tries: np.ndarray  # numbers of proposals of the stages, after the warm-up
+    accepted: np.ndarray
+    solves: np.ndarray  # as in `Target`
+    misfit: np.ndarray
+    quantities: dict[str, np.ndarray]
+    mean: Any  # of the samples; this rank's block
+    squares: Any  # sum of the squared deviations from the mean
+    seconds: float = 0.0
+
+    def record(self, count: int, state: State, quantities: dict[str, np.ndarray] | None) -> None:
+        """Record sample number `count`, from 0; the quantities are None if they are those of the last sample."""
+        self.misfit[count] = state.misfit
+        for name in self.quantities if quantities is None else quantities:
+            if count == 0:
+                self.quantities[name] = np.empty((len(self.misfit), *quantities[name].shape))  # type: ignore[index]
+            values = self.quantities[name]
+            values[count] = values[count - 1] if quantities is None else quantities[name]
+        away = state.field - self.mean
+        self.mean += away / (count + 1)
+        self.squares += away * (state.field - self.mean)
+
+    def arrays(self, count: int, state: State) -> dict[str, np.ndarray]:
+        """Return the arrays of a checkpoint after `count` samples."""
+        found = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        found |= {f"quantity {name}": values[:count] for name, values in self.quantities.items()}
+        found |= {"misfit": self.misfit[:count], "field": state.field, "state": np.array([state.misfit, state.psi])}
+        return found if state.slope is None else {**found, "slope": state.slope}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> State:
+        """Continue with the arrays of a checkpoint; return its state."""
+        for name in ("sizes", "tries", "accepted", "solves", "mean", "squares"):
+            setattr(self, name, arrays[name])
+        self.misfit[: len(arrays["misfit"])] = arrays["misfit"]
+        for name, values in arrays.items():
+            if name.startswith("quantity ") and len(values):
+                kept = self.quantities[name.removeprefix("quantity ")] = np.empty((len(self.misfit), *values.shape[1:]))
+                kept[: len(values)] = values
+        return State(arrays["field"], *arrays["state"].tolist(), slope=arrays.get("slope"))
+
+
+def _run(
+    problem: _Problem, settings: _Settings, number: int, several: bool, start: LocalArray | None, shown: bool
+) -> _Chain:
+    """Run a chain; collective."""
+    prior, reference, method = problem.prior, problem.reference, _METHODS[settings.method]
+    used, total = channel(prior.domain.comm, _CALL), settings.warmup + settings.n_samples
+    bar = progress_bar("steps", total) if shown else None
+    solve = Solve(used, _CALL)
+    with solve.ending(None, bar):
+        deviation = Draw(prior, settings.seed, number, 0).deviation()
+        if start is not None:
+            field = np.array(start, dtype=float)
+        else:
+            field = reference.mean + reference.narrowed(deviation) if several else np.array(reference.mean)
+        program = Program(problem.misfit, None, None, (), settings.objective, 0)
+        evaluation = MisfitEvaluation(program, local_packing(field), solve.agreement, used)
+        target = Target(evaluation, reference, method.slope)
+        state = target.at(field, method.starts_with_slope)
+        if not math.isfinite(state.psi):
+            text = f"the misfit is {state.misfit:.3g}, or its gradient isn't finite, at the start of chain {number}"
+            raise agreed(used, ValueError(f"{_CALL}: {text}. Pass another start."))
+        sizes = np.array(settings.step_size or [_FIRST_SIZE] * len(method.rates))
+        counts = np.zeros((2, len(sizes)), int)
+        moments = np.zeros((2, *field.shape))
+        chain = _Chain(sizes, counts[0], counts[1], np.zeros(3, int), np.empty(settings.n_samples), {}, *moments)
+        files, steps = None, 0
+        if settings.checkpoint is not None:
+            files = _files(problem, settings, number, used, state, deviation)
+            kept = files.load()
+            if kept is not None:
+                state, steps = chain.restore(kept), files.iteration
+                if steps > total:
+                    text = f"has {steps} steps, but this call has {total}. Pass a larger n_samples or another file"
+                    raise agreed(used, ValueError(f"{_CALL}: the checkpoint {settings.checkpoint.path} {text}."))
+        target.solves[:] = 0
+
+        def quantities(field: LocalArray) -> dict[str, np.ndarray]:
+            return {name: np.array(fun(field), dtype=float) for name, fun in problem.quantities.items()}
+
+        began = time.perf_counter()
+        for step in range(steps + 1, total + 1):
+            draw, before, sample_number = Draw(prior, settings.seed, number, step), state, step - settings.warmup - 1
+            state, chances, accepted = method.step(target, state, chain.sizes, draw)
+            if sample_number < 0:
+                if settings.step_size is None:
+                    gains = step**-_DECAY * np.nan_to_num(np.array(chances) - method.rates)
+                    chain.sizes = np.minimum(1.0, chain.sizes * np.exp(gains))
+                began = time.perf_counter()
+                target.solves[:] = 0
+            else:
+                chain.tries += np.isfinite(chances)
+                chain.accepted += accepted
+                same = state.field is before.field and sample_number > 0
+                chain.record(sample_number, state, None if same else solve.agreement.run(partial(quantities, state.field)))
+                chain.solves += target.solves
+                target.solves[:] = 0
+                if settings.fields is not None and (sample_number + 1) % settings.thin == 0:
+                    path = settings.fields / f"chain{number}_{sample_number + 1:06d}.npy"
+                    prior.domain.save(path, state.field)
+            chain.seconds = time.perf_counter() - began
+            if files is not None and (step % settings.checkpoint.every == 0 or step == total):  # type: ignore[union-attr]
+                files.write(step, {}, chain.arrays(max(sample_number + 1, 0), state).items())
+            if bar is not None:
+                _show(bar, number, step, sample_number + 1, chain)
+    return chain
+
+
+def _files(
+    problem: _Problem, settings: _Settings, number: int, used: Channel, first: State, deviation: LocalArray
+) -> RankFiles:
+    """Return the files of a chain; `deviation` is a sample of the prior, which identifies its covariance."""
+    reference, path = problem.reference, settings.checkpoint.file  # type: ignore[union-attr]
+    identity = {
+        name: getattr(settings, name) for name in ("method", "seed", "warmup", "step_size", "objective")
+    } | {
+        "chain": number,
+        "grid": problem.prior.domain.shape,
+        "quantities": list(problem.quantities),
+        "misfit at the start": f"{first.misfit:.6g}",
+        "start (checksum)": fingerprint(first.field),
+        "prior (checksum)": fingerprint(problem.prior.mean, deviation),
+        "posterior (checksum)": fingerprint(reference.mean, reference.values, reference.vectors),
+    }  # fmt: skip
+    return RankFiles(path.with_name(f"{path.stem}.chain{number}{path.suffix}"), used, identity, _CALL)
+
+
+def _show(bar: Any, number: int, step: int, count: int, chain: _Chain) -> None:
+    """Update the progress bar, every tenth step."""
+    if step % 10 and step != bar.total:
+        return
+    text, size = f"chain {number}", math.isqrt(max(count, 0))  # of batches, whose means give the effective samples
+    if size >= 4:
+        means = chain.misfit[: size * size].reshape(size, size).mean(axis=1)
+        effective = count * np.var(chain.misfit[:count]) / max(size * np.var(means), 1e-300)
+        rates = ", ".join(f"{rate:.2f}" for rate in chain.accepted / np.maximum(chain.tries, 1))
+        text += f", accepted {rates}, {60.0 * min(effective, count) / max(chain.seconds, 1e-9):.3g} effective samples/min"
+    bar.set_postfix_str(text, refresh=False)
+    bar.update(step - bar.n)
+
+
+def _result(settings: _Settings, found: dict[int, _Chain], single: bool, plain: bool) -> Samples:
+    """Return the result, and warn; `single`: without an axis of chains, `plain`: one array of quantities."""
+    chains = [found[number] for number in sorted(found)]
+
+    def per_chain(values: Sequence[Any]) -> Any:
+        return values[0] if single else np.stack(values)
+
+    def per_stage(values: Sequence[np.ndarray]) -> Any:
+        return per_chain([each[0] if len(each) == 1 else each for each in values])
+
+    for number, each in enumerate(chains):
+        for stage in np.flatnonzero((each.accepted == 0) & (each.tries >= _TRIES)):
+            warnings.warn(
+                f"{_CALL}: chain {number} accepted none of {each.tries[stage]} proposals after the warm-up in stage {stage + 1}, "
+                f"with the step size {each.sizes[stage]:.2g}. Use a longer warm-up, which reduces the step size, pass a "
+                "smaller step_size, or use a method that is informed by a Laplace approximation.",
+                RuntimeWarning, stacklevel=3,
+            )  # fmt: skip
+        if each.solves[2]:
+            warnings.warn(
+                f"{_CALL}: chain {number} rejected {each.solves[2]} proposals at which a solver in the misfit didn't "
+                "converge, or the misfit or its gradient wasn't finite.",
+                RuntimeWarning, stacklevel=3,
+            )  # fmt: skip
+    means, count = np.stack([each.mean for each in chains]), settings.n_samples * len(chains)
+    between = settings.n_samples * np.sum((means - means.mean(axis=0)) ** 2, axis=0)
+    variance = (np.sum([each.squares for each in chains], axis=0) + between) / max(count - 1, 1)
+    named = {name: per_chain([each.quantities[name] for each in chains]) for name in chains[0].quantities}
+    solves = np.stack([each.solves for each in chains], axis=-1)
+    return Samples(
+        quantities=named["quantities"] if plain and named else named,
+        misfit=per_chain([each.misfit for each in chains]),
+        mean=means.mean(axis=0),
+        variance=variance,
+        acceptance=per_stage([each.accepted / np.maximum(each.tries, 1) for each in chains]),
+        step_size=per_stage([each.sizes for each in chains]),
+        solves={name: per_chain(row) for name, row in zip(("misfit", "gradient", "failed"), solves)},
+        seconds=per_chain([each.seconds for each in chains]),
+    )

@@ -1,0 +1,100 @@
+"""The distribution that chains sample, relative to a Gaussian reference, and the random numbers of their steps.
+
+The posterior π ∝ exp(-Φ) μ has the density exp(-Ψ) relative to a Gaussian ν: the prior μ itself, or a Laplace approximation
+with mean m, eigenvalues λ and eigenvectors u (see `Posterior`). With w = v - m and the coordinates p = uᵀ R w,
+
+    Ψ(v) = Φ(v) + log dν/dμ(v) = Φ(v) + (m - m₀)ᵀ R w - ½ Σ λ p²,
+
+up to a constant. It contains no difference of two norms of w, which would lose all digits on fine meshes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.errors import ConvergenceError
+from mpiad.inverse.gaussian_prior import GaussianPrior
+from mpiad.inverse.laplace_approximation import Posterior
+from mpiad.optimize.objective_evaluation import Evaluation
+
+
+class MisfitEvaluation(Evaluation):
+    """Values and gradients of Φ on all ranks; NaN if a solver doesn't converge."""
+
+    call = "inverse.sample"
+
+    def untraced(self, vector: np.ndarray) -> float:
+        """Return the value, without a forward pass for `gradient`."""
+        return self.attempted(lambda: self._untraced(vector), lambda: math.nan)
+
+
+class State(NamedTuple):
+    """A field, and what is known of it."""
+
+    field: LocalArray
+    misfit: float  # Φ
+    psi: float  # Ψ; infinite if Φ or its gradient isn't finite
+    slope: np.ndarray | None = None  # the gradient of Ψ as the method uses it, if it was evaluated
+
+
+class Moves(NamedTuple):
+    """A step of a chain; a step has one or several stages."""
+
+    state: State
+    chances: list[float]  # of acceptance in each stage; NaN if the stage wasn't reached
+    accepted: list[bool]
+
+
+class Target:
+    """The posterior relative to the Gaussian `reference`; ``slope(reference, g)``: a gradient g as the method uses it."""
+
+    def __init__(
+        self, evaluation: MisfitEvaluation, reference: Posterior, slope: Callable[[Posterior, LocalArray], np.ndarray]
+    ):
+        self.reference, self._evaluation, self._slope = reference, evaluation, slope
+        shift = reference.prior.apply(reference.mean - reference.prior.mean)
+        self._duals = np.concatenate([reference.duals, shift[None]])
+        self.solves = np.zeros(3, int)  # numbers of values, of gradients, and of fields at which they weren't finite
+
+    def at(self, field: LocalArray, slope: bool = False) -> State:
+        """Return the state at a field, by one evaluation of Φ, and with `slope` of its gradient; collective."""
+        reference, vector = self.reference, field.ravel()
+        misfit = float(self._evaluation.value(vector) if slope else self._evaluation.untraced(vector))
+        *coordinates, linear = reference.prior.domain.gram(self._duals, (field - reference.mean)[None])[:, 0]
+        weights = reference.values * coordinates
+        psi = misfit + linear - 0.5 * float(weights @ coordinates)
+        self.solves[0] += 1
+        try:
+            if math.isfinite(psi) and not slope:
+                return State(field, misfit, psi)
+            if math.isfinite(psi):
+                self.solves[1] += 1
+                gradient = np.reshape(self._evaluation.gradient(vector), field.shape)  # type: ignore[arg-type]
+                gradient = gradient + np.tensordot(np.append(-weights, 1.0), self._duals, 1)
+                return State(field, misfit, psi, self._slope(reference, gradient))
+        except ConvergenceError:  # of a solve with the prior, on all ranks, if the gradient isn't finite
+            pass
+        self.solves[2] += 1
+        return State(field, misfit, math.inf)
+
+
+class Draw:
+    """The random numbers of a step, which depend on the seed, the chain and the step only."""
+
+    def __init__(self, prior: GaussianPrior, seed: int, chain: int, step: int):
+        self.random = np.random.default_rng([seed, chain, step])
+        self._prior, self._key = prior, (seed << 64) + (chain << 40) + step
+
+    def deviation(self) -> LocalArray:
+        """Return a sample of the prior without its mean, by one solve at most; collective."""
+        return self._prior.sqrt(self._prior.domain.normal(self._key, self._prior.noise))
+
+    def accepts(self, log_ratio: float) -> tuple[float, bool]:
+        """Return the chance min(1, exp(log_ratio)) of a proposal, 0 for NaN, and whether it is accepted."""
+        chance = 0.0 if math.isnan(log_ratio) else math.exp(min(log_ratio, 0.0))
+        return chance, self.random.random() < chance
