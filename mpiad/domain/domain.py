@@ -749,7 +749,7 @@ class Domain(Decomposition):
                     f"Domain.gram: expected arrays of shape (k, {listed(self.local_shape)}), "
                     f"but got {np.shape(getval(fields))}."
                 )
-        flat = [anp.reshape(fields, (np.shape(getval(fields))[0], -1)) for fields in (u, v)]
+        flat = [anp.reshape(fields, (np.shape(getval(fields))[0], math.prod(self.local_shape))) for fields in (u, v)]
         return mpi_allreduce(anp.dot(flat[0], flat[1].T), comm=self.comm)
 
     def norm(self, u: LocalArray) -> ReplicatedArray:

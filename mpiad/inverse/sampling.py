@@ -455,11 +455,11 @@ def _run(
         if settings.checkpoint is not None:
             files = _files(problem, settings, number, used, state, deviation)
             kept = files.load()
+            if kept is not None and files.iteration > total:
+                text = f"has {files.iteration} steps, but this call has {total}. Pass a larger n_samples or another file"
+                raise agreed(used, ValueError(f"{_CALL}: the checkpoint {settings.checkpoint.path} {text}."))
             if kept is not None:
                 state, steps = chain.restore(kept), files.iteration
-                if steps > total:
-                    text = f"has {steps} steps, but this call has {total}. Pass a larger n_samples or another file"
-                    raise agreed(used, ValueError(f"{_CALL}: the checkpoint {settings.checkpoint.path} {text}."))
         target.solves[:] = 0
 
         def quantities(field: LocalArray) -> dict[str, np.ndarray]:
@@ -538,18 +538,18 @@ def _result(settings: _Settings, found: dict[int, _Chain], single: bool, plain: 
 
     for number, each in enumerate(chains):
         for stage in np.flatnonzero((each.accepted == 0) & (each.tries >= _TRIES)):
-            warnings.warn(
-                f"{_CALL}: chain {number} accepted none of {each.tries[stage]} proposals after the warm-up in stage {stage + 1}, "
-                f"with the step size {each.sizes[stage]:.2g}. Use a longer warm-up, which reduces the step size, pass a "
-                "smaller step_size, or use a method that is informed by a Laplace approximation.",
-                RuntimeWarning, stacklevel=3,
-            )  # fmt: skip
+            text = (
+                f"{_CALL}: chain {number} accepted none of {each.tries[stage]} proposals of stage {stage + 1} after the "
+                f"warm-up, with the step size {each.sizes[stage]:.2g}. Use a longer warm-up, which reduces the step size, "
+                "pass a smaller step_size, or use a method that is informed by a Laplace approximation."
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         if each.solves[2]:
-            warnings.warn(
+            text = (
                 f"{_CALL}: chain {number} rejected {each.solves[2]} proposals at which a solver in the misfit didn't "
-                "converge, or the misfit or its gradient wasn't finite.",
-                RuntimeWarning, stacklevel=3,
-            )  # fmt: skip
+                "converge, or the misfit or its gradient wasn't finite."
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
     means, count = np.stack([each.mean for each in chains]), settings.n_samples * len(chains)
     between = settings.n_samples * np.sum((means - means.mean(axis=0)) ** 2, axis=0)
     variance = (np.sum([each.squares for each in chains], axis=0) + between) / max(count - 1, 1)

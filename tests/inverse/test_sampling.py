@@ -1,0 +1,299 @@
+"""Chains of fields: known posteriors, any number of ranks, groups, checkpoints, errors and warnings."""
+
+import warnings
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from elliptic_matrix import elliptic_matrix
+from mpi4py import MPI
+
+import mpiad
+from mpiad.errors import ConvergenceError, WorkerError
+from mpiad.inverse import Bilaplacian, Posterior, Samples, laplace_approximation, sample
+from mpiad.optimize import CheckpointFile
+
+SHAPE, H, CELLS = (4, 3), 0.2, 12
+METHODS = ["pcn", "mala", "hpcn", "hmala", "dr"]
+
+
+class Problem:
+    """Five observations y of a small field, with the misfit ½ |y + c y³ - d|²/σ²; linear if c is 0."""
+
+    def __init__(self, cubic=0.0, comm=None, observed=5):
+        self.domain = mpiad.Domain(SHAPE, comm=comm)
+        self.prior = Bilaplacian(self.domain, 0.5, 1.3, mean=0.2, spacing=H, rtol=1e-12)
+        random = np.random.default_rng(3)
+        self.operator = random.standard_normal((observed, CELLS)) / np.sqrt(CELLS)
+        self.data, self.cubic = random.standard_normal(observed), cubic
+        self.rows = np.ascontiguousarray(self.operator.reshape(observed, *SHAPE)[(slice(None), *self.domain.owned)])
+        self.posterior = laplace_approximation(
+            lambda v: self.transposed(self.observed(v)), self.prior.mean, self.prior, observed
+        )
+        # The mean of the linear problem: mean₀ - C_post ∇Φ(mean₀).
+        gradient = self.transposed(self.observed(self.prior.mean) - self.data)
+        self.posterior.mean = self.prior.mean - self.posterior.apply(gradient)
+
+    def transposed(self, y):
+        return np.tensordot(y, self.rows, 1) / 0.4**2
+
+    def observed(self, m):
+        return self.domain.gram(self.rows, m[None])[:, 0]
+
+    def misfit(self, m):
+        y = self.observed(m)
+        return 0.5 * anp.sum((y + self.cubic * y**3 - self.data) ** 2) / 0.4**2
+
+    def sample(self, method, n_samples, **options):
+        return sample(self.misfit, self.prior, method=method, n_samples=n_samples, posterior=self.posterior, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that all ranks know."""
+    return MPI.COMM_WORLD.bcast(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return Problem()
+
+
+def effective_size(series):
+    """Return the effective number of samples by Geyer's initial positive sequence."""
+    away = series - series.mean()
+    n = len(away)
+    spectrum = np.abs(np.fft.rfft(away, 2 * n)) ** 2
+    correlation = np.fft.irfft(spectrum)[:n] / np.arange(n, 0, -1)
+    pairs = correlation[: n // 2 * 2].reshape(-1, 2).sum(axis=1) / correlation[0]
+    end = int(np.argmax(pairs < 0.0)) if np.any(pairs < 0.0) else len(pairs)
+    return n / max(2.0 * pairs[:end].sum() - 1.0, 1.0)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("method", METHODS)
+def test_conjugate_posterior(linear, method):
+    """Mean and covariance of the observations, within three standard errors."""
+    smooth = np.eye(CELLS) + 0.5**2 / 8.0 * elliptic_matrix(np.ones(SHAPE), 0.0, (H, H), fixed=False).toarray()
+    covariance = np.linalg.inv(smooth @ smooth)
+    covariance *= 1.3**2 / np.sqrt(np.outer(np.diag(covariance), np.diag(covariance)))
+    dense = np.linalg.inv(linear.operator.T @ linear.operator / 0.4**2 + np.linalg.inv(covariance))
+    mean = 0.2 + dense @ linear.operator.T @ (linear.data - linear.operator @ np.full(CELLS, 0.2)) / 0.4**2
+    np.testing.assert_allclose(linear.posterior.mean.ravel(), mean, atol=1e-8)
+    result = linear.sample(method, 1200, warmup=300, seed=5, quantities=linear.observed)
+    exact = linear.operator @ dense @ linear.operator.T
+    for k, series in enumerate(result.quantities.T):
+        size = effective_size(series)
+        assert size > 20
+        assert abs(series.mean() - linear.operator[k] @ mean) < 3.0 * np.sqrt(exact[k, k] / size)
+        for other in range(k, 5):
+            products = (series - series.mean()) * (result.quantities[:, other] - result.quantities[:, other].mean())
+            assert abs(products.mean() - exact[k, other]) < 3.0 * products.std() / np.sqrt(effective_size(products))
+    assert 0.0 < np.min(result.acceptance) and result.misfit.shape == (1200,) and result.solves["failed"] == 0
+    if method in ("hpcn", "hmala"):  # the approximation is exact, and every proposal is accepted
+        assert result.acceptance == 1.0 and result.step_size == 1.0
+    expected = {"pcn": (1200, 0), "mala": (1200, 1200), "hpcn": (1200, 0), "hmala": (1200, 1200), "dr": (2400, 0)}
+    assert (result.solves["misfit"], result.solves["gradient"]) == expected[method]
+    mean_of_fields = linear.operator @ result.mean.ravel()
+    np.testing.assert_allclose(mean_of_fields, result.quantities.mean(axis=0), atol=1e-10)
+    assert np.all(np.abs(result.variance.ravel() / np.diag(dense) - 1.0) < 1.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chains_do_not_depend_on_ranks(method, request):
+    """A chain on all ranks, and the same chain on each rank alone."""
+    steps = 1000 if request.config.getoption("--thorough") else 40
+    divided, alone = Problem(0.3), Problem(0.3, MPI.COMM_SELF)
+    results = [each.sample(method, steps, warmup=10, seed=2, quantities=each.observed) for each in (divided, alone)]
+    np.testing.assert_allclose(results[0].quantities, results[1].quantities, atol=1e-8)
+    np.testing.assert_allclose(results[0].mean, results[1].mean[divided.domain.owned], atol=1e-8)
+    np.testing.assert_allclose(results[0].variance, results[1].variance[divided.domain.owned], atol=1e-8)
+    assert np.array_equal(results[0].acceptance, results[1].acceptance)
+
+
+def test_chains_on_groups(linear, size):
+    """Three chains, on as many groups as there are ranks, equal those that all ranks run one after the other."""
+
+    def build(comm):
+        found = Problem(comm=comm)
+        return found.misfit, found.prior, found.posterior, found.observed
+
+    one_by_one = linear.sample("hmala", 30, warmup=10, chains=3, quantities=linear.observed)
+    grouped = sample(build, method="hmala", n_samples=30, warmup=10, chains=3, groups=size)
+    assert grouped.quantities.shape == (3, 30, 5) and grouped.acceptance.shape == (3,)
+    np.testing.assert_allclose(grouped.quantities, one_by_one.quantities, atol=1e-8)
+    np.testing.assert_allclose(grouped.mean[linear.domain.owned], one_by_one.mean, atol=1e-8)
+    np.testing.assert_allclose(grouped.variance[linear.domain.owned], one_by_one.variance, atol=1e-8)
+    assert grouped.solves["misfit"].tolist() == one_by_one.solves["misfit"].tolist() == [30, 30, 30]
+    pooled = one_by_one.quantities.reshape(90, 5)
+    np.testing.assert_allclose(linear.observed(one_by_one.mean), pooled.mean(axis=0), atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["pcn", "dr", "mala"])
+def test_resumed_bit_for_bit(method, folder):
+    problem = Problem(0.3)
+    options = {"seed": 3, "warmup": 6, "quantities": {"y": problem.observed, "first": lambda m: problem.observed(m)[0]}}
+    whole = problem.sample(method, 20, **options)
+    saved = {"checkpoint": CheckpointFile(folder / "chain.npz", every=4), **options}
+    calls = 0
+
+    def killed(m):
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise InterruptedError("killed")
+        return problem.misfit(m)
+
+    with pytest.raises(WorkerError, match="killed"):
+        sample(killed, problem.prior, method=method, n_samples=20, posterior=problem.posterior, **saved)
+    shorter = problem.sample(method, 15, **saved)
+    resumed = problem.sample(method, 20, **saved)
+    for name in ("y", "first"):
+        assert np.array_equal(resumed.quantities[name], whole.quantities[name])
+        assert np.array_equal(shorter.quantities[name], whole.quantities[name][:15])
+    for name in ("misfit", "mean", "variance", "acceptance", "step_size"):
+        assert np.array_equal(getattr(resumed, name), getattr(whole, name)), name
+    assert resumed.solves == whole.solves
+    for change in (
+        {"seed": 4},
+        {"warmup": 5},
+        {"step_size": [0.1] * np.size(whole.step_size)},
+        {"start": problem.prior.mean + 1},
+    ):
+        with pytest.raises(ValueError, match="belongs to another problem"):
+            problem.sample(method, 20, **{**saved, **change})
+    with pytest.raises(ValueError, match="belongs to another problem: misfit at the start"):
+        sample(
+            lambda m: 2.0 * problem.misfit(m),
+            problem.prior,
+            method=method,
+            n_samples=20,
+            posterior=problem.posterior,
+            **saved,
+        )
+    with pytest.raises(ValueError, match="has 26 steps, but this call has 11"):
+        problem.sample(method, 5, **saved)
+
+
+def test_fields_are_saved(linear, folder):
+    result = linear.sample("hpcn", 6, warmup=0, fields=folder, thin=2, quantities=lambda m: linear.domain.sum(m))
+    names = sorted(path.name for path in folder.glob("*.npy"))
+    assert names == ["chain0_000002.npy", "chain0_000004.npy", "chain0_000006.npy"]
+    for k, name in enumerate(names):
+        field = np.load(folder / name)
+        assert field.shape == SHAPE and abs(field.sum() - result.quantities[2 * k + 1]) < 1e-10
+
+
+def test_a_solver_that_fails_rejects_the_proposal(linear, size):
+    """On one rank, on all ranks, and a value that is NaN; at other fields the chain goes on."""
+    calls = 0
+
+    def misfit(m):
+        nonlocal calls
+        calls += 1
+        if calls == 7 and mpiad.mpi_rank() == size - 1 or calls == 9:
+            raise ConvergenceError("too many iterations")
+        return np.nan if calls == 11 else linear.misfit(m)
+
+    with pytest.warns(RuntimeWarning, match="rejected 3 proposals at which a solver"):
+        result = sample(misfit, linear.prior, method="hpcn", n_samples=20, warmup=0, posterior=linear.posterior)
+    # The first call is at the start, so call k is that of sample k - 2.
+    assert [k for k in range(1, 20) if result.misfit[k] == result.misfit[k - 1]] == [5, 7, 9]
+    assert result.solves["failed"] == 3 and result.acceptance == 17 / 20
+
+
+def test_gradient_that_is_not_finite(linear):
+    def misfit(m):
+        value = linear.misfit(m)
+        return value + 0.0 * anp.sqrt(value - mpiad.stop_gradient(value))  # its derivative is NaN
+
+    with pytest.raises(ValueError, match="gradient isn't finite, at the start of chain 0"):
+        sample(misfit, linear.prior, method="mala", n_samples=3)
+
+
+def test_no_acceptance_is_warned_of(linear):
+    with pytest.warns(RuntimeWarning, match=r"accepted none of 30 proposals of stage 1 .* step size 1\. Use a longer"):
+        sample(
+            lambda m: 1e6 * linear.misfit(m), linear.prior, method="pcn", n_samples=30, step_size=1.0,
+            start=linear.posterior.mean,
+        )  # fmt: skip
+
+
+WRONG = [
+    ({"method": "hmc"}, ValueError, "method must be one of 'pcn', 'mala', 'hpcn', 'hmala', 'dr', but got 'hmc'"),
+    ({"n_samples": 0}, ValueError, "n_samples must be an integer of at least 1, but got 0"),
+    ({"seed": -1}, ValueError, "seed must be an integer of at least 0"),
+    ({"warmup": 2.5}, ValueError, "warmup must be an integer"),
+    ({"thin": 0}, ValueError, "thin must be"),
+    ({"step_size": 1.5}, ValueError, r"step_size must be 1 number\(s\) above 0 and at most 1"),
+    ({"method": "dr", "step_size": 0.5}, ValueError, r"step_size must be 3 number\(s\)"),
+    ({"objective": "max"}, ValueError, "objective must be one of"),
+    ({"chains": 0}, ValueError, "chains must be a positive number"),
+    ({"fields": "/no/such/folder"}, ValueError, "folder fields='/no/such/folder' doesn't exist"),
+    ({"checkpoint": "/no/such/folder/c.npz"}, ValueError, "folder of checkpoint"),
+    ({"quantities": 3}, TypeError, "quantities must be callable, but got int 3"),
+    ({"start": np.zeros(3)}, ValueError, "start must be this rank's block of shape"),
+    ({"posterior": None}, ValueError, "method 'hpcn' needs a Laplace approximation"),
+    ({"posterior": 1}, TypeError, "posterior must be a mpiad.inverse.Posterior, but got int"),
+]
+
+
+@pytest.mark.parametrize("change, kind, text", WRONG)
+def test_wrong_arguments(linear, change, kind, text):
+    arguments = {"method": "hpcn", "n_samples": 4, "posterior": linear.posterior, **change}
+    with pytest.raises(kind, match=text):
+        sample(linear.misfit, linear.prior, **arguments)
+
+
+def test_wrong_problems(linear):
+    other = Bilaplacian(linear.domain, 0.5, 1.0, spacing=H)
+    with pytest.raises(ValueError, match="posterior belongs to another prior"):
+        sample(linear.misfit, other, method="hpcn", n_samples=2, posterior=linear.posterior)
+    with pytest.raises(ValueError, match="the misfit is inf, or its gradient isn't finite, at the start"):
+        sample(lambda m: np.inf, linear.prior, method="pcn", n_samples=2)
+    with pytest.raises(TypeError, match="prior must be a mpiad.inverse.GaussianPrior, but got Domain"):
+        sample(linear.misfit, linear.domain, method="pcn", n_samples=2)
+    with pytest.raises(TypeError, match="must return one real number"):
+        sample(linear.observed, linear.prior, method="pcn", n_samples=2)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree(linear):
+    with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+        linear.sample("hpcn", 2, seed=mpiad.mpi_rank())
+    with pytest.raises(ValueError, match="n_samples must be an integer"):
+        linear.sample("hpcn", 2 if mpiad.mpi_rank() else None)
+    with pytest.raises(WorkerError, match="rank 1 raised ZeroDivisionError"):
+        linear.sample("hpcn", 2, quantities=lambda m: linear.observed(m) if mpiad.mpi_rank() != 1 else 1 // 0)
+
+
+def test_objectives(linear, size):
+    """Each rank's share of the misfit, and a misfit on the root only, give the same chain."""
+    expected = linear.sample("hmala", 5, warmup=0).misfit
+    shares = {"sum": lambda m: linear.misfit(m) / size, "mean": linear.misfit,
+              "root": lambda m: linear.misfit(m) if mpiad.mpi_rank() == 0 else 0.0 * linear.misfit(m)}  # fmt: skip
+    for objective, share in shares.items():
+        found = sample(share, linear.prior, method="hmala", n_samples=5, warmup=0, posterior=linear.posterior,
+                       objective=objective)  # fmt: skip
+        np.testing.assert_allclose(found.misfit, expected, rtol=1e-9)
+
+
+@pytest.mark.one_rank
+def test_progress_and_diagnostics(linear, capfd):
+    result = linear.sample("hpcn", 100, chains=2, progress=True, quantities=linear.observed)
+    assert "effective samples/min" in capfd.readouterr().err
+    data = result.to_arviz()
+    assert data.posterior["quantities"].shape == (2, 100, 5) and data.sample_stats["misfit"].shape == (2, 100)
+    single = linear.sample("hpcn", 10, quantities={"first": lambda m: linear.observed(m)[0]})
+    assert single.to_arviz().posterior["first"].shape == (1, 10)
+    assert Samples({"theta": np.zeros((3, 7, 2))}).to_arviz().posterior["theta"].shape == (3, 7, 2)
+
+
+def test_several_chains_start_at_samples(linear):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = linear.sample("hpcn", 1, warmup=0, chains=2, step_size=1e-9)
+        given = linear.sample("hpcn", 1, warmup=0, step_size=1e-9, start=linear.prior.mean)
+    assert abs(first.misfit[0, 0] - first.misfit[1, 0]) > 1e-3
+    np.testing.assert_allclose(given.misfit[0], linear.misfit(linear.prior.mean), rtol=1e-6)
+    assert isinstance(linear.posterior, Posterior)
