@@ -22,7 +22,7 @@ published.
    of one core, and the distribution of the quantity according to the Laplace approximation. The check is the agreement of
    the methods that the approximation informs.
 
-`benchmarks/poisson_posterior.py` runs long chains and compares them with the published figures.
+`benchmarks/hippylib_poisson.py` runs long chains and compares them with the published figures.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import autograd.numpy as np
 import numpy
 import scipy.sparse
 import scipy.sparse.linalg
-from aristoff_bangerth import Conduction, hats
+from membrane_posterior import Conduction, hats
 
 import mpiad
 from mpiad.extend import custom_operator, defadjoint

@@ -1,6 +1,6 @@
 """Sample the benchmark posterior of Aristoff and Bangerth: 64 stiffnesses of a membrane from 169 deflections.
 
-    mpiexec -n 2 python examples/aristoff_bangerth.py
+    mpiexec -n 2 python examples/membrane_posterior.py
 
 D. Aristoff and W. Bangerth, "A benchmark for the Bayesian inversion of coefficients in partial differential equations"
 (2021), arXiv 2102.07263, define the posterior exactly: -∇·(θ∇u) = 10 on the unit square, u = 0 on the boundary, bilinear
@@ -42,7 +42,7 @@ parser.add_argument("--samples", type=int, default=400, help="samples per chain"
 parser.add_argument("--warmup", type=int, default=500, help="steps before them, in which the mass matrix is adapted")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--most", type=float, default=1.1, help="fail if the R-hat of a coefficient is larger")
-parser.add_argument("--picture", type=Path, default=Path("demo/aristoff_bangerth.png"))
+parser.add_argument("--picture", type=Path, default=Path("demo/membrane_posterior.png"))
 
 
 class Conduction:
@@ -227,12 +227,16 @@ def hamiltonian_chains(membrane, samples, warmup, seed):
         sampler.warm_up(warmup)
         found.append((chain, sampler.draw(samples)))
         gradients = sampler.gradients
-    parts = MPI.COMM_WORLD.gather(found)
+    return gathered(found), gradients
+
+
+def gathered(found):
+    """Return all ranks' pairs (number of the chain, chain) as one array, in the order of the numbers; None off the root."""
+    parts = MPI.COMM_WORLD.gather(dict(found))
     if parts is None:
-        return None, gradients
-    return numpy.stack(
-        [draws for _, draws in sorted((pair for part in parts for pair in part), key=lambda p: p[0])]
-    ), gradients
+        return None
+    chains = {number: chain for part in parts for number, chain in part.items()}
+    return numpy.stack([chains[number] for number in sorted(chains)])
 
 
 def draw_picture(path, chains):
