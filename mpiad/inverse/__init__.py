@@ -7,13 +7,5 @@ from mpiad.inverse.laplace_approximation import Posterior, laplace_approximation
 from mpiad.inverse.sampling import Samples, sample
 from mpiad.inverse.total_variation import TotalVariation
 
-__all__ = [
-    "H1",
-    "Bilaplacian",
-    "GaussianPrior",
-    "Posterior",
-    "Samples",
-    "TotalVariation",
-    "laplace_approximation",
-    "sample",
-]
+__all__ = ["H1", "Bilaplacian", "GaussianPrior", "Posterior", "Samples", "TotalVariation"]
+__all__ += ["laplace_approximation", "sample"]

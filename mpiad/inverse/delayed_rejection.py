@@ -37,14 +37,17 @@ def slope(reference: Posterior, gradient: LocalArray) -> np.ndarray:
 def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Moves:
     """Change the informed coordinates by two stages at most, and then the rest of the field."""
     reference, (first, second, third) = target.reference, sizes
-    scale = np.sqrt(1.0 + reference.values)
-    z = scale * reference.coordinates(state.field - reference.mean)
-    noise = draw.random.standard_normal((2, len(z)))
+    scale, domain = np.sqrt(1.0 + reference.values), reference.prior.domain
+    # The noise is that of a field, since the signs of eigenvectors aren't the same on any number of ranks. The informed
+    # coordinates of a sample of the prior are standard normal, and independent of the rest of the sample.
+    deviation = draw.deviation()
+    p, noise = domain.gram(np.stack([state.field - reference.mean, deviation]), reference.duals)
+    z = scale * p
 
     def moved(new: np.ndarray, with_slope: bool) -> State:
         return target.at(state.field + np.tensordot((new - z) / scale, reference.vectors, 1), with_slope)
 
-    z1 = math.sqrt(1.0 - first**2) * z + first * noise[0]
+    z1 = math.sqrt(1.0 - first**2) * z + first * noise
     tried = moved(z1, False)
     chance, accepted = draw.accepts(state.psi - tried.psi)
     chances, moves = [chance, math.nan], [accepted, False]
@@ -55,15 +58,14 @@ def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Mo
             state = target.at(state.field, slope=True)
         if state.slope is not None:
             a = math.sqrt(1.0 - second**2)
-            z2 = a * z - (1.0 - a) * state.slope + second * noise[1]
+            z2 = a * z - (1.0 - a) * state.slope + second * reference.coordinates(draw.deviation(second=True))
             new = moved(z2, True)
             chances[1], moves[1] = draw.accepts(_second_log_ratio(sizes, (state, z), (tried, z1), (new, z2)))
             state = new if moves[1] else state
 
-    deviation, reference_part = draw.deviation(), state.field - reference.mean
-    both = np.stack([deviation, reference_part])
-    both -= np.tensordot(reference.prior.domain.gram(both, reference.duals), reference.vectors, 1)
-    new = target.at(state.field + (math.sqrt(1.0 - third**2) - 1.0) * both[1] + third * both[0])
+    rest = np.stack([state.field - reference.mean, deviation])
+    rest -= np.tensordot(domain.gram(rest, reference.duals), reference.vectors, 1)
+    new = target.at(state.field + (math.sqrt(1.0 - third**2) - 1.0) * rest[0] + third * rest[1])
     chance, accepted = draw.accepts(state.psi - new.psi)
     return Moves(new if accepted else state, [*chances, chance], [*moves, accepted])
 
@@ -82,5 +84,6 @@ def _second_log_ratio(sizes: Sequence[float], here: Place, tried: Place, new: Pl
     log_ratio = state.psi - last.psi
     log_ratio += (np.sum((z1 - a * z) ** 2) - np.sum((z1 - a * z2) ** 2)) / (2.0 * first**2)
     log_ratio += math.log(-math.expm1(last.psi - rejected.psi)) - math.log(-math.expm1(state.psi - rejected.psi))
-    log_ratio += log_density(second, last.slope @ z, last.slope @ z2, last.slope @ last.slope)
-    return float(log_ratio - log_density(second, state.slope @ z2, state.slope @ z, state.slope @ state.slope))  # type: ignore[operator]
+    for sign, (at, start), (_, end) in ((1.0, new, here), (-1.0, here, new)):
+        log_ratio += sign * log_density(second, at.slope @ end, at.slope @ start, at.slope @ at.slope)  # type: ignore
+    return float(log_ratio)

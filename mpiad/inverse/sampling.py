@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from mpiad.differentiation.objective import check_objective
 from mpiad.inverse import crank_nicolson, delayed_rejection, langevin
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.laplace_approximation import Posterior
-from mpiad.inverse.sampling_target import Draw, MisfitEvaluation, State, Target
+from mpiad.inverse.sampling_target import Draw, MisfitEvaluation, Moves, Slope, State, Target
 from mpiad.linalg.eigenpairs import EigenPairs
 from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint, fingerprint
 from mpiad.optimize.objective_evaluation import Program
@@ -43,23 +41,23 @@ from mpiad.transport.core.tracing import restoring_state
 _CALL = "inverse.sample"
 _FIRST_SIZE = 0.2  # of steps, if the warm-up adapts it
 _DECAY = 0.6  # exponent of the weights of the adaptation (Robbins and Monro)
+_UNNAMED = "quantities"  # the name of quantities that aren't a dict
 _TRIES = 20  # a stage that never accepts is warned of if it was reached as often
 
 
 class _Method(NamedTuple):
-    step: Callable[..., Any]
+    step: Callable[..., Moves]
     rates: tuple[float, ...]  # acceptance rate of each stage, to which the warm-up adapts its step size
+    slope: Slope | None = None  # the form of gradients, if the method uses them
     informed: bool = False  # whether the reference is the Laplace approximation
-    slope: Callable[[Posterior, LocalArray], np.ndarray] | None = None
-    starts_with_slope: bool = False
 
 
 _METHODS = {
     "pcn": _Method(crank_nicolson.step, (0.25,)),
-    "mala": _Method(langevin.step, (0.6,), False, langevin.slope, True),
-    "hpcn": _Method(crank_nicolson.step, (0.25,), True),
-    "hmala": _Method(langevin.step, (0.6,), True, langevin.slope, True),
-    "dr": _Method(delayed_rejection.step, (0.25, 0.25, 0.25), True, delayed_rejection.slope),
+    "mala": _Method(langevin.step, (0.6,), langevin.slope),
+    "hpcn": _Method(crank_nicolson.step, (0.25,), None, True),
+    "hmala": _Method(langevin.step, (0.6,), langevin.slope, True),
+    "dr": _Method(delayed_rejection.step, (0.25, 0.25, 0.25), delayed_rejection.slope, True),
 }
 
 
@@ -112,7 +110,7 @@ class Samples:
         arrays get the axis of one chain, apart from draws of another sampler, which have the shape (chains, draws, ...).
         """
         arviz = optional_package("arviz", "ArviZ", "mpiad[arviz]", "inverse.Samples.to_arviz")
-        found = self.quantities if isinstance(self.quantities, dict) else {"quantities": self.quantities}
+        found = self.quantities if isinstance(self.quantities, dict) else {_UNNAMED: self.quantities}
         single = self.misfit is not None and np.ndim(self.misfit) == 1
         variables = {name: np.asarray(values)[None] if single else np.asarray(values) for name, values in found.items()}
         stats = None if self.misfit is None else {"misfit": np.atleast_2d(self.misfit)}
@@ -120,7 +118,7 @@ class Samples:
 
 
 class _Settings(NamedTuple):
-    """The arguments of `sample` that are the same for all chains, after the checks."""
+    """The arguments of `sample` that are the same on all ranks, after the checks; `chains` and `groups` as numbers."""
 
     method: str
     n_samples: int
@@ -128,18 +126,20 @@ class _Settings(NamedTuple):
     warmup: int
     step_size: tuple[float, ...] | None
     objective: str
+    chains: int | None
     fields: Path | None
     thin: int
     checkpoint: CheckpointFile | None
+    progress: bool
 
 
 class _Problem(NamedTuple):
     """What a group of ranks samples; `quantities`: by name."""
 
     misfit: Callable[[LocalArray], Any]
-    prior: GaussianPrior
     reference: Posterior
     quantities: dict[str, Callable[[LocalArray], Any]]
+    start: LocalArray | None
 
 
 def sample(
@@ -269,227 +269,199 @@ def sample(
     (200,) True
     """
     with restoring_state(), suspended():
-        arguments = (method, n_samples, seed, warmup, step_size, objective, fields, thin, checkpoint)
         division = None if groups is None else rank_groups(groups, comm)
         if division is None and not isinstance(prior, GaussianPrior):
-            raise TypeError(f"{_CALL}: prior must be a mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
+            raise TypeError(f"{_CALL}: prior must be an mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
         whole = channel(prior.domain.comm if division is None else division.whole, _CALL)  # type: ignore[union-attr]
         with raising_together(whole, Exception):
-            settings = _checked(*arguments)
-            count = 1 if chains is None else operator.index(chains)
-            if count < 1:
-                raise ValueError(f"{_CALL}: chains must be a positive number, but got {chains!r}.")
-            problem = None if division is not None else _problem(settings, (misfit, prior, posterior, quantities), start)
-        required = settings._replace(checkpoint=None if settings.checkpoint is None else settings.checkpoint.every)
-        require_same(whole, f"{chains=}, {groups is None=}, {progress=}, {', '.join(map(repr, required))}", _CALL)
-        shown = progress and whole.rank == 0
-        if problem is None:
-            found = _run_in_groups(misfit, settings, count, division, start, quantities, shown)  # type: ignore[arg-type]
-        else:
-            found = {k: _run(problem, settings, k, chains is not None, start, shown) for k in range(count)}
-    return _result(settings, found, chains is None, not isinstance(quantities, dict))
+            settings = _checked(
+                method, n_samples, seed, n_samples // 4 if warmup is None and isinstance(n_samples, int) else warmup,
+                step_size, objective, chains, fields, thin, checkpoint, progress,
+            )  # fmt: skip
+            if division is None:
+                problem = _problem(settings.method, misfit, prior, posterior, quantities, start)
+            elif prior is not None or posterior is not None:
+                raise TypeError(f"{_CALL}: with groups, build(comm) returns prior and posterior; don't pass them.")
+        given = settings._replace(checkpoint=settings.checkpoint and settings.checkpoint.every)  # type: ignore[arg-type]
+        require_same(whole, f"{', '.join(map(repr, given))}, groups={division and division.count}", _CALL)
+        shown = settings.progress and whole.rank == 0
+        if division is not None:
+            return _result(settings, _run_in_groups(misfit, settings, division, quantities, start, shown))
+        return _result(settings, {number: _run(problem, settings, number, shown) for number in range(chains or 1)})
 
 
-def _checked(
-    method: Any, n_samples: Any, seed: Any, warmup: Any, step_size: Any, objective: Any, fields: Any, thin: Any,
-    checkpoint: Any,
-) -> _Settings:  # fmt: skip
+def _checked(*arguments: Any) -> _Settings:
     """Return the settings; raise a TypeError or ValueError if one of them is invalid."""
-    check_objective(objective, _CALL)
-    if method not in _METHODS:
-        raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r:.60}.")
-    warmup = n_samples // 4 if warmup is None and isinstance(n_samples, int) else warmup
-    numbers = {"n_samples": (n_samples, 1), "seed": (seed, 0), "warmup": (warmup, 0), "thin": (thin, 1)}
-    for name, (number, least) in numbers.items():
-        if not isinstance(number, (int, np.integer)) or not least <= number < 2**64:
+    given = _Settings(*arguments)
+    check_objective(given.objective, _CALL)
+    if given.method not in _METHODS:
+        raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {given.method!r:.60}.")
+    for name, least in {"n_samples": 1, "seed": 0, "warmup": 0, "thin": 1, "chains": 1}.items():
+        number = getattr(given, name)
+        if not (isinstance(number, (int, np.integer)) and least <= number < 2**64) and (name, number) != ("chains", None):
             raise ValueError(f"{_CALL}: {name} must be an integer of at least {least}, but got {number!r:.60}.")
-    if step_size is not None:
-        stages = len(_METHODS[method].rates)
-        sizes = np.atleast_1d(np.asarray(step_size, dtype=float))
-        if sizes.shape != (stages,) or not np.all((sizes > 0.0) & (sizes <= 1.0)):
+    sizes = given.step_size
+    if sizes is not None:
+        stages, sizes = len(_METHODS[given.method].rates), tuple(np.atleast_1d(np.asarray(sizes, dtype=float)).tolist())
+        if len(sizes) != stages or not all(0.0 < size <= 1.0 for size in sizes):
             raise ValueError(
-                f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for method {method!r}, but got "
-                f"{step_size!r:.60}."
+                f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for method {given.method!r}, but got "
+                f"{given.step_size!r:.60}."
             )
-        step_size = tuple(sizes.tolist())
-    folder = None if fields is None else Path(fields).absolute()
+    folder = None if given.fields is None else Path(given.fields).absolute()
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"{_CALL}: the folder fields={str(fields)!r:.200} doesn't exist. Create it.")
-    given = as_checkpoint(checkpoint, _CALL)
-    return _Settings(method, int(n_samples), int(seed), int(warmup), step_size, objective, folder, int(thin), given)
+        raise ValueError(f"{_CALL}: the folder fields={str(given.fields)!r:.200} doesn't exist. Create it.")
+    return given._replace(step_size=sizes, fields=folder, checkpoint=as_checkpoint(given.checkpoint, _CALL))
 
 
-def _problem(settings: _Settings, given: Any, start: LocalArray | None) -> _Problem:
+def _problem(
+    method: str, misfit: Any, prior: Any, posterior: Any, quantities: Any = None, start: LocalArray | None = None
+) -> _Problem:
     """Return what is sampled; raise a TypeError or ValueError if a part of it is invalid."""
-    misfit, prior, posterior, quantities = given
     if not isinstance(prior, GaussianPrior):
-        raise TypeError(f"{_CALL}: build must return a mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
-    shape = prior.domain.local_shape
-    by_name = quantities if isinstance(quantities, dict) else {} if quantities is None else {"quantities": quantities}
+        raise TypeError(f"{_CALL}: build must return an mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
+    shape, informed = prior.domain.local_shape, _METHODS[method].informed
+    by_name = quantities if isinstance(quantities, dict) else {} if quantities is None else {_UNNAMED: quantities}
     for name, fun in {"misfit": misfit, **by_name}.items():
         if not callable(fun):
             raise TypeError(f"{_CALL}: {name} must be callable, but got {type(fun).__name__} {fun!r:.60}.")
-    if posterior is None:
-        if _METHODS[settings.method].informed:
-            raise ValueError(
-                f"{_CALL}: method {settings.method!r} needs a Laplace approximation: pass posterior=laplace_approximation("
-                "...), or use 'pcn' or 'mala'."
-            )
-    elif not isinstance(posterior, Posterior):
-        raise TypeError(f"{_CALL}: posterior must be a mpiad.inverse.Posterior, but got {type(posterior).__name__}.")
-    elif posterior.prior is not prior:
+    if informed and posterior is None:
+        text = "needs a Laplace approximation: pass posterior=laplace_approximation(...), or use 'pcn' or 'mala'"
+        raise ValueError(f"{_CALL}: method {method!r} {text}.")
+    if not isinstance(posterior, (Posterior, type(None))):
+        raise TypeError(f"{_CALL}: posterior must be an mpiad.inverse.Posterior, but got {type(posterior).__name__}.")
+    if posterior is not None and posterior.prior is not prior:
         raise ValueError(f"{_CALL}: posterior belongs to another prior. Pass the prior that laplace_approximation got.")
     if start is not None and np.shape(start) != shape:
         raise ValueError(f"{_CALL}: start must be this rank's block of shape {shape}, but has shape {np.shape(start)}.")
-    if not _METHODS[settings.method].informed:
-        pairs = EigenPairs(np.zeros(0), np.zeros((0, *shape)), np.zeros(0), 0)
-        posterior = Posterior(prior.mean, prior, pairs)
-    return _Problem(misfit, prior, posterior, by_name)
+    if not informed:
+        posterior = Posterior(prior.mean, prior, EigenPairs(np.zeros(0), np.zeros((0, *shape)), np.zeros(0), 0))
+    return _Problem(misfit, posterior, by_name, start)  # type: ignore[arg-type]
 
 
 def _run_in_groups(
-    build: Any,
-    settings: _Settings,
-    count: int,
-    division: RankGroups,
-    start: LocalArray | None,
-    quantities: Any,
-    shown: bool,
+    build: Any, settings: _Settings, division: RankGroups, quantities: Any, start: LocalArray | None, shown: bool
 ) -> dict[int, _Chain]:
-    """Run the chains on groups; return all of them, with this rank's blocks of their means."""
+    """Run the chains on groups; return all of them, with this rank's blocks of their moments."""
     found: dict[int, _Chain] = {}
     built: list[_Problem] = []
 
-    def chain(number: int, comm: Comm) -> float:
+    def run(number: int, comm: Comm) -> float:
         if not built:
             parts = (*build(comm), quantities)[:4]
             with raising_together(channel(comm, _CALL), Exception):
-                built.append(_problem(settings, parts, start))
-        found[number] = _run(built[0], settings, number, True, start, shown)
+                built.append(_problem(settings.method, *parts, start=start))
+        found[number] = _run(built[0], settings, number, shown)
         return 0.0
 
-    sum_over(range(count), chain, groups=division)
-    # Each rank gets the records of all chains, but only its own blocks of their fields.
-    blocks = {number: (each.mean, each.squares) for number, each in found.items()}
-    records = {number: dataclasses.replace(each, mean=None, squares=None) for number, each in found.items()}
-    every = channel(division.whole, _CALL).data.allgather(records)
-    every_block = channel(division.across, _CALL).data.allgather(blocks)
-    moments = {number: pair for part in every_block for number, pair in part.items()}
-    return {
-        number: dataclasses.replace(each, mean=moments[number][0], squares=moments[number][1])
-        for part in every for number, each in part.items()
-    }  # fmt: skip
+    sum_over(range(settings.chains or 1), run, groups=division)
+    moments = channel(division.across, _CALL).data.allgather({k: (each.mean, each.squares) for k, each in found.items()})
+    for each in found.values():
+        each.state = each.mean = each.squares = None
+    records = channel(division.whole, _CALL).data.allgather(found if division.comm.rank == 0 else {})
+    found = {number: each for part in records for number, each in part.items()}
+    for number, (mean, squares) in (pair for part in moments for pair in part.items()):
+        found[number].mean, found[number].squares = mean, squares
+    return found
 
 
 @dataclasses.dataclass
 class _Chain:
-    """What is recorded of a chain; `misfit` and `quantities` have an entry for each sample."""
+    """A chain; after the warm-up `rows` gets the misfit and the quantities of each sample, by name."""
 
+    state: Any  # a State
     sizes: np.ndarray  # step sizes of the stages
     tries: np.ndarray  # numbers of proposals of the stages, after the warm-up
     accepted: np.ndarray
     solves: np.ndarray  # as in `Target`
-    misfit: np.ndarray
-    quantities: dict[str, np.ndarray]
     mean: Any  # of the samples; this rank's block
     squares: Any  # sum of the squared deviations from the mean
+    rows: dict[str, list]
     seconds: float = 0.0
 
-    def record(self, count: int, state: State, quantities: dict[str, np.ndarray] | None) -> None:
-        """Record sample number `count`, from 0; the quantities are None if they are those of the last sample."""
-        self.misfit[count] = state.misfit
-        for name in self.quantities if quantities is None else quantities:
-            if count == 0:
-                self.quantities[name] = np.empty((len(self.misfit), *quantities[name].shape))  # type: ignore[index]
-            values = self.quantities[name]
-            values[count] = values[count - 1] if quantities is None else quantities[name]
-        away = state.field - self.mean
-        self.mean += away / (count + 1)
-        self.squares += away * (state.field - self.mean)
+    def add(self, quantities: dict[str, np.ndarray]) -> None:
+        """Record the state as the next sample."""
+        for name, value in {"misfit": self.state.misfit, **quantities}.items():
+            self.rows.setdefault(name, []).append(value)
+        away = self.state.field - self.mean
+        self.mean += away / len(self.rows["misfit"])
+        self.squares += away * (self.state.field - self.mean)
 
-    def arrays(self, count: int, state: State) -> dict[str, np.ndarray]:
-        """Return the arrays of a checkpoint after `count` samples."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of a checkpoint."""
         found = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        found |= {f"quantity {name}": values[:count] for name, values in self.quantities.items()}
-        found |= {"misfit": self.misfit[:count], "field": state.field, "state": np.array([state.misfit, state.psi])}
-        return found if state.slope is None else {**found, "slope": state.slope}
+        found |= {f"rows of {name}": np.array(values) for name, values in self.rows.items()}
+        found |= {f"state {name}": np.array(value) for name, value in self.state._asdict().items() if value is not None}
+        return found
 
-    def restore(self, arrays: dict[str, np.ndarray]) -> State:
-        """Continue with the arrays of a checkpoint; return its state."""
-        for name in ("sizes", "tries", "accepted", "solves", "mean", "squares"):
-            setattr(self, name, arrays[name])
-        self.misfit[: len(arrays["misfit"])] = arrays["misfit"]
-        for name, values in arrays.items():
-            if name.startswith("quantity ") and len(values):
-                kept = self.quantities[name.removeprefix("quantity ")] = np.empty((len(self.misfit), *values.shape[1:]))
-                kept[: len(values)] = values
-        return State(arrays["field"], *arrays["state"].tolist(), slope=arrays.get("slope"))
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Continue with the arrays of a checkpoint."""
+        for name, value in arrays.items():
+            if name.startswith("rows of "):
+                self.rows[name.removeprefix("rows of ")] = list(value)
+            elif not name.startswith("state "):
+                setattr(self, name, value)
+        field, *numbers = (arrays[f"state {name}"] for name in ("field", "misfit", "psi"))
+        self.state = State(field, *map(float, numbers), slope=arrays.get("state slope"))
 
 
-def _run(
-    problem: _Problem, settings: _Settings, number: int, several: bool, start: LocalArray | None, shown: bool
-) -> _Chain:
+def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _Chain:
     """Run a chain; collective."""
-    prior, reference, method = problem.prior, problem.reference, _METHODS[settings.method]
-    used, total = channel(prior.domain.comm, _CALL), settings.warmup + settings.n_samples
-    bar = progress_bar("steps", total) if shown else None
+    reference, method, total = problem.reference, _METHODS[settings.method], settings.warmup + settings.n_samples
+    prior, files, begin = reference.prior, None, 0
+    used, bar = channel(prior.domain.comm, _CALL), progress_bar("steps", total) if shown else None
     solve = Solve(used, _CALL)
     with solve.ending(None, bar):
-        deviation = Draw(prior, settings.seed, number, 0).deviation()
-        if start is not None:
-            field = np.array(start, dtype=float)
-        else:
-            field = reference.mean + reference.narrowed(deviation) if several else np.array(reference.mean)
+        deviation, field = Draw(prior, settings.seed, number, 0).deviation(), problem.start
+        if field is None:
+            field = reference.mean if settings.chains is None else reference.mean + reference.narrowed(deviation)
+        field = np.array(field, dtype=float)
         program = Program(problem.misfit, None, None, (), settings.objective, 0)
         evaluation = MisfitEvaluation(program, local_packing(field), solve.agreement, used)
         target = Target(evaluation, reference, method.slope)
-        state = target.at(field, method.starts_with_slope)
+        state = target.at(field, method.slope is not None)
         if not math.isfinite(state.psi):
             text = f"the misfit is {state.misfit:.3g}, or its gradient isn't finite, at the start of chain {number}"
             raise agreed(used, ValueError(f"{_CALL}: {text}. Pass another start."))
         sizes = np.array(settings.step_size or [_FIRST_SIZE] * len(method.rates))
-        counts = np.zeros((2, len(sizes)), int)
-        moments = np.zeros((2, *field.shape))
-        chain = _Chain(sizes, counts[0], counts[1], np.zeros(3, int), np.empty(settings.n_samples), {}, *moments)
-        files, steps = None, 0
+        tries, accepted, solves = (np.zeros(count, int) for count in (len(sizes), len(sizes), 3))
+        chain = _Chain(state, sizes, tries, accepted, solves, np.zeros(field.shape), np.zeros(field.shape), {})
         if settings.checkpoint is not None:
             files = _files(problem, settings, number, used, state, deviation)
-            kept = files.load()
-            if kept is not None and files.iteration > total:
-                text = f"has {files.iteration} steps, but this call has {total}. Pass a larger n_samples or another file"
+            kept, begin = files.load(), max(files.iteration, 0)
+            if begin > total:
+                text = f"has {begin} steps, but this call has {total}. Pass a larger n_samples or another file"
                 raise agreed(used, ValueError(f"{_CALL}: the checkpoint {settings.checkpoint.path} {text}."))
             if kept is not None:
-                state, steps = chain.restore(kept), files.iteration
-        target.solves[:] = 0
+                chain.restore(kept)
 
-        def quantities(field: LocalArray) -> dict[str, np.ndarray]:
-            return {name: np.array(fun(field), dtype=float) for name, fun in problem.quantities.items()}
+        def quantities() -> dict[str, np.ndarray]:
+            return {name: np.array(fun(chain.state.field), dtype=float) for name, fun in problem.quantities.items()}
 
         began = time.perf_counter()
-        for step in range(steps + 1, total + 1):
-            draw, before, sample_number = Draw(prior, settings.seed, number, step), state, step - settings.warmup - 1
-            state, chances, accepted = method.step(target, state, chain.sizes, draw)
-            if sample_number < 0:
+        for step in range(begin + 1, total + 1):
+            target.solves[:], before = 0, chain.state.field
+            draw, count = Draw(prior, settings.seed, number, step), step - settings.warmup
+            chain.state, chances, accepted = method.step(target, chain.state, chain.sizes, draw)
+            if count > 0:
+                chain.tries += np.isfinite(chances)
+                chain.accepted += accepted
+                chain.solves += target.solves
+                same = count > 1 and chain.state.field is before
+                last = {name: chain.rows[name][-1] for name in problem.quantities} if same else None
+                chain.add(last or solve.agreement.run(quantities))
+                if settings.fields is not None and count % settings.thin == 0:
+                    prior.domain.save(settings.fields / f"chain{number}_{count:06d}.npy", chain.state.field)
+                chain.seconds = time.perf_counter() - began
+            else:
                 if settings.step_size is None:
                     gains = step**-_DECAY * np.nan_to_num(np.array(chances) - method.rates)
                     chain.sizes = np.minimum(1.0, chain.sizes * np.exp(gains))
                 began = time.perf_counter()
-                target.solves[:] = 0
-            else:
-                chain.tries += np.isfinite(chances)
-                chain.accepted += accepted
-                same = state.field is before.field and sample_number > 0
-                chain.record(sample_number, state, None if same else solve.agreement.run(partial(quantities, state.field)))
-                chain.solves += target.solves
-                target.solves[:] = 0
-                if settings.fields is not None and (sample_number + 1) % settings.thin == 0:
-                    path = settings.fields / f"chain{number}_{sample_number + 1:06d}.npy"
-                    prior.domain.save(path, state.field)
-            chain.seconds = time.perf_counter() - began
             if files is not None and (step % settings.checkpoint.every == 0 or step == total):  # type: ignore[union-attr]
-                files.write(step, {}, chain.arrays(max(sample_number + 1, 0), state).items())
-            if bar is not None:
-                _show(bar, number, step, sample_number + 1, chain)
+                files.write(step, {}, chain.arrays().items())
+            if bar is not None and (step % 10 == 0 or step == total):
+                _show(bar, number, step, chain)
     return chain
 
 
@@ -498,37 +470,35 @@ def _files(
 ) -> RankFiles:
     """Return the files of a chain; `deviation` is a sample of the prior, which identifies its covariance."""
     reference, path = problem.reference, settings.checkpoint.file  # type: ignore[union-attr]
-    identity = {
-        name: getattr(settings, name) for name in ("method", "seed", "warmup", "step_size", "objective")
-    } | {
+    names = "method", "seed", "warmup", "step_size", "objective"
+    identity = {name: getattr(settings, name) for name in names} | {
         "chain": number,
-        "grid": problem.prior.domain.shape,
+        "grid": reference.prior.domain.shape,
         "quantities": list(problem.quantities),
         "misfit at the start": f"{first.misfit:.6g}",
         "start (checksum)": fingerprint(first.field),
-        "prior (checksum)": fingerprint(problem.prior.mean, deviation),
+        "prior (checksum)": fingerprint(reference.prior.mean, deviation),
         "posterior (checksum)": fingerprint(reference.mean, reference.values, reference.vectors),
-    }  # fmt: skip
+    }
     return RankFiles(path.with_name(f"{path.stem}.chain{number}{path.suffix}"), used, identity, _CALL)
 
 
-def _show(bar: Any, number: int, step: int, count: int, chain: _Chain) -> None:
-    """Update the progress bar, every tenth step."""
-    if step % 10 and step != bar.total:
-        return
-    text, size = f"chain {number}", math.isqrt(max(count, 0))  # of batches, whose means give the effective samples
+def _show(bar: Any, number: int, step: int, chain: _Chain) -> None:
+    """Update the progress bar; the effective number of samples is that of the misfit, from the means of batches."""
+    text, misfit = f"chain {number}", np.array(chain.rows.get("misfit", []))
+    size = math.isqrt(len(misfit))
     if size >= 4:
-        means = chain.misfit[: size * size].reshape(size, size).mean(axis=1)
-        effective = count * np.var(chain.misfit[:count]) / max(size * np.var(means), 1e-300)
+        means = misfit[: size * size].reshape(size, size).mean(axis=1)
+        effective = min(np.var(misfit) / max(size * np.var(means), 1e-300), 1.0) * len(misfit)
         rates = ", ".join(f"{rate:.2f}" for rate in chain.accepted / np.maximum(chain.tries, 1))
-        text += f", accepted {rates}, {60.0 * min(effective, count) / max(chain.seconds, 1e-9):.3g} effective samples/min"
+        text += f", accepted {rates}, {60.0 * effective / max(chain.seconds, 1e-9):.3g} effective samples/min"
     bar.set_postfix_str(text, refresh=False)
     bar.update(step - bar.n)
 
 
-def _result(settings: _Settings, found: dict[int, _Chain], single: bool, plain: bool) -> Samples:
-    """Return the result, and warn; `single`: without an axis of chains, `plain`: one array of quantities."""
-    chains = [found[number] for number in sorted(found)]
+def _result(settings: _Settings, found: dict[int, _Chain]) -> Samples:
+    """Return the result, and warn of stages that accept nothing and of evaluations that failed."""
+    chains, single = [found[number] for number in sorted(found)], settings.chains is None
 
     def per_chain(values: Sequence[Any]) -> Any:
         return values[0] if single else np.stack(values)
@@ -553,11 +523,11 @@ def _result(settings: _Settings, found: dict[int, _Chain], single: bool, plain: 
     means, count = np.stack([each.mean for each in chains]), settings.n_samples * len(chains)
     between = settings.n_samples * np.sum((means - means.mean(axis=0)) ** 2, axis=0)
     variance = (np.sum([each.squares for each in chains], axis=0) + between) / max(count - 1, 1)
-    named = {name: per_chain([each.quantities[name] for each in chains]) for name in chains[0].quantities}
-    solves = np.stack([each.solves for each in chains], axis=-1)
+    rows = {name: per_chain([np.array(each.rows[name]) for each in chains]) for name in chains[0].rows}
+    misfit, solves = rows.pop("misfit"), zip(*(each.solves.tolist() for each in chains))
     return Samples(
-        quantities=named["quantities"] if plain and named else named,
-        misfit=per_chain([each.misfit for each in chains]),
+        quantities=rows.get(_UNNAMED, rows),
+        misfit=misfit,
         mean=means.mean(axis=0),
         variance=variance,
         acceptance=per_stage([each.accepted / np.maximum(each.tries, 1) for each in chains]),

@@ -33,6 +33,10 @@ class MisfitEvaluation(Evaluation):
         return self.attempted(lambda: self._untraced(vector), lambda: math.nan)
 
 
+Slope = Callable[[Posterior, LocalArray], np.ndarray]
+"""Converts a gradient of Ψ to the form that a method uses, given the reference."""
+
+
 class State(NamedTuple):
     """A field, and what is known of it."""
 
@@ -51,11 +55,9 @@ class Moves(NamedTuple):
 
 
 class Target:
-    """The posterior relative to the Gaussian `reference`; ``slope(reference, g)``: a gradient g as the method uses it."""
+    """The posterior relative to the Gaussian `reference`; `slope` is None for methods without gradients."""
 
-    def __init__(
-        self, evaluation: MisfitEvaluation, reference: Posterior, slope: Callable[[Posterior, LocalArray], np.ndarray]
-    ):
+    def __init__(self, evaluation: MisfitEvaluation, reference: Posterior, slope: Slope | None):
         self.reference, self._evaluation, self._slope = reference, evaluation, slope
         shift = reference.prior.apply(reference.mean - reference.prior.mean)
         self._duals = np.concatenate([reference.duals, shift[None]])
@@ -76,7 +78,7 @@ class Target:
                 self.solves[1] += 1
                 gradient = np.reshape(self._evaluation.gradient(vector), field.shape)  # type: ignore[arg-type]
                 gradient = gradient + np.tensordot(np.append(-weights, 1.0), self._duals, 1)
-                return State(field, misfit, psi, self._slope(reference, gradient))
+                return State(field, misfit, psi, self._slope(reference, gradient))  # type: ignore[misc]
         except ConvergenceError:  # of a solve with the prior, on all ranks, if the gradient isn't finite
             pass
         self.solves[2] += 1
@@ -88,11 +90,11 @@ class Draw:
 
     def __init__(self, prior: GaussianPrior, seed: int, chain: int, step: int):
         self.random = np.random.default_rng([seed, chain, step])
-        self._prior, self._key = prior, (seed << 64) + (chain << 40) + step
+        self._prior, self._key = prior, (seed << 64) + (chain << 40) + 2 * step
 
-    def deviation(self) -> LocalArray:
-        """Return a sample of the prior without its mean, by one solve at most; collective."""
-        return self._prior.sqrt(self._prior.domain.normal(self._key, self._prior.noise))
+    def deviation(self, second: bool = False) -> LocalArray:
+        """Return the first or the second sample of the prior without its mean, by one solve; collective."""
+        return self._prior.sqrt(self._prior.domain.normal(self._key + second, self._prior.noise))
 
     def accepts(self, log_ratio: float) -> tuple[float, bool]:
         """Return the chance min(1, exp(log_ratio)) of a proposal, 0 for NaN, and whether it is accepted."""

@@ -78,9 +78,8 @@ class Values:
 
 def target_of(problem, method):
     known = sampling._METHODS[method]
-    given = (problem.misfit, problem.prior, problem.posterior, None)
-    settings = sampling._checked(method, 1, 0, 0, None, "root", None, 1, None)
-    found = Target(Values(problem.misfit), sampling._problem(settings, given, None).reference, known.slope)
+    reference = sampling._problem(method, problem.misfit, problem.prior, problem.posterior).reference
+    found = Target(Values(problem.misfit), reference, known.slope)
     proposed = []
     at = found.at
 
@@ -100,8 +99,10 @@ def chances(problem, name, informed, with_gradient):
     target, proposed = target_of(problem, name)
     module, found = langevin if with_gradient else crank_nicolson, []
     for k in range(30):
-        beta = (0.1, 0.4, 1.0)[k % 3]
-        state = target.at(problem.prior.mean + 0.7 * np.random.default_rng(k).standard_normal(CELLS), with_gradient)
+        beta = (0.2, 0.4, 0.9)[k % 3] if not informed else (0.6, 0.8, 1.0)[k % 3]
+        state = target.at(
+            problem.prior.mean + (0.4 + 0.4 * informed) * np.random.default_rng(k).standard_normal(CELLS), with_gradient
+        )
         move = module.step(target, state, (beta,), Draw(problem.prior, 3, 0, k))
         old, new = state.field, proposed[-1].field
         log_ratio = problem.log_target(new) - problem.log_target(old)
@@ -169,6 +170,9 @@ def test_delayed_rejection():
         count, draw = len(proposed), Draw(problem.prior, 4, 0, k)
         move, u = delayed_rejection.step(target, state, sizes, draw), state.field
         first, *rest = [each.field for each in proposed[count:]]
+        noise = reference.vectors @ problem.prior.precision @ draw.deviation()
+        expected = math.sqrt(1.0 - sizes[0] ** 2) * coordinates(u) + sizes[0] * noise
+        np.testing.assert_allclose(coordinates(first), expected, atol=1e-10)
         np.testing.assert_allclose(move.chances[0], first_chance(u, first), rtol=1e-9, atol=1e-14)
         moved = first
         if not move.accepted[0]:
@@ -180,9 +184,8 @@ def test_delayed_rejection():
             expected = (1.0 - chance) * math.exp(log_ratio) / (1.0 - first_chance(u, first))
             np.testing.assert_allclose(move.chances[1], min(1.0, expected), rtol=1e-9, atol=1e-14)
             found.append(move.chances[1])
-            random = np.random.default_rng([4, 0, k])
-            noise = random.standard_normal((2, len(scale)))
-            np.testing.assert_allclose(coordinates(second), centre(u) + sizes[1] * noise[1], atol=1e-10)
+            noise = reference.vectors @ problem.prior.precision @ draw.deviation(second=True)
+            np.testing.assert_allclose(coordinates(second), centre(u) + sizes[1] * noise, atol=1e-10)
             moved = second if move.accepted[1] else u
         last = rest[-1] if rest else None
         np.testing.assert_allclose(coordinates(last), coordinates(moved), atol=1e-10)
