@@ -2,13 +2,13 @@
 
     mpiexec -n 2 python examples/groundwater_posterior.py
 
-The aquifer, its boreholes, its prior and the Laplace approximation are those of `groundwater_uncertainty.py`, on a coarser
-grid. The flow isn't linear in m, so the posterior isn't Gaussian, and the approximation is wrong to some extent. Here a
-Markov chain, informed by the approximation, draws samples of the posterior itself:
+The aquifer, its prior and the Laplace approximation are those of `groundwater_uncertainty.py`, on a coarser grid, with fewer
+boreholes and a noise of 8 m. The flow isn't linear in m, so the posterior isn't Gaussian, and the approximation is wrong to
+some extent. Here a Markov chain, informed by the approximation, draws samples of the posterior itself:
 
 1. The most probable m by Gauss-Newton's method, and the Laplace approximation around it.
-2. A chain by `mpiad.inverse.sample` (delayed rejection by default), divided among the ranks like the field. At each sample
-   it records m at two points, and the heads in the boreholes that were left out.
+2. A chain by `mpiad.inverse.sample` (h-MALA by default), divided among the ranks like the field. At each sample it records
+   m at two points, and the heads in the boreholes that were left out.
 3. Standard deviations, marginals and predictions of both. How many of the heads that were left out lie in the chain's
    bands that are to hold 95 % is the check.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import autograd.numpy as np
 import numpy
-from groundwater_uncertainty import BAND, CORRELATION, NOISE, Aquifer, Heads, terrain
+from groundwater_uncertainty import BAND, CORRELATION, Aquifer, Heads, terrain
 
 import mpiad
 from mpiad.inverse import Bilaplacian, laplace_approximation, sample
@@ -27,13 +27,14 @@ POINTS = numpy.array([[0.22, 0.3], [0.9, 0.93]])  # (y, x), relative to the regi
 COLORS = {"Laplace": "0.6", "chain": "C0"}
 
 parser = argparse.ArgumentParser(description="Sample the posterior of an aquifer under the Jacksboro terrain.")
-parser.add_argument("--coarsen", type=int, default=10, help="cells of the elevation model in one of ours, each way")
-parser.add_argument("--boreholes", type=int, default=100, help="every other one is left out and predicted")
-parser.add_argument("--pairs", type=int, default=50, help="eigenpairs of the Laplace approximation")
-parser.add_argument("--method", default="dr", choices=["hpcn", "hmala", "dr"])
-parser.add_argument("--samples", type=int, default=500)
-parser.add_argument("--warmup", type=int, default=150, help="steps before them, in which step sizes are adapted")
-parser.add_argument("--draws", type=int, default=60, help="samples of the Laplace approximation that predict heads")
+parser.add_argument("--coarsen", type=int, default=12, help="cells of the elevation model in one of ours, each way")
+parser.add_argument("--boreholes", type=int, default=80, help="every other one is left out and predicted")
+parser.add_argument("--pairs", type=int, default=40, help="eigenpairs of the Laplace approximation")
+parser.add_argument("--noise", type=float, default=8.0, help="standard deviation of the measured heads, in meters")
+parser.add_argument("--method", default="hmala", choices=["hpcn", "hmala", "dr"])
+parser.add_argument("--samples", type=int, default=1000)
+parser.add_argument("--warmup", type=int, default=200, help="steps before them, in which step sizes are adapted")
+parser.add_argument("--draws", type=int, default=200, help="samples of the Laplace approximation that predict heads")
 parser.add_argument("--picture", type=Path, default=Path("demo/groundwater_posterior.png"))
 parser.add_argument("--checkpoint", type=Path, help="continue a chain from this file, and write it there")
 parser.add_argument("--progress", action="store_true")
@@ -101,7 +102,7 @@ def draw_picture(path, aquifer, fields, points, heads):
 def main():
     options = parser.parse_args()
     elevation, cell = terrain(options.coarsen)
-    aquifer = Aquifer(elevation, cell, options.boreholes)
+    aquifer = Aquifer(elevation, cell, options.boreholes, options.noise)
     domain, left_out = aquifer.domain, aquifer.left_out
     prior = Bilaplacian(domain, CORRELATION, 1.0, spacing=cell)
     posterior = most_probable(aquifer, prior, options.pairs)
@@ -132,7 +133,9 @@ def main():
         "Laplace": numpy.stack([aquifer.observed(m)[left_out] for m in draws]),
         "chain": result.quantities["heads"],
     }
-    heads = {name: Heads(aquifer.heads[left_out], (each.mean(0), each.std(0))) for name, each in predicted.items()}
+    heads = {
+        name: Heads(aquifer.heads[left_out], (each.mean(0), each.std(0)), options.noise) for name, each in predicted.items()
+    }
     deviations = numpy.sqrt(posterior.variance), numpy.sqrt(result.variance)
     ratio = domain.mean(deviations[1] / deviations[0])
     shift = domain.norm((result.mean - posterior.mean) / deviations[0]) / numpy.sqrt(elevation.size)
@@ -157,7 +160,9 @@ def main():
         print(
             f"{name}: {each.coverage:.1%} of {len(each.mean)} heads left out in the band of 95 %; root mean square ", end=""
         )
-        print(f"of their errors: {error:.2f} m, {each.deviation.mean():.2f} m expected with a noise of {NOISE:.0f} m")
+        print(
+            f"of their errors: {error:.2f} m, {each.deviation.mean():.2f} m expected with a noise of {options.noise:.0f} m"
+        )
     draw_picture(options.picture, aquifer, fields, points, heads)
     print(f"written: {options.picture}")
     if not heads["chain"].coverage >= options.least:
