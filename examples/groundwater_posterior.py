@@ -2,9 +2,9 @@
 
     mpiexec -n 2 python examples/groundwater_posterior.py
 
-The aquifer, its prior and the Laplace approximation are those of `groundwater_uncertainty.py`, on a coarser grid, with fewer
-boreholes and a noise of 8 m. The flow isn't linear in m, so the posterior isn't Gaussian, and the approximation is wrong to
-some extent. Here a Markov chain, informed by the approximation, draws samples of the posterior itself:
+The aquifer, its prior and the Laplace approximation are those of `groundwater_uncertainty.py`, on a coarser grid, with
+fewer boreholes and a noise of 8 m. The flow is nonlinear in m, so the posterior is no Gaussian, and the approximation is
+wrong to some extent. Here a Markov chain, informed by the approximation, draws samples of the posterior itself:
 
 1. The most probable m by Gauss-Newton's method, and the Laplace approximation around it.
 2. A chain by `mpiad.inverse.sample` (h-MALA by default), divided among the ranks like the field. At each sample it records

@@ -83,8 +83,9 @@ RUNS = [
         r"beta: (\S+) ± .* by the chain (\S+) ±", is_close(0.05),
     ),
     Small(
-        2, "examples/membrane_posterior.py", "--samples 15 --warmup 30 --most 9 --picture picture.png",
+        2, "examples/membrane_posterior.py", "--samples 6 --warmup 8 --most 99 --picture picture.png",
         r"log likelihood to (\S+), log prior to (\S+)", lambda likelihood, prior: max(likelihood, prior) < 1e-9,
+        thorough=True,
     ),
     Small(
         2, "examples/neural_ode.py", "--iterations 5",
@@ -100,7 +101,7 @@ RUNS = [
         thorough=True,
     ),
     Small(
-        2, "examples/poisson_posterior.py", "--samples 60 --warmup 40 --methods hpcn dr --picture picture.png",
+        2, "examples/poisson_posterior.py", "--chains 2 --samples 40 --warmup 20 --methods hpcn dr --picture picture.png",
         r"true log flux (\S+)\nLaplace approximation +(\S+) ±", lambda true, mean: abs(true - mean) < 2.0,
     ),
     Small(
