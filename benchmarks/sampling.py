@@ -26,8 +26,8 @@ import mpiad
 from mpiad.extend import custom_operator, defadjoint
 from mpiad.inverse import GaussianPrior, Posterior, laplace_approximation, sample
 
-RANGE, STD, NOISE = 0.3, 0.5, 0.2
-STEPS = {"pcn": 0.2, "mala": 0.25, "hpcn": 0.55, "hmala": 0.8, "dr": (0.65, 0.7, 0.9)}
+RANGE, STD, NOISE = 0.3, 0.2, 0.05
+STEPS = {"pcn": 0.27, "mala": 0.3, "hpcn": 0.6, "hmala": 0.9, "dr": (0.7, 0.9, 0.9)}
 
 
 class CosinePrior(GaussianPrior):
@@ -45,7 +45,8 @@ class CosinePrior(GaussianPrior):
 
     def _times(self, v: np.ndarray, power: int) -> np.ndarray:
         axes = (-2, -1)
-        return scipy.fft.idctn(self._symbol**power * scipy.fft.dctn(v, axes=axes, norm="ortho"), axes=axes, norm="ortho")
+        spectrum: Any = scipy.fft.dctn(v, axes=axes, norm="ortho")
+        return scipy.fft.idctn(self._symbol**power * spectrum, axes=axes, norm="ortho")  # pyright: ignore[reportReturnType]
 
     def solve(self, g: np.ndarray) -> np.ndarray:
         """Return R⁻¹ g."""
@@ -68,10 +69,10 @@ class Problem:
         self.domain = mpiad.Domain((n, n))
         self.prior = CosinePrior(self.domain, h)
         x = (np.arange(n) + 0.5) * h
-        bumps = np.exp(-((x - np.array([0.2, 0.5, 0.8])[:, None]) ** 2) / (2.0 * 0.08**2))
+        bumps = np.exp(-((x - np.array([0.2, 0.5, 0.8])[:, None]) ** 2) / (2.0 * 0.12**2))
         bumps /= bumps.sum(axis=1, keepdims=True)
         self.weights = np.einsum("ai,bj->abij", bumps, bumps).reshape(9, n, n)
-        truth = np.sin(3.0 * x[:, None] + 1.0) * np.cos(4.0 * x) + x
+        truth = STD * (np.sin(3.0 * x[:, None] + 1.0) * np.cos(4.0 * x) + x)
         self.data = self.measured(truth) + NOISE * np.random.default_rng(1).standard_normal(9)
 
     def averages(self, m: Any) -> Any:

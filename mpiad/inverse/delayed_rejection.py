@@ -70,8 +70,7 @@ def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Mo
     return Moves(new if accepted else state, [*chances, chance], [*moves, accepted])
 
 
-Place = tuple[State, np.ndarray]
-"""A state and its coordinates z."""
+Place = tuple[State, np.ndarray]  # with its coordinates z
 
 
 def _second_log_ratio(sizes: Sequence[float], here: Place, tried: Place, new: Place) -> float:

@@ -63,9 +63,9 @@ _METHODS = {
 
 @dataclasses.dataclass
 class Samples:
-    """The result of `sample`; or the draws of another sampler, for `to_arviz`: ``Samples(draws)``.
+    """The result of `sample`; ``Samples(draws)`` of another sampler's draws has its method `to_arviz`.
 
-    Arrays have the leading axis (n_samples,), or (chains, n_samples) if `chains` was given.
+    If `chains` was given, quantities, misfit and the numbers per chain have an additional first axis for the chain.
 
     Attributes
     ----------
@@ -81,9 +81,9 @@ class Samples:
     step_size : float, or array
         The step sizes after the warm-up, in the form of `acceptance`.
     solves : dict
-        Numbers of evaluations of the misfit after the warm-up: "misfit", "gradient", and "failed", at which a solver
-        didn't converge or a value wasn't finite. With `chains`, there is one number per chain.
-    seconds : float or array
+        Numbers of evaluations after the warm-up: "misfit", "gradient", and "failed", at which a solver didn't converge or
+        a value wasn't finite. Evaluating a gradient includes the misfit, which is counted, too.
+    seconds : float
         The time of the chain after the warm-up, without that of an earlier run that it resumed.
 
     Examples
@@ -106,8 +106,8 @@ class Samples:
     def to_arviz(self) -> Any:
         """Return quantities and misfit as ArviZ's InferenceData, for its diagnostics (``pip install 'mpiad[arviz]'``).
 
-        The quantities are the variables of its group `posterior`, and the misfit is in `sample_stats`. Without chains, the
-        arrays get the axis of one chain, apart from draws of another sampler, which have the shape (chains, draws, ...).
+        The quantities are variables of its group `posterior`, and the misfit is in `sample_stats`. Without `chains`, the
+        arrays get an axis for the chain. Draws of another sampler must have the shape (chains, draws, ...).
         """
         arviz = optional_package("arviz", "ArviZ", "mpiad[arviz]", "inverse.Samples.to_arviz")
         found = self.quantities if isinstance(self.quantities, dict) else {_UNNAMED: self.quantities}
@@ -212,9 +212,9 @@ def sample(
         A folder to which ``Domain.save`` writes every `thin`-th sample of each chain, as ``chain0_000100.npy``.
     thin : int
     checkpoint : path or mpiad.optimize.CheckpointFile, optional
-        A file for the state of each chain, next to which each rank writes its own files. A call with the same arguments
-        resumes from it, bit for bit on the same number of ranks. A larger `n_samples` continues a complete chain (give
-        `warmup` in this case).
+        A file for the state of each chain, next to which each rank writes its own files, every 10 steps or as set by
+        `CheckpointFile(path, every)`. A call with the same arguments resumes from it, bit for bit, on the same number of
+        ranks. A larger `n_samples`, with the same `warmup`, continues a complete chain.
     progress : bool
         Whether the root shows the acceptance rate and the effective samples (of the misfit) per minute on standard error.
     comm : mpi4py intracommunicator, optional
@@ -263,7 +263,7 @@ def sample(
     >>> measured = np.arange(32)[domain.owned] == 16
     >>> misfit = lambda m: 0.5 * domain.sum(measured * (m**3 - 1.0) ** 2) / 0.5**2
     >>> product = lambda v: measured * v * 9.0 / 0.5**2
-    >>> posterior = laplace_approximation(product, measured * 1.0, prior, k=1)
+    >>> posterior = laplace_approximation(product, measured * 1.0, prior, k=2)
     >>> result = sample(misfit, prior, method="hpcn", n_samples=200, posterior=posterior)
     >>> print(result.misfit.shape, 0.1 < result.acceptance < 0.9)
     (200,) True
@@ -507,19 +507,17 @@ def _result(settings: _Settings, found: dict[int, _Chain]) -> Samples:
         return per_chain([each[0] if len(each) == 1 else each for each in values])
 
     for number, each in enumerate(chains):
-        for stage in np.flatnonzero((each.accepted == 0) & (each.tries >= _TRIES)):
-            text = (
-                f"{_CALL}: chain {number} accepted none of {each.tries[stage]} proposals of stage {stage + 1} after the "
-                f"warm-up, with the step size {each.sizes[stage]:.2g}. Use a longer warm-up, which reduces the step size, "
-                "pass a smaller step_size, or use a method that is informed by a Laplace approximation."
-            )
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        texts = [
+            f"accepted none of {each.tries[stage]} proposals of stage {stage + 1} after the warm-up, with the step size "
+            f"{each.sizes[stage]:.2g}. Use a longer warm-up, which reduces the step size, pass a smaller step_size, or use "
+            "a method that is informed by a Laplace approximation"
+            for stage in np.flatnonzero((each.accepted == 0) & (each.tries >= _TRIES))
+        ]
         if each.solves[2]:
-            text = (
-                f"{_CALL}: chain {number} rejected {each.solves[2]} proposals at which a solver in the misfit didn't "
-                "converge, or the misfit or its gradient wasn't finite."
-            )
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            found_at = "a solver in the misfit didn't converge, or the misfit or its gradient wasn't finite"
+            texts.append(f"rejected {each.solves[2]} proposals at which {found_at}")
+        for text in texts:
+            warnings.warn(f"{_CALL}: chain {number} {text}.", RuntimeWarning, stacklevel=3)
     means, count = np.stack([each.mean for each in chains]), settings.n_samples * len(chains)
     between = settings.n_samples * np.sum((means - means.mean(axis=0)) ** 2, axis=0)
     variance = (np.sum([each.squares for each in chains], axis=0) + between) / max(count - 1, 1)

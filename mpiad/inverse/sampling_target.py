@@ -68,19 +68,19 @@ class Target:
         reference, vector = self.reference, field.ravel()
         misfit = float(self._evaluation.value(vector) if slope else self._evaluation.untraced(vector))
         *coordinates, linear = reference.prior.domain.gram(self._duals, (field - reference.mean)[None])[:, 0]
-        weights = reference.values * coordinates
+        weights, known = reference.values * coordinates, None
         psi = misfit + linear - 0.5 * float(weights @ coordinates)
         self.solves[0] += 1
-        try:
-            if math.isfinite(psi) and not slope:
-                return State(field, misfit, psi)
-            if math.isfinite(psi):
-                self.solves[1] += 1
-                gradient = np.reshape(self._evaluation.gradient(vector), field.shape)  # type: ignore[arg-type]
-                gradient = gradient + np.tensordot(np.append(-weights, 1.0), self._duals, 1)
-                return State(field, misfit, psi, self._slope(reference, gradient))  # type: ignore[misc]
-        except ConvergenceError:  # of a solve with the prior, on all ranks, if the gradient isn't finite
-            pass
+        if slope and math.isfinite(psi):
+            self.solves[1] += 1
+            gradient = np.reshape(self._evaluation.gradient(vector), field.shape)  # type: ignore[arg-type]
+            gradient = gradient + np.tensordot(np.append(-weights, 1.0), self._duals, 1)
+            try:
+                known = self._slope(reference, gradient)  # type: ignore[misc]
+            except ConvergenceError:  # of a solve with the prior, on all ranks, if the gradient isn't finite
+                psi = math.inf
+        if math.isfinite(psi):
+            return State(field, misfit, psi, known)
         self.solves[2] += 1
         return State(field, misfit, math.inf)
 

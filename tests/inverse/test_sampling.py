@@ -127,6 +127,12 @@ def test_chains_on_groups(linear, size):
     np.testing.assert_allclose(grouped.mean[linear.domain.owned], one_by_one.mean, atol=1e-8)
     np.testing.assert_allclose(grouped.variance[linear.domain.owned], one_by_one.variance, atol=1e-8)
     assert grouped.solves["misfit"].tolist() == one_by_one.solves["misfit"].tolist() == [8, 8, 8]
+    few = sample(build, method="pcn", n_samples=2, chains=1, groups=size)  # fewer chains than groups
+    np.testing.assert_allclose(few.misfit, linear.sample("pcn", 2, chains=1).misfit, atol=1e-8)
+    with pytest.raises(TypeError, match=r"with groups, build\(comm\) returns prior and posterior"):
+        sample(build, linear.prior, method="pcn", n_samples=2, groups=size)
+    with pytest.raises(WorkerError, match="build must return an mpiad.inverse.GaussianPrior, but got NoneType"):
+        sample(lambda comm: (linear.misfit, None, None), method="pcn", n_samples=2, groups=size)
     pooled = one_by_one.quantities.reshape(24, 5)
     np.testing.assert_allclose(linear.observed(one_by_one.mean), pooled.mean(axis=0), atol=1e-10)
 
@@ -287,10 +293,10 @@ def test_objectives(linear, size):
 
 @pytest.mark.one_rank
 def test_progress_and_diagnostics(linear, capfd):
-    result = linear.sample("hpcn", 100, chains=2, progress=True, quantities=linear.observed)
+    result = linear.sample("hpcn", 20, warmup=0, chains=2, progress=True, quantities=linear.observed)
     assert "effective samples/min" in capfd.readouterr().err
     data = result.to_arviz()
-    assert data.posterior["quantities"].shape == (2, 100, 5) and data.sample_stats["misfit"].shape == (2, 100)
+    assert data.posterior["quantities"].shape == (2, 20, 5) and data.sample_stats["misfit"].shape == (2, 20)
     single = linear.sample("hpcn", 10, quantities={"first": lambda m: linear.observed(m)[0]})
     assert single.to_arviz().posterior["first"].shape == (1, 10)
     assert Samples({"theta": np.zeros((3, 7, 2))}).to_arviz().posterior["theta"].shape == (3, 7, 2)
