@@ -160,7 +160,7 @@ class Hamiltonian:
     """Hamiltonian Monte Carlo with a dense mass matrix; the step size and the covariance are adapted in the warm-up."""
 
     def __init__(self, value_and_gradient, start, random):
-        self.evaluate, self.random, self.gradients, self.accepted = value_and_gradient, random, 0, 0
+        self.evaluate, self.random, self.gradients = value_and_gradient, random, 0
         self.root, self.size = numpy.eye(start.size), 0.05  # of the covariance; of a step
         self.state = start, *self.at(start)
 
@@ -180,12 +180,11 @@ class Hamiltonian:
                 x = x + size * (self.root @ momentum)
                 value, gradient = self.at(x)
                 momentum = momentum - 0.5 * size * (self.root.T @ gradient)
-            rate = numpy.exp(min(0.0, energy - value - 0.5 * momentum @ momentum))
+            rate = numpy.nan_to_num(numpy.exp(numpy.minimum(0.0, energy - value - 0.5 * momentum @ momentum)))
         except ConvergenceError:
             rate = 0.0
         if chance < rate:
             self.state = x, value, gradient
-            self.accepted += 1
         return rate
 
     def warm_up(self, steps):
@@ -203,7 +202,7 @@ class Hamiltonian:
 
     def draw(self, samples):
         """Return samples, of shape (samples, number of variables)."""
-        self.gradients = self.accepted = 0
+        self.gradients = 0
         found = []
         for _ in range(samples):
             self.step()
