@@ -64,8 +64,9 @@ def terrain(coarsen):
 class Aquifer:
     """The steady flow, the boreholes, and what was measured there."""
 
-    def __init__(self, elevation, cell, boreholes):
+    def __init__(self, elevation, cell, boreholes, noise=NOISE):
         self.domain, self.cell, self.shape = mpiad.Domain(elevation.shape), cell, elevation.shape
+        self.noise = noise
         smooth = scipy.ndimage.gaussian_filter(elevation, [ROUGHNESS / h for h in cell], mode="nearest")
         self.true_field = -1.5 * numpy.tanh((smooth - smooth.mean()) / smooth.std())
         self.truth = self.true_field[self.domain.owned].copy()
@@ -75,7 +76,7 @@ class Aquifer:
         self.places = draw.uniform(0.03, 0.97, (boreholes, 2)) * self.shape * numpy.array(cell)
         self.left_out = numpy.arange(boreholes) % 2 == 1
         self.mine = self.at_boreholes(numpy.ones(self.domain.local_shape))  # 1 in those of this rank, otherwise 0
-        self.heads = self.observed(self.truth) + NOISE * draw.standard_normal(boreholes)
+        self.heads = self.observed(self.truth) + noise * draw.standard_normal(boreholes)
 
     def sides(self, smooth):
         """Return what heads at the sides give to the cells beside them, for a transmissivity of 1."""
@@ -102,16 +103,16 @@ class Aquifer:
 
     def residuals(self, m):
         """Return this rank's misfits in the boreholes that aren't left out, in units of the noise."""
-        misfits = (self.at_boreholes(self.head(m)) - self.mine * self.heads) / NOISE
+        misfits = (self.at_boreholes(self.head(m)) - self.mine * self.heads) / self.noise
         return misfits[~self.left_out]
 
 
 class Heads:
     """What is predicted of the heads that were left out: noise of a measurement is part of it."""
 
-    def __init__(self, measured, samples):
+    def __init__(self, measured, samples, noise=NOISE):
         self.measured, (mean, deviation) = measured, samples
-        self.mean, self.deviation = mean, numpy.sqrt(deviation**2 + NOISE**2)
+        self.mean, self.deviation = mean, numpy.sqrt(deviation**2 + noise**2)
         self.away = (measured - mean) / self.deviation
 
     @property

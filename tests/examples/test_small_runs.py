@@ -65,6 +65,12 @@ RUNS = [
         r"of their errors: (\S+) m before, (\S+) m after", lambda before, after: after < before / 3, thorough=True,
     ),
     Small(
+        1, "examples/groundwater_posterior.py", "--coarsen 20 --boreholes 24 --pairs 12 --samples 30 --warmup 30 --draws 4"
+        " --method hpcn --least 0 --picture picture.png",
+        r"chain: .* of their errors: (\S+) m, (\S+) m expected", lambda error, expected: error < 3 * expected,
+        thorough=True,
+    ),
+    Small(
         2, "examples/heat_source.py", "--cells 13 --steps 3 --iterations 8 --most 1 --picture picture.png",
         r"relative error of the start: (\S+)", lambda error: error < 0.4, thorough=True,
     ),
@@ -75,6 +81,11 @@ RUNS = [
     Small(
         2, "examples/influenza_vi.py", "--n_epochs 2",
         r"beta: (\S+) ± .* by the chain (\S+) ±", is_close(0.05),
+    ),
+    Small(
+        2, "examples/membrane_posterior.py", "--samples 6 --warmup 8 --most 99 --picture picture.png",
+        r"log likelihood to (\S+), log prior to (\S+)", lambda likelihood, prior: max(likelihood, prior) < 1e-9,
+        thorough=True,
     ),
     Small(
         2, "examples/neural_ode.py", "--iterations 5",
@@ -88,6 +99,10 @@ RUNS = [
         2, "examples/poisson_inverse.py", "--cells 8 --iterations 8 8 --most 1",
         r"field .*log κ (\S+)\n.*network .*log κ (\S+)", lambda field, network: max(field, network) < 0.3,
         thorough=True,
+    ),
+    Small(
+        2, "examples/poisson_posterior.py", "--chains 2 --samples 40 --warmup 20 --methods hpcn dr --picture picture.png",
+        r"true log flux (\S+)\nLaplace approximation +(\S+) ±", lambda true, mean: abs(true - mean) < 2.0,
     ),
     Small(
         2, "examples/predator_prey.py", "--starts 2 --iterations 12",
