@@ -14,7 +14,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable, map_leaves, named_leaves, refuse_objects
+from mpiad.pytrees import flatten, is_variable, map_leaves, named_leaves, refuse_objects, same_form
 from mpiad.transport import Spec
 
 
@@ -68,15 +68,6 @@ def matching_leaves(
 
 def _real(leaf: Array) -> Array:
     return np.real(leaf) if np.iscomplexobj(leaf) else leaf
-
-
-def same_form(tree: Tree, other: Tree) -> bool:
-    """Return whether two pytrees have the same keys and lengths."""
-    if isinstance(other, dict):
-        return isinstance(tree, dict) and tree.keys() == other.keys() and all(same_form(tree[k], other[k]) for k in other)
-    if isinstance(other, (list, tuple)):
-        return isinstance(tree, (list, tuple)) and len(tree) == len(other) and all(map(same_form, tree, other))
-    return not isinstance(tree, (dict, list, tuple))
 
 
 def _matches(g: Array, leaf: Array) -> bool:
