@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from autograd.builtins import DictBox, SequenceBox
@@ -31,10 +31,9 @@ _MIN_LONG_SIZE = 1 << 13  # entries; `in_blocks` concatenates shorter arrays
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 FIELDS: dict[type, tuple[str, ...]] = {}  # the fields of registered dataclasses and named tuples
 _CLASSES: dict[str, type] = {}  # registered classes by their names in checkpoints
-_Class = TypeVar("_Class", bound=type)
 
 
-def register(cls: _Class) -> _Class:
+def register(cls: Any) -> Any:
     """Register a dataclass or named tuple as a container in pytrees, as a class decorator.
 
     The fields of a registered dataclass are parts of a pytree, in the order of their declaration: gradients, minimizers,
@@ -72,18 +71,16 @@ def register(cls: _Class) -> _Class:
     >>> print(mpiad.grad(lambda line: 3 * line.slope + line.offset**2)(Line(1.0, 2.0)))
     Line(slope=3.0, offset=4.0)
     """
-    if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or _is_named_tuple(cls)):
+    is_data = isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    fields: Any = [field.name for field in dataclasses.fields(cls)] if is_data else getattr(cls, "_fields", None)
+    if not isinstance(cls, type) or not fields:
         raise TypeError(
-            f"pytrees.register: expected a dataclass or named tuple, but got {cls!r:.80}. Write the decorator above "
-            "@dataclass."
+            f"pytrees.register: expected a dataclass or named tuple with fields, but got {cls!r:.80}. Write the decorator "
+            "above @dataclass."
         )
-    FIELDS[cls] = cls._fields if _is_named_tuple(cls) else tuple([field.name for field in dataclasses.fields(cls)])
+    FIELDS[cls] = tuple(fields)
     _CLASSES[_class_name(cls)] = cls
     return cls
-
-
-def _is_named_tuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def _class_name(cls: type) -> str:
@@ -92,7 +89,7 @@ def _class_name(cls: type) -> str:
 
 def _made(cls: Any, parts: Iterable[Any]) -> Any:
     """Return an object of a registered class with these fields."""
-    if _is_named_tuple(cls):
+    if hasattr(cls, "_make"):
         return cls._make(parts)
     made = object.__new__(cls)
     for name, part in zip(FIELDS[cls], parts):
@@ -188,6 +185,12 @@ def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     if not parts:
         return [(name, "an empty container")]
     return [leaf for path, part in parts for leaf in named_leaves(part, path)]
+
+
+def leaf_paths(tree: Tree, name: str) -> list[str]:
+    """Return the paths of the leaves, in the order of `flatten`."""
+    parts = children(tree, name)
+    return [name] if parts is None else [leaf for path, part in parts for leaf in leaf_paths(part, path)]
 
 
 def refuse_objects(tree: Tree, name: str, call: str) -> None:

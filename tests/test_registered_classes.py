@@ -173,7 +173,7 @@ def test_structure():
 @pytest.mark.serial
 def test_other_classes_are_refused(tmp_path):
     for other in (int, dict, 3, net()):
-        with pytest.raises(TypeError, match="expected a dataclass or named tuple"):
+        with pytest.raises(TypeError, match="expected a dataclass or named tuple with fields"):
             register(other)
 
     @dataclass

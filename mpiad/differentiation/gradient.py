@@ -211,8 +211,9 @@ def require_equal_copies(variables: Variables, shared: Shared, channel: Channel,
     if shared and watch_settings.debug():
         claim = f"{call}: shared=True says that all ranks hold the same variable x"
         x = variables.build(variables.leaves)
-        each = isinstance(shared, (tuple, list))
-        parts = [(f"x[{i}]", part) for i, part in enumerate(x) if shared[i]] if each else [("x", x)]
+        parts = [("x", x)]
+        if isinstance(shared, (tuple, list)):
+            parts = [(f"x[{i}]", part) for i, part in enumerate(x) if shared[i]]
         leaves = [(path, to_host(leaf)) for name, part in parts for path, leaf in named_leaves(part, name)]
         checked_on_replay(require_replicated, channel, leaves, claim, _BROADCAST)
 

@@ -28,10 +28,12 @@ class Items(list):
 class _LastContainer(threading.local):
     size = 0
     order: Tree = None
+    item = batch = -1
 
 
 last_container = _LastContainer()
-"""The last data container that this thread used: its number of ranks, and the values that determine its order."""
+"""The last data container that this thread used: its number of ranks, the values that determine its order, the index of its
+last item, and the id of the item's first leaf."""
 
 
 def local_rank() -> Rank:
@@ -133,7 +135,12 @@ class DistributedDataContainer:
         if not -count <= k < count:
             raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
         k %= count
-        last_container.size, last_container.order = self._size, self._order_parameters
+        last_container.size, last_container.order, last_container.item = self._size, self._order_parameters, k
+        found = self._item(k)
+        last_container.batch = _id_of(found)
+        return found
+
+    def _item(self, k: int) -> Any:
         # Indices are Python integers, since a user's data set may not support NumPy's.
         if self.batch_size is None:
             index = int(self._local_indices(0, self._count)[k])
@@ -210,14 +217,29 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
     return 1
 
 
-def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) -> None:
-    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between ranks, except in untrained leaves."""
-    if not watch_settings.debug():
-        return
-    # The orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
-    if not on_any_rank(used.data, last_container.size != used.size):
+def described_batch(batch: Sequence[Any], count: int) -> str:
+    """Return a description of this rank's part of a batch: its index in the last container, or the number of samples."""
+    if last_container.batch != _id_of(batch):
+        return f"a batch of {count} sample(s)"
+    epoch = last_container.order.get("epoch")
+    return f"batch {last_container.item}" + ("" if epoch is None else f" of epoch {epoch}")
+
+
+def _id_of(batch: Tree) -> int:
+    while isinstance(batch, (dict, list, tuple)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return id(batch)
+
+
+def require_equal_replicas(
+    used: Channel, call: str, compared: dict[str, Tree], own: Callable[[str], bool] | None = None
+) -> None:
+    """Raise on all ranks if `compared` differs between ranks, except in leaves that are untrained or `own`."""
+    # In debug mode orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
+    if watch_settings.debug() and not on_any_rank(used.data, last_container.size != used.size):
         compared = {**compared, "data": last_container.order}
     named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
     leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
+    leaves = [(path, leaf) for path, leaf in leaves if own is None or not own(path)]
     advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
     require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,16 +17,19 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.errors import NotFiniteError
 from mpiad.parallel.adam import SGD, Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
-from mpiad.parallel.data import count_samples, require_equal_replicas
-from mpiad.parallel.parameters import described, matching_leaves, require_state, variables_of
+from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
+from mpiad.parallel.parameter_groups import ParameterGroups
+from mpiad.parallel.parameters import described, matching_leaves, require_optimizer, require_state, variables_of
+from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.pytrees import fetched, is_variable, named_leaves
+from mpiad.pytrees import fetched, flatten, is_variable, leaf_paths, named_leaves
 from mpiad.transport import SUM, Channel, Spec, channel
-from mpiad.transport.core.agreement import agreed
+from mpiad.transport.core.agreement import agreed, raising_together
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import recoverable
@@ -69,7 +73,8 @@ def value_and_grad(
     TypeError
         On all ranks, if `loss` doesn't return a real number, or no parameter has a real or complex floating-point dtype.
     ValueError
-        On all ranks, if no rank has a sample, or the ranks' parameters differ in number, shape or dtype.
+        On all ranks, if no rank has a sample, the loss doesn't depend on the parameters on any rank, or the ranks'
+        parameters differ in number, shape or dtype.
 
     Ranks
     -----
@@ -95,27 +100,108 @@ def value_and_grad(
 
     @recoverable("parallel.value_and_grad", comm)
     def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
-        used = channel(comm, "parallel.value_and_grad")
-        variables = variables_of(params, "parallel.value_and_grad")
-        leaves, places, build = variables
-        count = count_samples(samples, params, batch)
-        require_equal_replicas(used, "parallel.value_and_grad", {"params": params})
+        call = "parallel.value_and_grad"
+        used = channel(comm, call)
+        with _raising_in_totals(used, call):
+            variables = variables_of(params, call)
+            count = count_samples(samples, params, batch)
+        if watch_settings.debug():
+            require_equal_replicas(used, call, {"params": params})
+        leaves, places = variables.leaves, variables.places
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
-        sum_up = partial(totals, used, plan, params, "parallel.value_and_grad", count)
+        sum_up = partial(totals, used, plan, params, call, count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             found = dict(zip(places, sums.wait(total.batch)))
-        return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
+        gradients = [found[k][()] if k in found else None for k in range(len(leaves))]
+        return total.loss / total.batch, variables.build(gradients)
 
     return evaluate
 
 
+def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Comm = None) -> Callable[..., float]:
+    """Make the function that evaluates the mean over all samples, without a gradient, of a loss or an accuracy.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(params, *batch)``: the mean over this rank's samples, one real number, as in `value_and_grad`. It isn't
+        called on a rank without samples.
+    samples : callable, optional
+        As in `value_and_grad`.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    callable
+        ``(params, *batch) -> mean``, the same on all ranks.
+
+    Raises
+    ------
+    TypeError
+        On all ranks, if `loss` doesn't return a real number, or the parameters contain an unsupported object.
+    ValueError
+        On all ranks, if no rank has a sample.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result.
+
+    Adjoint
+    -------
+    None: traced parameters are refused.
+
+    Examples
+    --------
+    >>> accuracy = mpiad.parallel.value(lambda w, x, y: np.mean((x > w) == y))
+    >>> print(accuracy(0.5, np.array([0.2, 0.7, 0.9, 0.4]), np.array([False, True, True, True])))
+    0.75
+    """
+
+    @recoverable("parallel.value", comm)
+    def evaluate(params: Tree, *batch: Any) -> float:
+        call = "parallel.value"
+        used = channel(comm, call)
+        with _raising_in_totals(used, call):
+            variables_of(params, call, required=False)
+            count = count_samples(samples, params, batch)
+        with restoring_state(), suspended():
+            found = getval(loss(params, *batch)) if count else 0.0
+            problem = problem_with(found, 1.0, call, _REQUIREMENT)
+            term = 0.0 if problem else float(np.reshape(to_host(found), ())) * count
+            total = totals(used, Plan([], 0), params, call, count, loss=term, problem=problem)
+        return total.loss / total.batch
+
+    return evaluate
+
+
+_REQUIREMENT = "loss must return one real number"
+
+
+def _raising_in_totals(used: Channel, call: str) -> AbstractContextManager:
+    """Return a context whose TypeError or ValueError all ranks raise; ranks without an exception call `totals` later."""
+    return raising_together(used) if watch_settings.debug() else _reporting_in_totals(used, call)
+
+
+@contextmanager
+def _reporting_in_totals(used: Channel, call: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        totals(used, Plan([], 0), None, call, 0, problem=PendingError(kind, str(error)))
+
+
 def gradient_of_sum(
-    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, sums: Sums | None
-) -> Totals:
-    """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses."""
+    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, sums: Sums | None,
+    batch: str | None = None,
+) -> Totals:  # fmt: skip
+    """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses.
+
+    If the batch is described, for errors, losses that aren't finite raise an error on all ranks.
+    """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
@@ -129,16 +215,22 @@ def gradient_of_sum(
 
     # The sums are collective, so a rank without samples contributes zeros.
     if not count:
-        found = sum_up()
+        found = sum_up(depends=False)
         for variable in range(len(places)):
             deliver(variable, None)
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
     # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
-    requirement = "loss must return one real number"
-    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", requirement)
-    found = sum_up(problem=problem) if problem else sum_up(loss=float(np.reshape(to_host(getval(value)), ())) * count)
+    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", _REQUIREMENT)
+    mean = 0.0 if problem else float(np.reshape(to_host(getval(value)), ()))
+    if batch is not None and not math.isfinite(mean):
+        problem = PendingError(
+            NotFiniteError,
+            f"DistributedOptimizer.step: the loss is {mean} for {batch}. Nothing was updated. Check the samples, reduce "
+            "the learning rate, or pass skip_nonfinite=True to skip such batches.",
+        )
+    found = sum_up(loss=mean * count, problem=problem, depends=traced.places[0] >= 0)
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
     if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
@@ -155,15 +247,29 @@ class DistributedOptimizer:
     Parameters
     ----------
     optimizer : object
-        `Adam`, `AdamW`, `SGD`, or any object with ``setup(params) -> state`` and ``update(state, params, gradient) ->
-        (state, params)``.
+        `Adam`, `AdamW`, `SGD`, `ParameterGroups`, or any object with ``setup(params) -> state`` and ``update(state,
+        params, gradient) -> (state, params)``.
     reduction : {"mean", "sum"}
         "mean": divide the sum of the gradients by the total number of samples or, in `update` without `samples`, of
         gradients. "sum": don't divide.
     accumulate : int
         The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
-        Maximum 2-norm of the reduced gradient over all parameters; gradients with a larger norm are scaled down.
+        Maximum 2-norm of the reduced gradient over all trained parameters, in which a shared leaf counts once, and own
+        leaves count on every rank; gradients with a larger norm are scaled down, by the same factor on all ranks.
+    own : callable, optional
+        ``own(path)`` returns whether a leaf belongs to each rank for itself, given its path as in error messages, for
+        example ``"params['head'][0]"``. Own leaves may differ between ranks in value, shape and number, and their
+        gradients aren't summed: with "mean", the gradient is the derivative of the mean loss over all samples with respect
+        to this rank's leaf.
+    skip_nonfinite : bool
+        Whether to skip batches with a loss that isn't finite on a rank, and updates with a reduced gradient that isn't
+        finite: parameters and optimizer remain unchanged on all ranks, and the state counts them in `skipped`. By default
+        `step` raises an error for such a loss.
+    check_every : int, optional
+        Compare the ranks' shared parameters in every k-th call, by a small reduction, instead of only the first call.
+    synchronize : bool
+        Whether the first call of `step` begins with the parameters of rank 0 on all ranks, except own leaves.
     bucket_bytes : int
         Maximum size of a message in bytes, as in `value_and_grad`.
     comm : mpi4py intracommunicator, optional
@@ -171,7 +277,7 @@ class DistributedOptimizer:
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid.
+        If an argument is invalid, for example the optimizer's class instead of an object.
 
     Examples
     --------
@@ -189,23 +295,30 @@ class DistributedOptimizer:
         reduction: str = "mean",
         accumulate: int = 1,
         clip_norm: float | None = None,
+        own: Callable[[str], bool] | None = None,
+        skip_nonfinite: bool = False,
+        check_every: int | None = None,
+        synchronize: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         comm: Comm = None,
     ):
-        if not callable(getattr(optimizer, "setup", None)) or not callable(getattr(optimizer, "update", None)):
-            raise TypeError(
-                "DistributedOptimizer: the optimizer must have setup(params) and update(state, params, gradient), but got "
-                f"{type(optimizer).__name__} {optimizer!r:.60}."
-            )
+        require_optimizer(optimizer, "DistributedOptimizer: the optimizer")
+        if own is not None and not callable(own):
+            raise TypeError(f"DistributedOptimizer: own must be a function of a leaf's path, but got {own!r:.60}.")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"DistributedOptimizer: reduction must be 'mean' or 'sum', but got {reduction!r}.")
         positive_count(accumulate, "DistributedOptimizer: accumulate")
+        if check_every is not None:
+            positive_count(check_every, "DistributedOptimizer: check_every")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
+        self.own, self.skip_nonfinite, self.check_every, self.synchronize = own, skip_nonfinite, check_every, synchronize
         self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
+        self._skips: dict[str, int] = {"skipped": 0} if skip_nonfinite else {}
         self._plan: Plan | None = None
+        self._calls = 0
 
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the initial state.
@@ -218,9 +331,10 @@ class DistributedOptimizer:
         -------
         dict
             `optimizer`, the inner optimizer's state; if `accumulate` exceeds 1, also this rank's accumulated gradient
-            (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`).
+            (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`); with `skip_nonfinite` the
+            number of skipped batches and updates (`skipped`).
         """
-        return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation}
+        return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
@@ -248,18 +362,21 @@ class DistributedOptimizer:
         ------
         TypeError, ValueError
             On all ranks, if a rank's gradient or accumulated gradient doesn't match the parameters; if no rank has a
-            sample; if the ranks' parameters differ in number, shape or dtype. On this rank only, if its gradient doesn't
-            match and no update is due yet; if its state is that of another optimizer or of other parameters.
+            sample; if the ranks' parameters differ in number, shape or dtype; if no rank has a leaf that is `own`. On this
+            rank only, if its gradient doesn't match and no update is due yet; if its state is that of another optimizer or
+            of other parameters.
+        ReplicationError
+            On all ranks, if shared parameters differ between ranks and are compared in this call.
 
         Ranks
         -----
         All ranks of `comm` call it.
         """
         call = "DistributedOptimizer.update"
-        variables = variables_of(params, call)
-        param_leaves, places, _ = variables
+        variables = self._variables(params, call)
+        param_leaves, places = variables.leaves, variables.places
         specs = [spec_like(param_leaves[k]) for k in places]
-        require_state(state, ("optimizer", *self._empty_accumulation), call)
+        require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
         problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
         last = state.get("steps", 0) + 1 >= self.accumulate
         try:
@@ -281,13 +398,12 @@ class DistributedOptimizer:
                 return self._accumulate(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
-            self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, call)
-            self._compare(used, state, params, call)
-            total = totals(used, self._plan, params, call, count, problem=problem)
-            with Sums(used, self._plan) as sums:
-                sums.add_all(parts)
-                return self._apply(state, params, variables, sums, total.all)
+            sum_up, plan = self._reduction(used, state, params, variables, specs, call)
+            total = sum_up(count, problem=problem)
+            with Sums(used, plan) as sums:
+                sums.add_all([parts[k] for k in variables.shared])
+                return self._apply(used, state, params, variables, parts, sums, total.all)
 
     def step(
         self,
@@ -316,8 +432,10 @@ class DistributedOptimizer:
 
         Raises
         ------
-        TypeError, ValueError
-            As in `value_and_grad` and `update`.
+        TypeError, ValueError, ReplicationError
+            As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them.
+        NotFiniteError
+            On all ranks, if the loss of a rank isn't finite, unless batches are skipped (`skip_nonfinite`).
 
         Ranks
         -----
@@ -330,21 +448,24 @@ class DistributedOptimizer:
     ) -> tuple[dict[str, Any], Tree, float]:
         call = "DistributedOptimizer.step"
         used = channel(self.comm, call)
-        variables = variables_of(params, call)
-        specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
-        require_state(state, ("optimizer", *self._empty_accumulation), call)
-        self._compare(used, state, params, call)
+        if self.synchronize and not self._calls:
+            leaves, build = flatten(params)
+            paths = leaf_paths(params, "params")
+            shared = {path: leaf for path, leaf in zip(paths, leaves) if self.own is None or not self.own(path)}
+            root_leaves = synchronize(shared, comm=self.comm)
+            params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
+        with _raising_in_totals(used, call):
+            variables = self._variables(params, call)
+            specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
+            require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
+            accumulated = _accumulated(state, specs, call) or [None] * len(specs)
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
         parts: list[Any] = [None] * len(specs)
-        self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-        sum_up = partial(totals, used, self._plan, params, call, count, state.get("samples", 0))
-        try:
-            accumulated = _accumulated(state, specs, call) or [None] * len(specs)
-        except ValueError as error:
-            sum_up(problem=PendingError(type(error), str(error)))
-            raise
-        with restoring_state(), suspended(), Sums(used, self._plan) as sums:
+        sum_up, plan = self._reduction(used, state, params, variables, specs, call)
+        position = {k: index for index, k in enumerate(variables.shared)}
+        described = None if self.skip_nonfinite else described_batch(batch, count)
+        with restoring_state(), suspended(), Sums(used, plan) as sums:
 
             def ready(k: int, g: Array) -> None:
                 if accumulated[k] is not None:
@@ -352,14 +473,50 @@ class DistributedOptimizer:
                 elif not last:
                     g = _copied(g)  # an operator may reuse the memory of its result before the update
                 parts[k] = g
-                if last:
-                    sums.add(k, g)
+                if last and k in position:
+                    sums.add(position[k], g)
 
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, sums if last else None)
+            total = gradient_of_sum(
+                lambda x: loss(x, *batch), variables, count, partial(sum_up, count, state.get("samples", 0)), ready,
+                sums if last else None, described,
+            )  # fmt: skip
             mean = total.loss / total.batch
-            if not last:
-                return self._accumulate(state, parts, count), params, mean
-            return *self._apply(state, params, variables, sums, total.all), mean
+            if last:
+                return *self._apply(used, state, params, variables, parts, sums, total.all, mean), mean
+            if self.skip_nonfinite and not math.isfinite(mean):
+                return {**state, "skipped": state["skipped"] + 1}, params, mean
+            return self._accumulate(state, parts, count), params, mean
+
+    def _variables(self, params: Tree, call: str) -> Variables:
+        """Return the trained parameters, without frozen ones, and which of them all ranks share."""
+        variables = variables_of(params, call)
+        groups = self.optimizer if isinstance(self.optimizer, ParameterGroups) else None
+        if self.own is None and groups is None:
+            return variables
+        paths = leaf_paths(params, "params")
+        places = [k for k in variables.places if groups is None or not groups.is_frozen(paths[k])]
+        if not places:
+            raise ValueError(f"{call}: all parameters are frozen, {', '.join(paths):.200}.")
+        shared = [k for k, place in enumerate(places) if self.own is None or not self.own(paths[place])]
+        return variables._replace(places=places, shared=shared)
+
+    def _reduction(
+        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, specs: list[Spec], call: str
+    ) -> tuple[Callable[..., Totals], Plan]:
+        """Return `totals` for these parameters, which also compares replicas when this is due, and the plan of the sums."""
+        self._compare(used, state, params, call)
+        plan = self._plan = plan_of([specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
+        due = self._calls % self.check_every == 0 if self.check_every else self._calls == 0
+        self._calls += 1
+        owns = self.own is None or len(variables.shared) < len(variables.places)
+
+        def sum_up(count: int, accumulated_before: int = 0, **found: Any) -> Totals:
+            total = totals(used, plan, params, call, count, accumulated_before, owns=owns, **found)
+            if due and used.size > 1 and not watch_settings.debug():
+                require_equal_replicas(used, call, {"params": params}, self.own)
+            return total
+
+        return sum_up, plan
 
     def _compare(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> None:
         if watch_settings.debug():
@@ -367,22 +524,34 @@ class DistributedOptimizer:
             if isinstance(self.optimizer, (Adam, SGD)):
                 updates = settings["updates"] = state["optimizer"]["updates"]
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
-            # Accumulated gradients differ between ranks.
-            compared = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
-            require_equal_replicas(used, call, compared)
+            compared = {"params": params, "optimizer": settings}
+            # Accumulated gradients differ between ranks, and so do the optimizer's numbers for own leaves.
+            compared |= {"state": {"optimizer": state["optimizer"]}} if self.own is None else {}
+            require_equal_replicas(used, call, compared, self.own)
 
     def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
     def _apply(
-        self, state: dict[str, Any], params: Tree, variables: Variables, sums: Sums, total: int
-    ) -> tuple[dict[str, Any], Tree]:
+        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, parts: list[Any], sums: Sums,
+        total: int, mean: float = 0.0,
+    ) -> tuple[dict[str, Any], Tree]:  # fmt: skip
+        divisor = total if self.reduction == "mean" else 1
+        found = dict(zip(variables.shared, sums.wait(divisor)))
+        own = {k: np.asanyarray(part / divisor) for k, part in enumerate(parts) if k not in found}
+        new = {**state, **self._empty_accumulation}
+        if self.clip_norm is not None or self.skip_nonfinite:
+            norm = norm_of(list(found.values()))
+            if self.own is not None:
+                norm = math.hypot(norm, *used.data.allgather(norm_of(list(own.values()))))
+            if self.skip_nonfinite and not math.isfinite(norm + mean):
+                return {**new, "skipped": state["skipped"] + 1}, params
+            clip([*found.values(), *own.values()], norm, self.clip_norm)
         leaves: list[Any] = [None] * len(variables.leaves)
-        found = sums.wait(total if self.reduction == "mean" else 1)
-        for k, array in zip(variables.places, clipped(found, self.clip_norm)):
-            leaves[k] = array[()]
+        for k, array in {**found, **own}.items():
+            leaves[variables.places[k]] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
-        return {**state, **self._empty_accumulation, "optimizer": inner}, params
+        return {**new, "optimizer": inner}, params
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
@@ -400,15 +569,16 @@ def _copied(part: Array) -> Array:
     return part.copy() if hasattr(part, "copy") else np.array(part)
 
 
-def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
-    """Scale arrays in place to a joint 2-norm of at most `max_norm` (Pascanu et al., 2013), unless it isn't finite."""
-    if max_norm is None:
-        return arrays
-    norm = math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
-    if max_norm < norm < math.inf:
+def norm_of(arrays: list[Array]) -> float:
+    """Return the joint 2-norm of arrays; it isn't finite if an entry isn't."""
+    return math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
+
+
+def clip(arrays: list[Array], norm: float, max_norm: float | None) -> None:
+    """Scale arrays in place from their joint norm to at most `max_norm` (Pascanu et al., 2013), unless it isn't finite."""
+    if max_norm is not None and max_norm < norm < math.inf:
         for array in arrays:
             array *= max_norm / norm
-    return arrays
 
 
 def _norms(arrays: list[Array]) -> list[float]:
@@ -439,21 +609,30 @@ class Totals(NamedTuple):
 
 def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: float = 0.0,
-    problem: PendingError | None = None,
+    problem: PendingError | None = None, depends: bool = True, owns: bool = True,
 ) -> Totals:  # fmt: skip
-    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match."""
+    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match.
+
+    `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any.
+    """
     # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
-    local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, loss]
-    found = allreduce(used, np.array(local, float), SUM, call)
-    total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
+    counts = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, depends, owns]
+    found = allreduce(used, np.array([*counts, loss], float), SUM, call)
+    total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
+    if problems:
+        raise_everywhere(used, problem)
     # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
     # for exact floats.
     if used.size * int(squares) != int(digests) ** 2:
         raise agreed(used, _difference(used, plan, params, call))
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
-    if problems:
-        raise_everywhere(used, problem)
+    if not dependent:
+        text = "the loss doesn't depend on the parameters on any rank. Compute it from them by functions of autograd.numpy."
+        raise agreed(used, ValueError(f"{call}: {text}"))
+    if not owners:
+        paths = ", ".join(leaf_paths(params, "params"))
+        raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
     return Totals(int(total), int(accumulated), sum_of_losses)
 
 

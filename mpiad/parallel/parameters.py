@@ -32,7 +32,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: expected floats or arrays of floats to train, but got {kinds}.")
-    return Variables(leaves, places, build)
+    return Variables(leaves, places, build, range(len(places)))
 
 
 def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:
@@ -75,6 +75,15 @@ def _matches(g: Array, leaf: Array) -> bool:
         # Any gradient is allowed for a leaf that isn't trained.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
+
+
+def require_optimizer(optimizer: Any, name: str) -> None:
+    """Raise a TypeError if an object isn't an optimizer."""
+    if isinstance(optimizer, type) or not all(callable(getattr(optimizer, part, None)) for part in ("setup", "update")):
+        is_class = isinstance(optimizer, type)
+        got = f"the class {optimizer.__name__}" if is_class else f"{type(optimizer).__name__} {optimizer!r:.60}"
+        advice = f" Pass an instance, {optimizer.__name__}(...)." if is_class else ""
+        raise TypeError(f"{name} must have setup(params) and update(state, params, gradient), but got {got}.{advice}")
 
 
 def require_state(state: Any, names: Iterable[str], call: str) -> None:

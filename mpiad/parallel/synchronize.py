@@ -56,7 +56,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     used = channel(comm, "parallel.synchronize")
     root = root_of(root, used, "parallel.synchronize")
     with raising_together(used):
-        leaves, trained, build = variables_of(tree, "parallel.synchronize", required=False)
+        leaves, trained, build, _ = variables_of(tree, "parallel.synchronize", required=False)
         own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
     root_leaves = used.data.bcast(own, root)
     with raising_together(used):
