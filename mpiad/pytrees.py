@@ -380,13 +380,12 @@ def rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: Ar
         return parts if kind == "list" else tuple(parts)
     if kind == "registered":
         name, fields = rest
-        cls = _CLASSES.get(name)
-        if cls is None or FIELDS[cls] != tuple(field for field, _ in fields):
-            names = [field for field, _ in fields]
+        cls, names = _CLASSES.get(name), tuple([field for field, _ in fields])
+        if cls is None or FIELDS[cls] != names:
+            registered = "no class" if cls is None else f"a class with the fields {FIELDS[cls]}"
             raise ValueError(
-                f"it holds {name} with the fields {names}, but "
-                + (f"the class registered by this name has {list(FIELDS[cls])}." if cls else "no such class is registered.")
-                + " Define the class as in the program that wrote the file, with mpiad.pytrees.register."
+                f"it holds {name} with the fields {names}, but {registered} is registered by this name. Define the class "
+                "as in the program that wrote the file, under mpiad.pytrees.register."
             )
         return _made(cls, [rebuilt(part, arrays, namespace) for _, part in fields])
     state: dict[str, Any] = rebuilt(rest[0], arrays)

@@ -188,10 +188,8 @@ def test_other_classes_are_refused(tmp_path):
     save_checkpoint(tmp_path / "c.npz", register(Local)(2.0))
     assert load_checkpoint(tmp_path / "c.npz").tree.x == 2.0
     FIELDS[Local] = ("y",)
-    with pytest.raises(
-        ValueError, match=r"Local with the fields \['x'\], but the class registered by this name has \['y'\]"
-    ):
+    with pytest.raises(ValueError, match=r"Local with the fields \('x',\), but a class with the fields \('y',\)"):
         load_checkpoint(tmp_path / "c.npz")
     del _CLASSES[name], FIELDS[Local]
-    with pytest.raises(ValueError, match="but no such class is registered"):
+    with pytest.raises(ValueError, match="but no class is registered"):
         load_checkpoint(tmp_path / "c.npz")

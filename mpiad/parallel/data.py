@@ -28,12 +28,12 @@ class Items(list):
 class _LastContainer(threading.local):
     size = 0
     order: Tree = None
-    item = batch = -1
+    item = epoch = batch = -1
 
 
 last_container = _LastContainer()
-"""The last data container that this thread used: its number of ranks, the values that determine its order, the index of its
-last item, and the id of the item's first leaf."""
+"""The last data container that this thread used: its number of ranks, the values that determine its order, the index and
+the epoch of its last item, and the id of the item's first leaf."""
 
 
 def local_rank() -> Rank:
@@ -135,7 +135,8 @@ class DistributedDataContainer:
         if not -count <= k < count:
             raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
         k %= count
-        last_container.size, last_container.order, last_container.item = self._size, self._order_parameters, k
+        last_container.size, last_container.order = self._size, self._order_parameters
+        last_container.item, last_container.epoch = k, self.epoch
         found = self._item(k)
         last_container.batch = _id_of(found)
         return found
@@ -219,10 +220,8 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
 
 def described_batch(batch: Sequence[Any], count: int) -> str:
     """Return a description of this rank's part of a batch: its index in the last container, or the number of samples."""
-    if last_container.batch != _id_of(batch):
-        return f"a batch of {count} sample(s)"
-    epoch = last_container.order.get("epoch")
-    return f"batch {last_container.item}" + ("" if epoch is None else f" of epoch {epoch}")
+    known = last_container.batch == _id_of(batch)
+    return f"batch {last_container.item} of epoch {last_container.epoch}" if known else f"a batch of {count} sample(s)"
 
 
 def _id_of(batch: Tree) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import fetched, flatten, is_variable, leaf_paths, named_leaves
 from mpiad.transport import SUM, Channel, Spec, channel
-from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.agreement import agreed
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import recoverable
@@ -105,12 +105,11 @@ def value_and_grad(
         with _raising_in_totals(used, call):
             variables = variables_of(params, call)
             count = count_samples(samples, params, batch)
-        if watch_settings.debug():
-            require_equal_replicas(used, call, {"params": params})
         leaves, places = variables.leaves, variables.places
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
-        sum_up = partial(totals, used, plan, params, call, count)
+        compare = partial(require_equal_replicas, used, call, {"params": params}) if watch_settings.debug() else None
+        sum_up = partial(totals, used, plan, params, call, count, compare=compare)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
@@ -168,25 +167,22 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
             variables_of(params, call, required=False)
             count = count_samples(samples, params, batch)
         with restoring_state(), suspended():
-            found = getval(loss(params, *batch)) if count else 0.0
-            problem = problem_with(found, 1.0, call, _REQUIREMENT)
-            term = 0.0 if problem else float(np.reshape(to_host(found), ())) * count
-            total = totals(used, Plan([], 0), params, call, count, loss=term, problem=problem)
+            mean, problem = _number(loss(params, *batch) if count else 0.0)
+            total = totals(used, Plan([], 0), params, call, count, loss=mean * count, problem=problem)
         return total.loss / total.batch
 
     return evaluate
 
 
-_REQUIREMENT = "loss must return one real number"
-
-
-def _raising_in_totals(used: Channel, call: str) -> AbstractContextManager:
-    """Return a context whose TypeError or ValueError all ranks raise; ranks without an exception call `totals` later."""
-    return raising_together(used) if watch_settings.debug() else _reporting_in_totals(used, call)
+def _number(found: Array) -> tuple[float, PendingError | None]:
+    """Return a loss as a number, or 0 and the problem with it."""
+    problem = problem_with(getval(found), 1.0, "parallel.value_and_grad", "loss must return one real number")
+    return 0.0 if problem else float(np.reshape(to_host(getval(found)), ())), problem
 
 
 @contextmanager
-def _reporting_in_totals(used: Channel, call: str) -> Iterator[None]:
+def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
+    """Return a context whose TypeError or ValueError all ranks raise: the ranks without one call `totals` later."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -196,11 +192,11 @@ def _reporting_in_totals(used: Channel, call: str) -> Iterator[None]:
 
 def gradient_of_sum(
     loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, sums: Sums | None,
-    batch: str | None = None,
+    batch: tuple | None = None,
 ) -> Totals:  # fmt: skip
     """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses.
 
-    If the batch is described, for errors, losses that aren't finite raise an error on all ranks.
+    If a rank's loss for the `batch` isn't finite, all ranks raise an error; unless it is None.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
@@ -220,17 +216,15 @@ def gradient_of_sum(
             deliver(variable, None)
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
-    value = traced.build(traced.values)
-    # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
-    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", _REQUIREMENT)
-    mean = 0.0 if problem else float(np.reshape(to_host(getval(value)), ()))
+    mean, problem = _number(traced.build(traced.values))
     if batch is not None and not math.isfinite(mean):
         problem = PendingError(
             NotFiniteError,
-            f"DistributedOptimizer.step: the loss is {mean} for {batch}. Nothing was updated. Check the samples, reduce "
-            "the learning rate, or pass skip_nonfinite=True to skip such batches.",
+            f"DistributedOptimizer.step: the loss is {mean} for {described_batch(batch, count)}. Nothing was updated. "
+            "Check the samples, reduce the learning rate, or pass skip_nonfinite=True to skip such batches.",
         )
-    found = sum_up(loss=mean * count, problem=problem, depends=traced.places[0] >= 0)
+    # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
+    found = sum_up(loss=mean * count, problem=traced.problem or problem, depends=traced.places[0] >= 0)
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
     if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
@@ -464,7 +458,6 @@ class DistributedOptimizer:
         parts: list[Any] = [None] * len(specs)
         sum_up, plan = self._reduction(used, state, params, variables, specs, call)
         position = {k: index for index, k in enumerate(variables.shared)}
-        described = None if self.skip_nonfinite else described_batch(batch, count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
 
             def ready(k: int, g: Array) -> None:
@@ -478,14 +471,16 @@ class DistributedOptimizer:
 
             total = gradient_of_sum(
                 lambda x: loss(x, *batch), variables, count, partial(sum_up, count, state.get("samples", 0)), ready,
-                sums if last else None, described,
+                sums if last else None, None if self.skip_nonfinite else batch,
             )  # fmt: skip
             mean = total.loss / total.batch
-            if last:
-                return *self._apply(used, state, params, variables, parts, sums, total.all, mean), mean
-            if self.skip_nonfinite and not math.isfinite(mean):
+            if not math.isfinite(mean) and self.skip_nonfinite:
+                if last:
+                    sums.wait()
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
-            return self._accumulate(state, parts, count), params, mean
+            if not last:
+                return self._accumulate(state, parts, count), params, mean
+            return *self._apply(used, state, params, variables, parts, sums, total.all), mean
 
     def _variables(self, params: Tree, call: str) -> Variables:
         """Return the trained parameters, without frozen ones, and which of them all ranks share."""
@@ -503,52 +498,45 @@ class DistributedOptimizer:
     def _reduction(
         self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, specs: list[Spec], call: str
     ) -> tuple[Callable[..., Totals], Plan]:
-        """Return `totals` for these parameters, which also compares replicas when this is due, and the plan of the sums."""
-        self._compare(used, state, params, call)
+        """Return `totals` for these parameters, with a comparison of the replicas if it is due, and the plan of sums."""
         plan = self._plan = plan_of([specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
-        due = self._calls % self.check_every == 0 if self.check_every else self._calls == 0
+        due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
         self._calls += 1
-        owns = self.own is None or len(variables.shared) < len(variables.places)
-
-        def sum_up(count: int, accumulated_before: int = 0, **found: Any) -> Totals:
-            total = totals(used, plan, params, call, count, accumulated_before, owns=owns, **found)
-            if due and used.size > 1 and not watch_settings.debug():
-                require_equal_replicas(used, call, {"params": params}, self.own)
-            return total
-
-        return sum_up, plan
-
-    def _compare(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> None:
+        compared: dict[str, Tree] = {"params": params}
         if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
             if isinstance(self.optimizer, (Adam, SGD)):
                 updates = settings["updates"] = state["optimizer"]["updates"]
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
-            compared = {"params": params, "optimizer": settings}
-            # Accumulated gradients differ between ranks, and so do the optimizer's numbers for own leaves.
-            compared |= {"state": {"optimizer": state["optimizer"]}} if self.own is None else {}
-            require_equal_replicas(used, call, compared, self.own)
+            compared["optimizer"], due = settings, True
+            if self.own is None:
+                # Accumulated gradients differ between ranks, and so do the optimizer's numbers for own leaves.
+                compared["state"] = {"optimizer": state["optimizer"]}
+        compare = partial(require_equal_replicas, used, call, compared, self.own) if due else None
+        owns = self.own is None or len(variables.shared) < len(variables.places)
+        return partial(totals, used, plan, params, call, compare=compare, owns=owns), plan
 
     def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
     def _apply(
         self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, parts: list[Any], sums: Sums,
-        total: int, mean: float = 0.0,
+        total: int,
     ) -> tuple[dict[str, Any], Tree]:  # fmt: skip
-        divisor = total if self.reduction == "mean" else 1
-        found = dict(zip(variables.shared, sums.wait(divisor)))
-        own = {k: np.asanyarray(part / divisor) for k, part in enumerate(parts) if k not in found}
-        new = {**state, **self._empty_accumulation}
+        divisor, new, factor = total if self.reduction == "mean" else 1, {**state, **self._empty_accumulation}, 1.0
+        shared = dict(zip(variables.shared, sums.wait(divisor)))
+        own = {k: np.true_divide(part, divisor) for k, part in enumerate(parts) if k not in shared}
         if self.clip_norm is not None or self.skip_nonfinite:
-            norm = norm_of(list(found.values()))
+            norm = norm_of(list(shared.values()))
             if self.own is not None:
                 norm = math.hypot(norm, *used.data.allgather(norm_of(list(own.values()))))
-            if self.skip_nonfinite and not math.isfinite(norm + mean):
+            if self.skip_nonfinite and not math.isfinite(norm):
                 return {**new, "skipped": state["skipped"] + 1}, params
-            clip([*found.values(), *own.values()], norm, self.clip_norm)
+            factor = clipping(norm, self.clip_norm)
         leaves: list[Any] = [None] * len(variables.leaves)
-        for k, array in {**found, **own}.items():
+        for k, array in {**shared, **own}.items():
+            if factor < 1.0:
+                array *= factor  # in place, unless it is a number
             leaves[variables.places[k]] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
         return {**new, "optimizer": inner}, params
@@ -574,11 +562,9 @@ def norm_of(arrays: list[Array]) -> float:
     return math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
 
 
-def clip(arrays: list[Array], norm: float, max_norm: float | None) -> None:
-    """Scale arrays in place from their joint norm to at most `max_norm` (Pascanu et al., 2013), unless it isn't finite."""
-    if max_norm is not None and max_norm < norm < math.inf:
-        for array in arrays:
-            array *= max_norm / norm
+def clipping(norm: float, max_norm: float | None) -> float:
+    """Return the factor by which a gradient is clipped to a norm (Pascanu et al., 2013); 1 for a norm that isn't finite."""
+    return max_norm / norm if max_norm is not None and max_norm < norm < math.inf else 1.0
 
 
 def _norms(arrays: list[Array]) -> list[float]:
@@ -610,10 +596,12 @@ class Totals(NamedTuple):
 def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: float = 0.0,
     problem: PendingError | None = None, depends: bool = True, owns: bool = True,
+    compare: Callable[[], None] | None = None,
 ) -> Totals:  # fmt: skip
     """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match.
 
-    `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any.
+    `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any;
+    ``compare()`` is called at the end.
     """
     # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
     counts = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, depends, owns]
@@ -633,6 +621,8 @@ def totals(
     if not owners:
         paths = ", ".join(leaf_paths(params, "params"))
         raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
+    if compare is not None:
+        compare()
     return Totals(int(total), int(accumulated), sum_of_losses)
 
 
