@@ -28,12 +28,13 @@ class Items(list):
 class _LastContainer(threading.local):
     size = 0
     order: Tree = None
-    item = epoch = batch = -1
+    item = epoch = -1
+    first: Any = None
 
 
 last_container = _LastContainer()
 """The last data container that this thread used: its number of ranks, the values that determine its order, the index and
-the epoch of its last item, and the id of the item's first leaf."""
+the epoch of its last item, and the item's first leaf."""
 
 
 def local_rank() -> Rank:
@@ -138,7 +139,7 @@ class DistributedDataContainer:
         last_container.size, last_container.order = self._size, self._order_parameters
         last_container.item, last_container.epoch = k, self.epoch
         found = self._item(k)
-        last_container.batch = _id_of(found)
+        last_container.first = _first_leaf(found)
         return found
 
     def _item(self, k: int) -> Any:
@@ -220,14 +221,14 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
 
 def described_batch(batch: Sequence[Any], count: int) -> str:
     """Return a description of this rank's part of a batch: its index in the last container, or the number of samples."""
-    known = last_container.batch == _id_of(batch)
+    known = last_container.first is _first_leaf(batch)
     return f"batch {last_container.item} of epoch {last_container.epoch}" if known else f"a batch of {count} sample(s)"
 
 
-def _id_of(batch: Tree) -> int:
+def _first_leaf(batch: Tree) -> Any:
     while isinstance(batch, (dict, list, tuple)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return id(batch)
+    return batch
 
 
 def require_equal_replicas(
