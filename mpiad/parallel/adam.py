@@ -46,8 +46,7 @@ class SGD:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_rate(self.learning_rate, "SGD")
-        _check_decay(self.weight_decay, "SGD")
+        _check_rates(self, self.learning_rate, self.weight_decay)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
@@ -88,14 +87,12 @@ class SGD:
         return g.conj() + self.weight_decay * x if self.weight_decay else g.conj()
 
 
-def check_rate(rate: float | Callable[[int], float], name: str) -> None:
-    """Raise a ValueError if a learning rate isn't a positive number or a function."""
+def _check_rates(optimizer: Any, rate: float | Callable[[int], float], decay: float) -> None:
+    name = type(optimizer).__name__
     if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
         allowed = "above zero, or a function of the number of updates"
         raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
 
-
-def _check_decay(decay: float, name: str) -> None:
     if not (isinstance(decay, Real) and 0 <= decay < math.inf):
         raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
 
@@ -147,7 +144,7 @@ class Adam:
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        check_rate(self.learning_rate, type(self).__name__)
+        _check_rates(self, self.learning_rate, getattr(self, "weight_decay", 0.0))
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= value < 1:
                 raise ValueError(f"{type(self).__name__}: {name} must lie in [0, 1), but got {value!r}.")
@@ -240,10 +237,6 @@ class AdamW(Adam):
     """
 
     weight_decay: float = 1e-2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_decay(self.weight_decay, "AdamW")
 
     def _decayed(self, x: Array, rate: float) -> Array:
         return x * (1 - rate * self.weight_decay)

@@ -489,7 +489,7 @@ class DistributedOptimizer:
         if self.own is None and groups is None:
             return variables
         paths = leaf_paths(params, "params")
-        places = [k for k in variables.places if groups is None or not groups.is_frozen(paths[k])]
+        places = [k for k in variables.places if groups is None or groups.groups[groups.group(paths[k])] is not None]
         if not places:
             raise ValueError(f"{call}: all parameters are frozen, {', '.join(paths):.200}.")
         shared = [k for k, place in enumerate(places) if self.own is None or not self.own(paths[place])]

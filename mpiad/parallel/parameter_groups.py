@@ -98,11 +98,8 @@ class ParameterGroups:
         leaves, build = flatten(params)
         return new, build([updated.get(path, leaf) for path, leaf in zip(leaf_paths(params, "params"), leaves)])
 
-    def is_frozen(self, path: str) -> bool:
-        """Return whether a leaf belongs to a frozen group."""
-        return self.groups[self._group(path)] is None
-
-    def _group(self, path: str) -> str:
+    def group(self, path: str) -> str:
+        """Return the name of a leaf's group; raise a ValueError if there is no such group."""
         name = self.group_of(path)
         if name not in self.groups:
             raise ValueError(f"{_CALL}: group_of({path!r}) must return one of {list(self.groups)}, but returned {name!r}.")
@@ -114,7 +111,7 @@ class ParameterGroups:
         paths = leaf_paths(params, "params")
         for path, leaf in zip(paths, flatten(params)[0]):
             if is_variable(leaf):
-                parts[self._group(path)][path] = leaf
+                parts[self.group(path)][path] = leaf
         for name, part in parts.items():
             if not part:
                 raise ValueError(f"{_CALL}: the group {name!r} names no leaf of the parameters {', '.join(paths):.200}.")

@@ -209,7 +209,7 @@ def test_a_loss_that_is_not_finite_names_rank_and_batch():
         optimizer.step(state, p, bad, data[2])
     with pytest.raises(NotFiniteError, match=r"the loss is nan for a batch of 2 sample\(s\)\..*on rank 0"):
         optimizer.step(state, p, quadratic, np.array([1.0, math.nan]))
-    items = DistributedDataContainer([1.0] * 9, batch_size=SIZE)
+    items = DistributedDataContainer([1.0] * (2 * SIZE), batch_size=SIZE)
     with pytest.raises(NotFiniteError, match="for batch 1 of epoch 0"):
         optimizer.step(state, p, lambda p, x: quadratic(p, anp.array(x)) * (math.nan if RANK == LAST else 1.0), items[1])
     assert optimizer.step(state, p, quadratic, np.ones(2))[1]["w"] == 1.0
