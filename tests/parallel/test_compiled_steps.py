@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from autograd import grad as plain_grad
 from autograd import value_and_grad as plain_value_and_grad
+from autograd.extend import defvjp, primitive
 from mpi4py import MPI
 
 import mpiad
@@ -193,6 +194,25 @@ def test_compiled_and_interpreted_ranks_train_together():
         state, p, _ = optimizer.step(state, p, losses[COMM.rank % 3], x, y)
     agrees(p, in_one_process({})[0])
     assert has_the_same_bits_on_all_ranks(p)
+
+
+@primitive
+def decides_backwards(x):
+    return 1.0 * x
+
+
+defvjp(decides_backwards, lambda ans, x: lambda g: 1.0 * g if anp.sum(g) < 1e6 else 0.0 * g)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_reverse_pass_that_cannot_be_compiled_goes_on_with_the_sums_that_have_started(here):
+    """On all ranks or on one, while the others run programs."""
+    decides = decides_backwards if here or COMM.rank == ROOT else lambda x: 1.0 * x
+    call = value_and_grad(mpiad.jit(lambda p, x: anp.mean((decides(x * p[0]) * p[1] * p[2]) ** 2)), bucket_bytes=8)
+    every = np.arange(1.0, 5.0 + COMM.size)
+    exact = [2 * np.mean((every * 6) ** 2) / p for p in (1.0, 2.0, 3.0)]
+    for _ in range(3):
+        np.testing.assert_allclose(call((1.0, 2.0, 3.0), every[OWN])[1], exact, rtol=1e-13)
 
 
 def test_a_compiled_loss_may_communicate():

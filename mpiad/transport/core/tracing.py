@@ -121,7 +121,7 @@ def once(fun: Callable[..., T], *args: Any) -> T:
 
 
 def opaque_step(fun: Callable[..., tuple], *args: Any, specs: Any) -> tuple:
-    """Return ``fun(*args)``, arrays with these specs followed by one other object: a step of compiled programs."""
+    """Return ``fun(*args)``, new arrays with these specs followed by one other object: a step of compiled programs."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.opaque(fun, args, specs)
 
