@@ -13,7 +13,7 @@ from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduc
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.pytrees import join, named_leaves, places_by_kind, split
+from mpiad.pytrees import is_variable, join, named_leaves, places_by_kind, split
 from mpiad.transport import SUM, channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import restoring_state
@@ -58,11 +58,12 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     root = root_of(root, used, "parallel.synchronize")
     with raising_together(used):
         leaves, trained, build, _ = variables_of(tree, "parallel.synchronize", required=False)
-        numeric = (np.generic, np.ndarray, float, complex)
-        own = [
-            f"{name} has {described(spec_like(x)) if isinstance(x, numeric) or is_device_array(x) else type(x).__name__}"
-            for name, x in named_leaves(tree, "tree")
+        leaves_by_path = named_leaves(tree, "tree")
+        kinds = [
+            described(spec_like(x)) if hasattr(x, "dtype") or is_variable(x) else type(x).__name__
+            for _, x in leaves_by_path
         ]
+        own = [f"{path} has {kind}" for (path, _), kind in zip(leaves_by_path, kinds)]
     root_leaves = used.data.bcast(own, root)
     with raising_together(used):
         for mine, other in zip_longest(own, root_leaves, fillvalue="there is no further leaf"):
