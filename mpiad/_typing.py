@@ -26,6 +26,8 @@ Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
 Argnum: TypeAlias = int | tuple[int, ...]
 """The index of a differentiated argument, or a tuple of indices."""
+Shared: TypeAlias = bool | tuple[bool, ...]
+"""Whether the differentiated argument is one variable of all ranks; a tuple has a boolean for each index in `Argnum`."""
 Axis: TypeAlias = int | tuple[int, ...] | None
 Function: TypeAlias = Callable[..., Any]
 

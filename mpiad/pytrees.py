@@ -1,6 +1,7 @@
-"""Pytrees: nested dicts, lists and tuples, whose leaves have the same order on all ranks.
+"""Pytrees: nested dicts, lists, tuples and registered dataclasses, whose leaves have the same order on all ranks.
 
-- Traversal: `flatten`, `map_leaves`, and `named_leaves` with the path of each leaf.
+- Registration of dataclasses and named tuples: `register`.
+- Traversal: `flatten`, `map_leaves`, `same_form`, and `children` and `named_leaves` with paths.
 - Checks of leaves: whether they are variables, unsupported, or on a device.
 - Concatenation of small arrays and the inverse, for messages, copies to and from devices, and arithmetic.
 - Descriptions for files: `described` and its inverse `rebuilt`.
@@ -8,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +29,72 @@ _FIRST = operator.itemgetter(0)
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _MIN_LONG_SIZE = 1 << 13  # entries; `in_blocks` concatenates shorter arrays
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
+FIELDS: dict[type, tuple[str, ...]] = {}  # the fields of registered dataclasses and named tuples
+_CLASSES: dict[str, type] = {}  # registered classes by their names in checkpoints
+
+
+def register(cls: Any) -> Any:
+    """Register a dataclass or named tuple as a container in pytrees, as a class decorator.
+
+    The fields of a registered dataclass are parts of a pytree, in the order of their declaration: gradients, minimizers,
+    training, variational inference and `jit` take objects of the class and return new ones. A named tuple is a container
+    without registration, too. Checkpoints contain objects of registered classes under the name of the class.
+
+    Parameters
+    ----------
+    cls : type
+        A dataclass, which may be frozen or have slots, or a named tuple. Objects made by the library have the fields of
+        the original; `__init__` and `__post_init__` aren't called, since fields may hold traced arrays, or None.
+
+    Returns
+    -------
+    type
+        `cls` itself.
+
+    Raises
+    ------
+    TypeError
+        If `cls` is neither a dataclass nor a named tuple.
+
+    Ranks
+    -----
+    No communication. Each rank registers the class, usually by importing its module.
+
+    Examples
+    --------
+    >>> from dataclasses import dataclass
+    >>> @mpiad.pytrees.register
+    ... @dataclass
+    ... class Line:
+    ...     slope: float
+    ...     offset: float
+    >>> print(mpiad.grad(lambda line: 3 * line.slope + line.offset**2)(Line(1.0, 2.0)))
+    Line(slope=3.0, offset=4.0)
+    """
+    is_data = isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    fields: Any = [field.name for field in dataclasses.fields(cls)] if is_data else getattr(cls, "_fields", None)
+    if not isinstance(cls, type) or not fields:
+        raise TypeError(
+            f"pytrees.register: expected a dataclass or named tuple with fields, but got {cls!r:.80}. Write the decorator "
+            "above @dataclass."
+        )
+    FIELDS[cls] = tuple(fields)
+    _CLASSES[_class_name(cls)] = cls
+    return cls
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _made(cls: Any, parts: Iterable[Any]) -> Any:
+    """Return an object of a registered class with these fields."""
+    if hasattr(cls, "_make"):
+        return cls._make(parts)
+    made = object.__new__(cls)
+    for name, part in zip(FIELDS[cls], parts):
+        object.__setattr__(made, name, part)  # a frozen class has no other way
+    return made
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
@@ -51,6 +119,9 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
             return lambda new: kind._make([part(new) for part in parts])
         make = tuple if isinstance(tree, SequenceBox) else kind
         return lambda new: make([part(new) for part in parts])
+    if kind in FIELDS:
+        parts = [_walk(getattr(tree, name), leaves) for name in FIELDS[kind]]
+        return lambda new: _made(kind, [part(new) for part in parts])
     leaves.append(tree)
     return next
 
@@ -83,18 +154,43 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
     return build([function(leaf) for leaf in leaves])
 
 
+def same_form(tree: Tree, other: Tree) -> bool:
+    """Return whether two pytrees have the same keys, lengths and registered classes."""
+    if isinstance(other, dict):
+        return isinstance(tree, dict) and tree.keys() == other.keys() and all(same_form(tree[k], other[k]) for k in other)
+    if isinstance(other, (list, tuple)):
+        return isinstance(tree, (list, tuple)) and len(tree) == len(other) and all(map(same_form, tree, other))
+    if type(other) in FIELDS:
+        names = FIELDS[type(other)]
+        return type(tree) is type(other) and all(same_form(getattr(tree, name), getattr(other, name)) for name in names)
+    return not isinstance(tree, (dict, list, tuple)) and type(tree) not in FIELDS
+
+
+def children(tree: Tree, name: str) -> list[tuple[str, Any]] | None:
+    """Return the parts of a container with their paths, such as ``("x['w']", [1.0])``; None for a leaf."""
+    if isinstance(tree, (dict, DictBox)):
+        return [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
+    if isinstance(tree, (list, tuple, SequenceBox)):
+        fields = getattr(tree, "_fields", None)
+        return [(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", tree[i]) for i in range(len(tree))]
+    fields = FIELDS.get(type(tree))
+    return None if fields is None else [(f"{name}.{field}", getattr(tree, field)) for field in fields]
+
+
 def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     """Return paths and plain values of the leaves, such as ``("x['w'][0]", 1.0)``; an empty container counts as a leaf."""
-    if isinstance(tree, (dict, DictBox)):
-        parts = [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
-    elif isinstance(tree, (list, tuple, SequenceBox)):
-        fields = getattr(tree, "_fields", None)
-        parts = [(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", tree[i]) for i in range(len(tree))]
-    else:
+    parts = children(tree, name)
+    if parts is None:
         return [(name, getval(tree))]
     if not parts:
         return [(name, "an empty container")]
     return [leaf for path, part in parts for leaf in named_leaves(part, path)]
+
+
+def leaf_paths(tree: Tree, name: str) -> list[str]:
+    """Return the paths of the leaves, in the order of `flatten`."""
+    parts = children(tree, name)
+    return [name] if parts is None else [leaf for path, part in parts for leaf in leaf_paths(part, path)]
 
 
 def refuse_objects(tree: Tree, name: str, call: str) -> None:
@@ -104,8 +200,9 @@ def refuse_objects(tree: Tree, name: str, call: str) -> None:
         if not plain or getattr(leaf, "dtype", np.dtype(float)).hasobject:
             raise TypeError(
                 f"{call}: {path} is {type(leaf).__name__} {leaf!r:.60}, but dicts, lists and tuples of arrays, numbers, "
-                "strings and None are expected: the contents of other objects can't be varied. Pass its numbers in a "
-                "dict, for example by dataclasses.asdict, or the object as another argument."
+                "strings and None are expected: the contents of other objects can't be varied. Register the dataclass with "
+                "mpiad.pytrees.register, pass its numbers in a dict, for example by dataclasses.asdict, or pass the object "
+                "as another argument."
             )
 
 
@@ -238,7 +335,11 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray], call: str) 
         return ["plain", value]  # JSON represents integers of any size and all floats exactly
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
-    # Subclasses (Counter, NamedTuple) aren't supported, since their objects would lose the type.
+    cls = type(value)
+    if cls in FIELDS:
+        parts = [[field, described(getattr(value, field), f"{path}.{field}", arrays, call)] for field in FIELDS[cls]]
+        return ["registered", _class_name(cls), parts]
+    # Other subclasses (Counter, NamedTuple) aren't supported, since their objects would lose the type.
     if type(value) is dict:
         parts = [
             [described(key, path, arrays, call), described(part, f"{path}/{key}", arrays, call)]
@@ -251,7 +352,8 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray], call: str) 
         return ["generator", described(value.bit_generator.state, path, arrays, call)]
     raise TypeError(
         f"{call}: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint may only hold arrays, "
-        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save the parts of the object."
+        "numbers, strings, None, NumPy's generators, and dicts, lists, tuples and classes of mpiad.pytrees.register with "
+        "such parts. Save the parts of the object."
     )
 
 
@@ -276,6 +378,16 @@ def rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: Ar
     if kind in ("list", "tuple"):
         parts = [rebuilt(part, arrays, namespace) for part in rest[0]]
         return parts if kind == "list" else tuple(parts)
+    if kind == "registered":
+        name, fields = rest
+        cls, names = _CLASSES.get(name), tuple([field for field, _ in fields])
+        if cls is None or FIELDS[cls] != names:
+            registered = "no class" if cls is None else f"a class with the fields {FIELDS[cls]}"
+            raise ValueError(
+                f"it holds {name} with the fields {names}, but {registered} is registered by this name. Define the class "
+                "as in the program that wrote the file, under mpiad.pytrees.register."
+            )
+        return _made(cls, [rebuilt(part, arrays, namespace) for _, part in fields])
     state: dict[str, Any] = rebuilt(rest[0], arrays)
     bits = getattr(np.random, state["bit_generator"])()
     bits.state = state

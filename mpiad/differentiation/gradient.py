@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
+from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
 from mpiad.device import to_host
 from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import run_backward, run_backward_together
@@ -27,7 +27,7 @@ from mpiad.transport.watch import watch_settings
 
 
 def value_and_grad(
-    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., tuple[Tree, Tree]]:
     """Make the function that evaluates the objective J and its gradient with respect to each rank's own argument.
 
@@ -40,8 +40,9 @@ def value_and_grad(
         Positions of the differentiated arguments, which are nested dicts, lists and tuples of arrays and numbers.
     objective : {"root", "sum", "mean"}
         J = L_root, the sum of all L_r, or their mean.
-    shared : bool
+    shared : bool or tuple of bool
         Whether all ranks hold copies of one variable x as the argument. Each rank then gets dJ/dx, the sum over all copies.
+        With several arguments, or one that is a tuple, a tuple has an entry for each of them.
     root : int
     comm : mpi4py intracommunicator, optional
         The ranks over which J is computed.
@@ -56,7 +57,8 @@ def value_and_grad(
     TypeError
         On all ranks, if `fun` doesn't return a real number on a rank. Also if the argument has no real or complex floats.
     ValueError
-        If `objective` is unknown, or `root` isn't a rank of `comm`.
+        If `objective` is unknown, `root` isn't a rank of `comm`, or a tuple `shared` has another length than the
+        arguments. On all ranks, if copies of a shared variable differ in number, shape or dtype.
     RequestError
         On all ranks, if a rank never waits for a request.
 
@@ -78,7 +80,7 @@ def value_and_grad(
 
 
 def grad(
-    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Any]:
     """Make the function that evaluates the gradient of the objective with respect to each rank's own argument.
 
@@ -117,7 +119,7 @@ def grad(
 
 
 def _evaluator(
-    fun: Function, argnum: Argnum, objective: str, shared: bool, root: Rank, comm: Comm, call: str
+    fun: Function, argnum: Argnum, objective: str, shared: Shared, root: Rank, comm: Comm, call: str
 ) -> Callable[..., tuple[Tree, Tree]]:
     check_objective(objective, call)
 
@@ -125,21 +127,18 @@ def _evaluator(
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
         used = channel(comm, call)
         weight = weight_of(objective, used, root_of(root, used, call))
-        variables = variables_of(args, argnum, call)
-        if shared:
-            require_equal_copies(variables, used, call)
+        variables = variables_of(args, argnum, call, shared)
+        require_equal_copies(variables, shared, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value = traced.build(traced.values)
         # J is checked before the reverse pass, so that no rank starts this pass if the value of any rank is invalid.
         problem = traced.problem or problem_with(value, weight, call)
-        total = reduce_objective(value, weight, problem, used, variables.shapes() if shared else (), call)
+        total = reduce_objective(value, weight, problem, used, variables.shared_shapes(), call)
         require_equal_objective(total, used, call)
         # The seed is the weight of this rank's term, but the result is the gradient of the sum over ranks, since the
         # adjoints of messages exchange cotangents. A rank with weight zero has no seed, but must run these adjoints.
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight), variables)
-        if shared:
-            gradients = shared_sum(gradients, comm)
-        return total, variables.filled(gradients, no_derivative)
+        return total, variables.filled(shared_sum(gradients, variables, comm), no_derivative)
 
     return evaluate
 
@@ -181,13 +180,13 @@ def _writable(g: Array, leaf: Array) -> Array:
     return g.copy() if is_device_array(g) and g.size > 1 and 0 in g.strides else g
 
 
-def shared_sum(gradients: list[Array], comm: Comm) -> list[Array]:
-    """Sum the gradients of all ranks, with one message per dtype."""
-    specs = [spec_like(g) for g in gradients]
+def shared_sum(gradients: list[Array], variables: Variables, comm: Comm) -> list[Array]:
+    """Sum the gradients with respect to shared variables over all ranks, with one message per dtype."""
+    specs = {i: spec_like(gradients[i]) for i in variables.shared}
     out = list(gradients)
     # The leaves, and therefore the messages, have the same order on all ranks.
-    for kind in dict.fromkeys((spec.dtype, spec.arrays) for spec in specs):
-        members = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
+    for kind in dict.fromkeys((spec.dtype, spec.arrays) for spec in specs.values()):
+        members = [i for i, spec in specs.items() if (spec.dtype, spec.arrays) == kind]
         if len(members) == 1:
             out[members[0]] = mpi_allreduce(gradients[members[0]], comm=comm)
             continue
@@ -207,11 +206,15 @@ def shared_sum(gradients: list[Array], comm: Comm) -> list[Array]:
 _BROADCAST = "Broadcast the variable once before the first step, and make the same updates on all ranks."
 
 
-def require_equal_copies(variables: Variables, channel: Channel, call: str) -> None:
+def require_equal_copies(variables: Variables, shared: Shared, channel: Channel, call: str) -> None:
     """Under ``MPIAD_DEBUG=1``, raise a ReplicationError on all ranks if the copies of a shared argument differ."""
-    if watch_settings.debug():
+    if shared and watch_settings.debug():
         claim = f"{call}: shared=True says that all ranks hold the same variable x"
-        leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
+        x = variables.build(variables.leaves)
+        parts = [("x", x)]
+        if isinstance(shared, (tuple, list)):
+            parts = [(f"x[{i}]", part) for i, part in enumerate(x) if shared[i]]
+        leaves = [(path, to_host(leaf)) for name, part in parts for path, leaf in named_leaves(part, name)]
         checked_on_replay(require_replicated, channel, leaves, claim, _BROADCAST)
 
 

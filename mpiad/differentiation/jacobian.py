@@ -9,7 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
+from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.gradient import cotangents_of_variables, require_equal_copies, shared_sum
 from mpiad.differentiation.objective import PendingError, Shapes, check_objective, copies_error, shapes_text, weight_of
@@ -24,7 +24,7 @@ from mpiad.transport.exits.recovery import recoverable
 
 
 def jacobian(
-    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Any]:
     """Make the function that evaluates the Jacobian of an array-valued objective with respect to each rank's argument.
 
@@ -35,8 +35,8 @@ def jacobian(
     argnum : int or tuple of int
     objective : {"root", "sum", "mean"}
         J = F_root, the sum of all F_r, or their mean.
-    shared : bool
-        Whether all ranks hold copies of one variable x as the argument.
+    shared : bool or tuple of bool
+        Whether all ranks hold copies of one variable x as the argument; a tuple as in `value_and_grad`.
     root : int
     comm : mpi4py intracommunicator, optional
 
@@ -74,15 +74,14 @@ def jacobian(
     def evaluate(*args: Any, **kwargs: Any) -> Tree:
         used = channel(comm, "jacobian")
         weight = weight_of(objective, used, root_of(root, used, "jacobian"))
-        variables = variables_of(args, argnum, "jacobian")
-        if shared:
-            require_equal_copies(variables, used, "jacobian")
+        variables = variables_of(args, argnum, "jacobian", shared)
+        require_equal_copies(variables, shared, used, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
-        spec = _agreed_spec(traced, weight, used, variables.shapes() if shared else ())
+        spec = _agreed_spec(traced, weight, used, variables.shared_shapes())
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
         # For a shared variable, the derivatives of all entries of J are summed over the ranks together, not row by row.
-        return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
+        return variables.filled(shared_sum(leaves, variables, comm), lambda leaf: None)
 
     return evaluate
 

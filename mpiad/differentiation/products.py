@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
+from mpiad._typing import Argnum, Array, Comm, Function, Rank, Shared, Tree
 from mpiad.differentiation.gradient import (
     cotangents_of_variables,
     grad,
@@ -223,7 +223,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Tree, Tree]:
 
 
 def hvp(
-    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Any]:
     """Make the function that evaluates the product of the Hessian of the objective with a direction.
 
@@ -233,8 +233,8 @@ def hvp(
     ----------
     fun, argnum, objective, root, comm
         As in `value_and_grad`.
-    shared : bool
-        Whether all ranks pass copies of one argument and of one direction.
+    shared : bool or tuple of bool
+        Whether all ranks pass copies of one argument and of one direction; a tuple as in `value_and_grad`.
 
     Returns
     -------
@@ -420,7 +420,7 @@ class SecondOrder(NamedTuple):
 
 
 def make_hvp(
-    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: Shared = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., SecondOrder]:
     """Make the function that evaluates the objective and its gradient, and keeps the Hessian for many products.
 
@@ -428,8 +428,8 @@ def make_hvp(
     ----------
     fun, argnum, objective, root, comm
         As in `value_and_grad`.
-    shared : bool
-        Whether all ranks pass copies of one argument and of one direction.
+    shared : bool or tuple of bool
+        Whether all ranks pass copies of one argument and of one direction; a tuple as in `value_and_grad`.
 
     Returns
     -------
@@ -460,17 +460,17 @@ def make_hvp(
 
     @recoverable("make_hvp", comm)
     def evaluate(*args: Any, **kwargs: Any) -> SecondOrder:
-        variables = variables_of(args, argnum, "make_hvp")
+        variables = variables_of(args, argnum, "make_hvp", shared)
         if shared:
             used = channel(comm, "make_hvp")
-            require_equal_copies(variables, used, "make_hvp")
-            require_alike(used, None, "make_hvp", shapes_text(variables.shapes()))
+            require_equal_copies(variables, shared, used, "make_hvp")
+            require_alike(used, None, "make_hvp", shapes_text(variables.shared_shapes()))
         pull, (value, gradient) = make_vjp(both, argnum)(*args, **kwargs)
 
         def completed(cotangents: Tree) -> Tree:
             leaves = flatten(cotangents)[0]
             parts = [leaves[place] for place in variables.places]
-            return variables.filled(shared_sum(parts, comm) if shared else parts, no_derivative)
+            return variables.filled(shared_sum(parts, variables, comm), no_derivative)
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:

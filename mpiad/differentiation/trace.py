@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval
 
-from mpiad._typing import Argnum, Array, Shape, Tree
+from mpiad._typing import Argnum, Array, Shape, Shared, Tree
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.objective import PendingError
 from mpiad.differentiation.tape import OrderedTape, Recording, trace_list, unboxed, without_ended_traces
@@ -28,10 +28,12 @@ class Variables(NamedTuple):
     leaves: list[Any]
     places: list[int]
     build: Callable[[list[Any]], Tree]
+    shared: Sequence[int] = ()  # indices into `places`: the variables of which all ranks hold copies
 
-    def shapes(self) -> tuple[tuple[Shape, np.dtype], ...]:
-        """Return shape and dtype of each variable."""
-        return tuple([(self.leaves[place].shape, self.leaves[place].dtype) for place in self.places])
+    def shared_shapes(self) -> tuple[tuple[Shape, np.dtype], ...]:
+        """Return shape and dtype of each shared variable."""
+        leaves = [self.leaves[self.places[k]] for k in self.shared]
+        return tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
     def filled(self, values: Sequence[Array], otherwise: Callable[[Any], Any] | None = None) -> Tree:
         """Build the pytree with these values of the variables, and ``otherwise(leaf)`` for other leaves."""
@@ -54,8 +56,8 @@ class Traced(NamedTuple):
     problem: PendingError | None
 
 
-def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
-    """Return the variables among the arguments; raise a TypeError or ValueError if `argnum` or a leaf is invalid."""
+def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False) -> Variables:
+    """Return the variables among the arguments; raise a TypeError or ValueError if an option or a leaf is invalid."""
     try:
         chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
     except IndexError:
@@ -76,7 +78,15 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
         )
     if len(places) < len(leaves):
         refuse_objects(chosen, f"argument {argnum!r}", call)
-    return Variables(leaves, places, build)
+    if not isinstance(shared, (tuple, list)):
+        return Variables(leaves, places, build, range(len(places)) if shared else ())
+    if not isinstance(chosen, tuple) or len(shared) != len(chosen):
+        raise ValueError(
+            f"{call}: shared must be a boolean, or a tuple with a boolean for each of several arguments, but got "
+            f"{shared!r} with argnum={argnum!r}."
+        )
+    flags = [flag for flag, part in zip(shared, chosen) for _ in flatten(part)[0]]
+    return Variables(leaves, places, build, [k for k, place in enumerate(places) if flags[place]])
 
 
 def _with_dtype(leaf: Array) -> Array:

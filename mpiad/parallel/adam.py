@@ -17,7 +17,7 @@ from mpiad.pytrees import flatten, in_blocks, refuse_objects
 
 @dataclass(frozen=True)
 class SGD:
-    """Gradient descent with momentum: v ← μ v + g, x ← x - η v.
+    """Gradient descent with momentum: v ← μ v + g + λ x, x ← x - η v.
 
     Parameters
     ----------
@@ -26,7 +26,9 @@ class SGD:
     momentum : float
         μ, from 0 to below 1.
     nesterov : bool
-        Update x ← x - η (g + μ v) instead (Sutskever et al., 2013, with a velocity that isn't multiplied by the rate).
+        Update x ← x - η (g + λ x + μ v) instead (Sutskever et al., 2013, with a velocity that isn't multiplied by η).
+    weight_decay : float
+        λ, the factor of the penalty λ|x|²/2 in the loss, as in PyTorch's `SGD`; `AdamW` has a decay without momentum.
 
     Examples
     --------
@@ -41,9 +43,10 @@ class SGD:
     learning_rate: float | Callable[[int], float] = 1e-2
     momentum: float = 0.0
     nesterov: bool = False
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_rate(self.learning_rate, "SGD")
+        _check_rates(self, self.learning_rate, self.weight_decay)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
@@ -59,16 +62,19 @@ class SGD:
         leaves, build = flatten(params)
         require_state(state, ("updates", "velocity") if self.momentum else ("updates",), "SGD")
         gradients = matching_leaves(gradient, params, leaves, "SGD")
-        rate = rate_at(self.learning_rate, state["updates"])
+        rate = rate_at(self, state["updates"])
         new: dict[str, Any] = {"updates": state["updates"] + 1}
         if not self.momentum:
-            found = in_blocks(lambda x, g, new_x: np.subtract(x, rate * g.conj(), out=new_x), [leaves, gradients], [0])
-            return new, build(found[0])
+
+            def plain_formula(x: Array, g: Array, new_x: Array) -> None:
+                np.subtract(x, rate * self._decayed(x, g), out=new_x)
+
+            return new, build(in_blocks(plain_formula, [leaves, gradients], [0])[0])
 
         velocities = matching_leaves(state["velocity"], params, leaves, "SGD", "state['velocity']")
 
         def formula(x: Array, g: Array, v: Array, new_x: Array, velocity: Array) -> None:
-            g = g.conj()
+            g = self._decayed(x, g)
             np.add(self.momentum * v, g, out=velocity)
             step = g + self.momentum * velocity if self.nesterov else velocity
             np.subtract(x, rate * step, out=new_x)
@@ -76,17 +82,33 @@ class SGD:
         new_leaves, velocity = in_blocks(formula, [leaves, gradients, velocities], results=(0, 2))
         return {**new, "velocity": build(velocity)}, build(new_leaves)
 
+    def _decayed(self, x: Array, g: Array) -> Array:
+        """Return the direction of steepest ascent of the loss with its penalty."""
+        return g.conj() + self.weight_decay * x if self.weight_decay else g.conj()
 
-def check_rate(rate: float | Callable[[int], float], name: str) -> None:
-    """Raise a ValueError if a learning rate isn't a positive number or a function."""
+
+def _check_rates(optimizer: Any, rate: float | Callable[[int], float], decay: float) -> None:
+    name = type(optimizer).__name__
     if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
         allowed = "above zero, or a function of the number of updates"
         raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
 
+    if not (isinstance(decay, Real) and 0 <= decay < math.inf):
+        raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
 
-def rate_at(rate: float | Callable[[int], float], updates: int) -> float:
-    """Return the learning rate after a number of updates."""
-    return float(rate(updates) if callable(rate) else rate)
+
+def rate_at(optimizer: Any, updates: int) -> float:
+    """Return an optimizer's learning rate after a number of updates; raise a ValueError if a schedule has none."""
+    rate = optimizer.learning_rate
+    if not callable(rate):
+        return float(rate)
+    found: Any = rate(updates)
+    if np.ndim(found) or np.asarray(found).dtype.kind not in "fiu" or not 0 <= float(found) < math.inf:
+        raise ValueError(
+            f"{type(optimizer).__name__}: the schedule learning_rate({updates}) must return a finite number from 0, but "
+            f"returned {found!r:.60}."
+        )
+    return float(found)
 
 
 @dataclass(frozen=True)
@@ -101,6 +123,10 @@ class Adam:
         Decay rates of the running means of gradients and of their squares.
     epsilon : float
         Added to the square root of the mean of squares.
+
+    Notes
+    -----
+    The square of a complex derivative is |g|², as in optax; PyTorch squares real and imaginary parts separately.
 
     Examples
     --------
@@ -118,7 +144,7 @@ class Adam:
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        check_rate(self.learning_rate, type(self).__name__)
+        _check_rates(self, self.learning_rate, getattr(self, "weight_decay", 0.0))
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= value < 1:
                 raise ValueError(f"{type(self).__name__}: {name} must lie in [0, 1), but got {value!r}.")
@@ -169,7 +195,7 @@ class Adam:
             for name in ("first", "second")
         ]
         number = state["updates"] + 1
-        rate = rate_at(self.learning_rate, number - 1)
+        rate = rate_at(self, number - 1)
         # The bias of the means, which start at zero, is corrected (the paper's m̂ and v̂). The correction of the
         # first mean is applied to the learning rate, which saves a pass over the array.
         scale = rate / (1 - self.beta1**number)

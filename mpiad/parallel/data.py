@@ -28,10 +28,13 @@ class Items(list):
 class _LastContainer(threading.local):
     size = 0
     order: Tree = None
+    item = epoch = -1
+    first: Any = None
 
 
 last_container = _LastContainer()
-"""The last data container that this thread used: its number of ranks, and the values that determine its order."""
+"""The last data container that this thread used: its number of ranks, the values that determine its order, the index and
+the epoch of its last item, and the item's first leaf."""
 
 
 def local_rank() -> Rank:
@@ -134,6 +137,12 @@ class DistributedDataContainer:
             raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
         k %= count
         last_container.size, last_container.order = self._size, self._order_parameters
+        last_container.item, last_container.epoch = k, self.epoch
+        found = self._item(k)
+        last_container.first = _first_leaf(found)
+        return found
+
+    def _item(self, k: int) -> Any:
         # Indices are Python integers, since a user's data set may not support NumPy's.
         if self.batch_size is None:
             index = int(self._local_indices(0, self._count)[k])
@@ -210,14 +219,27 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
     return 1
 
 
-def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) -> None:
-    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between ranks, except in untrained leaves."""
-    if not watch_settings.debug():
-        return
-    # The orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
-    if not on_any_rank(used.data, last_container.size != used.size):
+def described_batch(batch: Sequence[Any], count: int) -> str:
+    """Return a description of this rank's part of a batch: its index in the last container, or the number of samples."""
+    known = last_container.first is _first_leaf(batch)
+    return f"batch {last_container.item} of epoch {last_container.epoch}" if known else f"a batch of {count} sample(s)"
+
+
+def _first_leaf(batch: Tree) -> Any:
+    while isinstance(batch, (dict, list, tuple)) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return batch
+
+
+def require_equal_replicas(
+    used: Channel, call: str, compared: dict[str, Tree], own: Callable[[str], bool] | None = None
+) -> None:
+    """Raise on all ranks if `compared` differs between ranks, except in leaves that are untrained or `own`."""
+    # In debug mode orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
+    if watch_settings.debug() and not on_any_rank(used.data, last_container.size != used.size):
         compared = {**compared, "data": last_container.order}
     named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
     leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
+    leaves = [(path, leaf) for path, leaf in leaves if own is None or not own(path)]
     advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
     require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)

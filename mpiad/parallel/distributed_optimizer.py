@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,17 +17,19 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.errors import UnfinishedMessagesError
+from mpiad.errors import NotFiniteError, UnfinishedMessagesError
 from mpiad.parallel.adam import SGD, Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
-from mpiad.parallel.data import count_samples, require_equal_replicas
-from mpiad.parallel.parameters import described, matching_leaves, require_state, variables_of
+from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
+from mpiad.parallel.parameter_groups import ParameterGroups
+from mpiad.parallel.parameters import described, matching_leaves, require_optimizer, require_state, variables_of
+from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import on_host
-from mpiad.pytrees import fetched, flatten, is_variable, named_leaves
+from mpiad.pytrees import fetched, flatten, is_variable, leaf_paths, named_leaves
 from mpiad.transport import SUM, Channel, Spec, channel
 from mpiad.transport.core.agreement import agreed
 from mpiad.transport.core.collectives import allreduce
@@ -73,7 +76,8 @@ def value_and_grad(
     TypeError
         On all ranks, if `loss` doesn't return a real number, or no parameter has a real or complex floating-point dtype.
     ValueError
-        On all ranks, if no rank has a sample, or the ranks' parameters differ in number, shape or dtype.
+        On all ranks, if no rank has a sample, the loss doesn't depend on the parameters on any rank, or the ranks'
+        parameters differ in number, shape or dtype.
 
     Ranks
     -----
@@ -98,42 +102,115 @@ def value_and_grad(
     return _evaluation(loss, samples, comm, bucket_bytes)
 
 
+class _Checks(NamedTuple):
+    """The checks of a step in `totals`: the comparison of the replicas if it is due, and the batch for errors."""
+
+    compare: Callable[[], None] | None
+    batch: tuple | None  # None if the loss may be infinite or NaN
+
+
 def _evaluation(
-    loss: Function, samples: Any, comm: Comm, bucket_bytes: int, call: str = "parallel.value_and_grad", mean: bool = True
+    loss: Function, samples: Any, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
 ) -> Callable[..., tuple[float, Tree]]:
-    """Return the result of `value_and_grad`, compiled if `loss` is; `mean`: whether the gradient is that of the mean."""
+    """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
     plan: Plan | None = None
+    call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
     def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
         used = channel(comm, "parallel.value_and_grad")
-        variables = variables_of(params, call)
-        leaves, places, build = variables
-
-        def compare(*new: Any) -> tuple[None]:
-            if watch_settings.debug() and call == "parallel.value_and_grad":  # a step has compared more
-                require_equal_replicas(used, call, {"params": build(list(new))})
-            return (None,)
-
-        opaque_step(compare, *leaves, specs=())
-        count = count_samples(samples, params, batch)
+        with _raising_in_totals(used, call):
+            variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
+            count = count_samples(samples, params, batch)
+        leaves, places, build = variables.leaves, variables.places, variables.build
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
             params = build([0.0 if k in places else None for k in range(len(leaves))])  # `totals` needs the structure only
         nonlocal plan
         plan = plan_of(specs, bucket_bytes, plan)
-        sum_up = partial(totals, used, plan, params, call, count)
+
+        def checks(*new: Any) -> _Checks:
+            if optimizer is not None:
+                return optimizer._checks
+            compare = partial(require_equal_replicas, used, call, {"params": build(list(new))})
+            return _Checks(compare if watch_settings.debug() else None, None)
+
+        sum_up = partial(totals, used, plan, params, call, count, checks=(checks, leaves))
         with restoring_state(), suspended(body=False), Sums(used, plan) as sums:
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
+            mean = optimizer is None or optimizer.reduction == "mean"
             found = dict(zip(places, sums.wait(total.batch if mean else 1)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
     if isinstance(loss, Jitted):
         # The evaluation, with the sums between parts of the reverse pass, is one program. It keeps `comm` and its id.
-        key = id(comm), samples, bucket_bytes, call, mean
+        key = id(comm), samples, bucket_bytes, optimizer
         return recoverable(call, comm)(loss.derived(key, lambda: evaluate, optional=True))
     return recoverable(call, comm)(evaluate)
+
+
+def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Comm = None) -> Callable[..., float]:
+    """Make the function that evaluates the mean over all samples, without a gradient, of a loss or an accuracy.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(params, *batch)``: the mean over this rank's samples, one real number, as in `value_and_grad`. It isn't
+        called on a rank without samples.
+    samples : callable, optional
+        As in `value_and_grad`.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    callable
+        ``(params, *batch) -> mean``, the same on all ranks.
+
+    Raises
+    ------
+    TypeError
+        On all ranks, if `loss` doesn't return a real number, or the parameters contain an unsupported object.
+    ValueError
+        On all ranks, if no rank has a sample.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result.
+
+    Adjoint
+    -------
+    None: traced parameters are refused.
+
+    Examples
+    --------
+    >>> accuracy = mpiad.parallel.value(lambda w, x, y: np.mean((x > w) == y))
+    >>> print(accuracy(0.5, np.array([0.2, 0.7, 0.9, 0.4]), np.array([False, True, True, True])))
+    0.75
+    """
+
+    @recoverable("parallel.value", comm)
+    def evaluate(params: Tree, *batch: Any) -> float:
+        call = "parallel.value"
+        used = channel(comm, call)
+        with _raising_in_totals(used, call):
+            variables_of(params, call, required=False)
+            count = count_samples(samples, params, batch)
+        with restoring_state(), suspended():
+            total = totals(used, Plan([], 0), params, call, count, loss=loss(params, *batch) if count else 0.0)
+        return total.loss / total.batch
+
+    return evaluate
+
+
+@contextmanager
+def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
+    """Return a context whose TypeError or ValueError all ranks raise: the ranks without one call `totals` later."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        totals(used, Plan([], 0), None, call, 0, problem=PendingError(kind, str(error)))
 
 
 def gradient_of_sum(
@@ -153,16 +230,14 @@ def gradient_of_sum(
 
     # The sums are collective, so a rank without samples contributes zeros.
     if not count:
-        found = sum_up()
+        found = sum_up(depends=False)
         for variable in range(len(places)):
             deliver(variable, None)
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
-    value = traced.build(traced.values)
     # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
-    requirement = "loss must return one real number"
-    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", requirement)
-    found = sum_up(problem=problem) if problem else sum_up(loss=to_host(getval(value)))
+    value = getval(traced.build(traced.values))
+    found = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
     if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
@@ -179,15 +254,29 @@ class DistributedOptimizer:
     Parameters
     ----------
     optimizer : object
-        `Adam`, `AdamW`, `SGD`, or any object with ``setup(params) -> state`` and ``update(state, params, gradient) ->
-        (state, params)``.
+        `Adam`, `AdamW`, `SGD`, `ParameterGroups`, or any object with ``setup(params) -> state`` and ``update(state,
+        params, gradient) -> (state, params)``.
     reduction : {"mean", "sum"}
         "mean": divide the sum of the gradients by the total number of samples or, in `update` without `samples`, of
         gradients. "sum": don't divide.
     accumulate : int
         The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
-        Maximum 2-norm of the reduced gradient over all parameters; gradients with a larger norm are scaled down.
+        Maximum 2-norm of the reduced gradient over all trained parameters, in which a shared leaf counts once, and own
+        leaves count on every rank; gradients with a larger norm are scaled down, by the same factor on all ranks.
+    own : callable, optional
+        ``own(path)`` returns whether a leaf belongs to each rank for itself, given its path as in error messages, for
+        example ``"params['head'][0]"``. Own leaves may differ between ranks in value, shape and number, and their
+        gradients aren't summed: with "mean", the gradient is the derivative of the mean loss over all samples with respect
+        to this rank's leaf.
+    skip_nonfinite : bool
+        Whether to skip batches with a loss that isn't finite on a rank, and updates with a reduced gradient that isn't
+        finite: parameters and optimizer remain unchanged on all ranks, and the state counts them in `skipped`. By default
+        `step` raises an error for such a loss.
+    check_every : int, optional
+        Compare the ranks' shared parameters in every k-th call, by a small reduction, instead of only the first call.
+    synchronize : bool
+        Whether the first call of `step` begins with the parameters of rank 0 on all ranks, except own leaves.
     bucket_bytes : int
         Maximum size of a message in bytes, as in `value_and_grad`.
     comm : mpi4py intracommunicator, optional
@@ -195,7 +284,7 @@ class DistributedOptimizer:
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid.
+        If an argument is invalid, for example the optimizer's class instead of an object.
 
     Examples
     --------
@@ -213,23 +302,31 @@ class DistributedOptimizer:
         reduction: str = "mean",
         accumulate: int = 1,
         clip_norm: float | None = None,
+        own: Callable[[str], bool] | None = None,
+        skip_nonfinite: bool = False,
+        check_every: int | None = None,
+        synchronize: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         comm: Comm = None,
     ):
-        if not callable(getattr(optimizer, "setup", None)) or not callable(getattr(optimizer, "update", None)):
-            raise TypeError(
-                "DistributedOptimizer: the optimizer must have setup(params) and update(state, params, gradient), but got "
-                f"{type(optimizer).__name__} {optimizer!r:.60}."
-            )
+        require_optimizer(optimizer, "DistributedOptimizer: the optimizer")
+        if own is not None and not callable(own):
+            raise TypeError(f"DistributedOptimizer: own must be a function of a leaf's path, but got {own!r:.60}.")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"DistributedOptimizer: reduction must be 'mean' or 'sum', but got {reduction!r}.")
         positive_count(accumulate, "DistributedOptimizer: accumulate")
+        if check_every is not None:
+            positive_count(check_every, "DistributedOptimizer: check_every")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
+        self.own, self.skip_nonfinite, self.check_every, self.synchronize = own, skip_nonfinite, check_every, synchronize
         self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
+        self._skips: dict[str, int] = {"skipped": 0} if skip_nonfinite else {}
         self._plan: Plan | None = None
+        self._calls = 0
+        self._checks = _Checks(None, None)  # of the current step
 
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the initial state.
@@ -242,9 +339,10 @@ class DistributedOptimizer:
         -------
         dict
             `optimizer`, the inner optimizer's state; if `accumulate` exceeds 1, also this rank's accumulated gradient
-            (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`).
+            (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`); with `skip_nonfinite` the
+            number of skipped batches and updates (`skipped`).
         """
-        return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation}
+        return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
@@ -272,18 +370,21 @@ class DistributedOptimizer:
         ------
         TypeError, ValueError
             On all ranks, if a rank's gradient or accumulated gradient doesn't match the parameters; if no rank has a
-            sample; if the ranks' parameters differ in number, shape or dtype. On this rank only, if its gradient doesn't
-            match and no update is due yet; if its state is that of another optimizer or of other parameters.
+            sample; if the ranks' parameters differ in number, shape or dtype; if no rank has a leaf that is `own`. On this
+            rank only, if its gradient doesn't match and no update is due yet; if its state is that of another optimizer or
+            of other parameters.
+        ReplicationError
+            On all ranks, if shared parameters differ between ranks and are compared in this call.
 
         Ranks
         -----
         All ranks of `comm` call it.
         """
         call = "DistributedOptimizer.update"
-        variables = variables_of(params, call)
-        param_leaves, places, _ = variables
+        variables = self._variables(params, call)
+        param_leaves, places = variables.leaves, variables.places
         specs = [spec_like(param_leaves[k]) for k in places]
-        require_state(state, ("optimizer", *self._empty_accumulation), call)
+        require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
         problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
         last = state.get("steps", 0) + 1 >= self.accumulate
         try:
@@ -305,13 +406,12 @@ class DistributedOptimizer:
                 return self._accumulate(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
-            self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, call)
-            self._compare(used, state, params, call)
-            total = totals(used, self._plan, params, call, count, problem=problem)
-            with Sums(used, self._plan) as sums:
-                sums.add_all(parts)
-                return self._apply(state, params, variables, self._wait(sums, total))
+            sum_up, plan = self._reduction(used, state, params, variables, specs, call)
+            total = sum_up(count, problem=problem)
+            with Sums(used, plan) as sums:
+                sums.add_all([parts[k] for k in variables.shared])
+                return self._apply(used, state, params, variables, parts, *self._wait(sums, total))
 
     def step(
         self,
@@ -329,7 +429,7 @@ class DistributedOptimizer:
         params : pytree of arrays
         loss : callable
             ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`. If it is a result of `jit`,
-            loss, reverse pass and sums are one compiled program, unless gradients are accumulated.
+            loss, reverse pass and sums are one compiled program, unless gradients are accumulated or leaves are `own`.
         *batch : object
         samples : callable, optional
             As in `value_and_grad`.
@@ -341,8 +441,10 @@ class DistributedOptimizer:
 
         Raises
         ------
-        TypeError, ValueError
-            As in `value_and_grad` and `update`.
+        TypeError, ValueError, ReplicationError
+            As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them.
+        NotFiniteError
+            On all ranks, if the loss of a rank isn't finite, unless batches are skipped (`skip_nonfinite`).
 
         Ranks
         -----
@@ -355,26 +457,29 @@ class DistributedOptimizer:
     ) -> tuple[dict[str, Any], Tree, float]:
         call = "DistributedOptimizer.step"
         used = channel(self.comm, call)
-        variables = variables_of(params, call)
-        specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
-        require_state(state, ("optimizer", *self._empty_accumulation), call)
-        self._compare(used, state, params, call)
-        if isinstance(loss, Jitted) and self.accumulate == 1:
-            evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, call, self.reduction == "mean")
-            mean, gradient = evaluate(params, *batch)
-            leaves = flatten(gradient)[0]
-            return *self._apply(state, params, variables, [leaves[k] for k in variables.places]), mean
+        if self.synchronize and not self._calls:
+            leaves, build = flatten(params)
+            paths = leaf_paths(params, "params")
+            shared = {path: leaf for path, leaf in zip(paths, leaves) if self.own is None or not self.own(path)}
+            root_leaves = synchronize(shared, comm=self.comm)
+            params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
+        with _raising_in_totals(used, call):
+            variables = self._variables(params, call)
+            specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
+            require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
+            accumulated = _accumulated(state, specs, call) or [None] * len(specs)
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
         parts: list[Any] = [None] * len(specs)
-        self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-        sum_up = partial(totals, used, self._plan, params, call, count, state.get("samples", 0))
-        try:
-            accumulated = _accumulated(state, specs, call) or [None] * len(specs)
-        except ValueError as error:
-            sum_up(problem=PendingError(type(error), str(error)))
-            raise
-        with restoring_state(), suspended(), Sums(used, self._plan) as sums:
+        sum_up, plan = self._reduction(used, state, params, variables, specs, call, None if self.skip_nonfinite else batch)
+        if isinstance(loss, Jitted) and self.accumulate == 1 and self.own is None:
+            mean, gradient = _evaluation(loss, samples, self.comm, self.bucket_bytes, self)(params, *batch)
+            if not math.isfinite(mean) and self.skip_nonfinite:
+                return {**state, "skipped": state["skipped"] + 1}, params, mean
+            leaves = flatten(gradient)[0]
+            return *self._apply(used, state, params, variables, parts, [leaves[k] for k in variables.places], 1), mean
+        position = {k: index for index, k in enumerate(variables.shared)}
+        with restoring_state(), suspended(), Sums(used, plan) as sums:
 
             def ready(k: int, g: Array) -> None:
                 if accumulated[k] is not None:
@@ -382,39 +487,86 @@ class DistributedOptimizer:
                 elif not last:
                     g = _copied(g)  # an operator may reuse the memory of its result before the update
                 parts[k] = g
-                if last:
-                    sums.add(k, g)
+                if last and k in position:
+                    sums.add(position[k], g)
 
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, sums if last else None)
+            total = gradient_of_sum(
+                lambda x: loss(x, *batch), variables, count, partial(sum_up, count, state.get("samples", 0)), ready,
+                sums if last else None,
+            )  # fmt: skip
             mean = total.loss / total.batch
+            if not math.isfinite(mean) and self.skip_nonfinite:
+                if last:
+                    sums.wait()
+                return {**state, "skipped": state["skipped"] + 1}, params, mean
             if not last:
                 return self._accumulate(state, parts, count), params, mean
-            return *self._apply(state, params, variables, self._wait(sums, total)), mean
+            return *self._apply(used, state, params, variables, parts, *self._wait(sums, total)), mean
 
-    def _compare(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> None:
+    def _variables(self, params: Tree, call: str) -> Variables:
+        """Return the trained parameters, without frozen ones, and which of them all ranks share."""
+        variables = variables_of(params, call)
+        groups = self.optimizer if isinstance(self.optimizer, ParameterGroups) else None
+        if self.own is None and groups is None:
+            return variables
+        paths = leaf_paths(params, "params")
+        places = [k for k in variables.places if groups is None or groups.groups[groups.group(paths[k])] is not None]
+        if not places:
+            raise ValueError(f"{call}: all parameters are frozen, {', '.join(paths):.200}.")
+        shared = [k for k, place in enumerate(places) if self.own is None or not self.own(paths[place])]
+        return variables._replace(places=places, shared=shared)
+
+    def _reduction(
+        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, specs: list[Spec], call: str,
+        batch: tuple | None = None,
+    ) -> tuple[Callable[..., Totals], Plan]:  # fmt: skip
+        """Return `totals` for these parameters, with a comparison of the replicas if it is due, and the plan of sums."""
+        plan = self._plan = plan_of([specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
+        due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
+        self._calls += 1
+        compared: dict[str, Tree] = {"params": params}
         if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
             if isinstance(self.optimizer, (Adam, SGD)):
                 updates = settings["updates"] = state["optimizer"]["updates"]
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
-            # Accumulated gradients differ between ranks.
-            compared = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
-            require_equal_replicas(used, call, compared)
+            compared["optimizer"], due = settings, True
+            if self.own is None:
+                # Accumulated gradients differ between ranks, and so do the optimizer's numbers for own leaves.
+                compared["state"] = {"optimizer": state["optimizer"]}
+        self._checks = _Checks(partial(require_equal_replicas, used, call, compared, self.own) if due else None, batch)
+        owns = self.own is None or len(variables.shared) < len(variables.places)
+        return partial(totals, used, plan, params, call, owns=owns, checks=(lambda: self._checks, ())), plan
 
     def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
-    def _wait(self, sums: Sums, total: Totals) -> list[Array]:
-        return sums.wait(total.all if self.reduction == "mean" else 1)
+    def _wait(self, sums: Sums, total: Totals) -> tuple[list[Array], float]:
+        """Return the sums divided by the number of samples, if the reduction is a mean, and this divisor."""
+        divisor = total.all if self.reduction == "mean" else 1
+        return sums.wait(divisor), divisor
 
     def _apply(
-        self, state: dict[str, Any], params: Tree, variables: Variables, found: list[Array]
-    ) -> tuple[dict[str, Any], Tree]:
+        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, parts: list[Any],
+        found: list[Array], divisor: float,
+    ) -> tuple[dict[str, Any], Tree]:  # fmt: skip
+        self._checks = _Checks(None, None)  # which may keep parameters and batch in memory
+        new, factor, shared = {**state, **self._empty_accumulation}, 1.0, dict(zip(variables.shared, found))
+        own = {k: np.true_divide(part, divisor) for k, part in enumerate(parts) if k not in shared}
+        if self.clip_norm is not None or self.skip_nonfinite:
+            norm = norm_of(list(shared.values()))
+            if self.own is not None:
+                norm = math.hypot(norm, *used.data.allgather(norm_of(list(own.values()))))
+            if self.skip_nonfinite and not math.isfinite(norm):
+                return {**new, "skipped": state["skipped"] + 1}, params
+            factor = clipping(norm, self.clip_norm)
         leaves: list[Any] = [None] * len(variables.leaves)
-        for k, array in zip(variables.places, clipped(found, self.clip_norm)):
-            leaves[k] = array[()]
+        for k, array in {**shared, **own}.items():
+            if factor < 1.0:
+                array *= factor  # in place, unless it is a number
+            leaves[variables.places[k]] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
-        return {**state, **self._empty_accumulation, "optimizer": inner}, params
+        return {**new, "optimizer": inner}, params
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
@@ -432,15 +584,14 @@ def _copied(part: Array) -> Array:
     return part.copy() if hasattr(part, "copy") else np.array(part)
 
 
-def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
-    """Scale arrays in place to a joint 2-norm of at most `max_norm` (Pascanu et al., 2013), unless it isn't finite."""
-    if max_norm is None:
-        return arrays
-    norm = math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
-    if max_norm < norm < math.inf:
-        for k in range(len(arrays)):
-            arrays[k] *= max_norm / norm  # a new scalar, or in place
-    return arrays
+def norm_of(arrays: list[Array]) -> float:
+    """Return the joint 2-norm of arrays; it isn't finite if an entry isn't."""
+    return math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
+
+
+def clipping(norm: float, max_norm: float | None) -> float:
+    """Return the factor by which a gradient is clipped to a norm (Pascanu et al., 2013); 1 for a norm that isn't finite."""
+    return max_norm / norm if max_norm is not None and max_norm < norm < math.inf else 1.0
 
 
 def _norms(arrays: list[Array]) -> list[float]:
@@ -471,34 +622,60 @@ class Totals(NamedTuple):
 
 def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: Array = 0.0,
-    problem: PendingError | None = None,
+    problem: PendingError | None = None, depends: bool = True, owns: bool = True,
+    checks: tuple[Callable[..., _Checks], Sequence[Any]] = (lambda: _Checks(None, None), ()),
 ) -> Totals:  # fmt: skip
-    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match."""
-    args = used, plan, params, call, count, accumulated_before, loss, problem
+    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match.
+
+    `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any;
+    `checks`: a function that returns further checks, and its arguments.
+    """
+    args = used, plan, params, call, count, accumulated_before, loss, problem, depends, owns, *checks
     *found, _ = opaque_step(_totals, *args, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
     return Totals(*found)
 
 
+def _problem_with_loss(loss: Array, count: int, batch: tuple | None) -> PendingError | None:
+    problem = problem_with(loss, 1.0, "parallel.value_and_grad", "loss must return one real number")
+    if problem or batch is None or math.isfinite(number := float(np.reshape(to_host(loss), ()))):
+        return problem
+    return PendingError(
+        NotFiniteError,
+        f"DistributedOptimizer.step: the loss is {number} for {described_batch(batch, count)}. Nothing was updated. "
+        "Check the samples, reduce the learning rate, or pass skip_nonfinite=True to skip such batches.",
+    )
+
+
 def _totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int, loss: Array,
-    problem: PendingError | None,
+    problem: PendingError | None, depends: bool, owns: bool, checks: Callable[..., _Checks], checked: Sequence[Any],
 ) -> tuple[Any, ...]:  # fmt: skip
     used.separate()  # is created by all ranks here, in compiled programs, too
+    compare, batch = checks(*checked)
+    problem = problem or _problem_with_loss(loss, count, batch)
     if are_active(used):
         problem = PendingError(UnfinishedMessagesError, f"{call}: an exception {ENDED} Call mpiad.reset on all ranks.")
+    weighted = 0.0 if problem else float(np.reshape(to_host(loss), ())) * count
     # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
-    weighted = float(np.reshape(loss, ())) * count
-    local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, weighted]
-    found = allreduce(used, np.array(local, float), SUM, call)
-    total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
+    counts = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, depends, owns]
+    found = allreduce(used, np.array([*counts, weighted], float), SUM, call)
+    total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
+    if problems:
+        raise_everywhere(used, problem)
     # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
     # for exact floats.
     if used.size * int(squares) != int(digests) ** 2:
         raise agreed(used, _difference(used, plan, params, call))
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
-    if problems:
-        raise_everywhere(used, problem)
+    if not dependent:
+        text = "the loss doesn't depend on the parameters on any rank. Compute it from them by functions of autograd.numpy."
+        raise agreed(used, ValueError(f"{call}: {text}"))
+    if not owners:
+        paths = ", ".join(leaf_paths(params, "params"))
+        raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
+    if compare is not None:
+        compare()
     return total, accumulated, sum_of_losses, None
 
 

@@ -14,7 +14,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable, map_leaves, named_leaves, refuse_objects
+from mpiad.pytrees import flatten, is_variable, map_leaves, named_leaves, refuse_objects, same_form
 from mpiad.transport import Spec
 
 
@@ -32,7 +32,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: expected floats or arrays of floats to train, but got {kinds}.")
-    return Variables(leaves, places, build)
+    return Variables(leaves, places, build, range(len(places)))
 
 
 def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:
@@ -70,20 +70,20 @@ def _real(leaf: Array) -> Array:
     return np.real(leaf) if np.iscomplexobj(leaf) else leaf
 
 
-def same_form(tree: Tree, other: Tree) -> bool:
-    """Return whether two pytrees have the same keys and lengths."""
-    if isinstance(other, dict):
-        return isinstance(tree, dict) and tree.keys() == other.keys() and all(same_form(tree[k], other[k]) for k in other)
-    if isinstance(other, (list, tuple)):
-        return isinstance(tree, (list, tuple)) and len(tree) == len(other) and all(map(same_form, tree, other))
-    return not isinstance(tree, (dict, list, tuple))
-
-
 def _matches(g: Array, leaf: Array) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
         # Any gradient is allowed for a leaf that isn't trained.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
+
+
+def require_optimizer(optimizer: Any, name: str) -> None:
+    """Raise a TypeError if an object isn't an optimizer."""
+    if isinstance(optimizer, type) or not all(callable(getattr(optimizer, part, None)) for part in ("setup", "update")):
+        is_class = isinstance(optimizer, type)
+        got = f"the class {optimizer.__name__}" if is_class else f"{type(optimizer).__name__} {optimizer!r:.60}"
+        advice = f" Pass an instance, {optimizer.__name__}(...)." if is_class else ""
+        raise TypeError(f"{name} must have setup(params) and update(state, params, gradient), but got {got}.{advice}")
 
 
 def require_state(state: Any, names: Iterable[str], call: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduc
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.pytrees import join, named_leaves, places_by_kind, split
+from mpiad.pytrees import is_variable, join, named_leaves, places_by_kind, split
 from mpiad.transport import SUM, channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import restoring_state
@@ -56,11 +57,21 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     used = channel(comm, "parallel.synchronize")
     root = root_of(root, used, "parallel.synchronize")
     with raising_together(used):
-        leaves, trained, build = variables_of(tree, "parallel.synchronize", required=False)
-        own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
+        leaves, trained, build, _ = variables_of(tree, "parallel.synchronize", required=False)
+        leaves_by_path = named_leaves(tree, "tree")
+        kinds = [
+            described(spec_like(x)) if hasattr(x, "dtype") or is_variable(x) else type(x).__name__
+            for _, x in leaves_by_path
+        ]
+        own = [f"{path} has {kind}" for (path, _), kind in zip(leaves_by_path, kinds)]
     root_leaves = used.data.bcast(own, root)
     with raising_together(used):
-        _require_equal(own, root_leaves, used.rank, root)
+        for mine, other in zip_longest(own, root_leaves, fillvalue="there is no further leaf"):
+            if mine != other:
+                raise ValueError(
+                    "parallel.synchronize: all pytrees must have the same structure, shapes and dtypes, but on rank "
+                    f"{used.rank} {mine}, and on the root, rank {root}, {other}."
+                )
     for places in places_by_kind(leaves, trained):
         with restoring_state(), suspended():
             whole = mpi_bcast(join([leaves[k] for k in places]), root, comm=comm)
@@ -70,30 +81,6 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
             # A copy, because a view would keep the whole message in memory.
             leaves[k] = part.copy()[()]
     return build(leaves)
-
-
-def _described(leaf: object) -> str:
-    numeric = isinstance(leaf, (float, complex, np.inexact, np.ndarray)) or is_device_array(leaf)
-    return described(spec_like(leaf)) if numeric else type(leaf).__name__
-
-
-def _require_equal(own: list[tuple[str, str]], root_leaves: list[tuple[str, str]], rank: Rank, root: Rank) -> None:
-    for (name, mine), (path, other) in zip(own, root_leaves):
-        if name != path:
-            raise ValueError(
-                f"parallel.synchronize: all pytrees must have the same structure, but rank {rank} has {name}, and the "
-                f"root, rank {root}, has {path} in its place."
-            )
-        if mine != other:
-            raise ValueError(
-                f"parallel.synchronize: {name} has {mine} on rank {rank}, but {other} on the root, rank {root}. Use the "
-                "same shapes and dtypes on all ranks."
-            )
-    if len(own) != len(root_leaves):
-        raise ValueError(
-            f"parallel.synchronize: the pytree has {len(own)} leaves on rank {rank}, but {len(root_leaves)} on the root, "
-            f"rank {root}."
-        )
 
 
 def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:

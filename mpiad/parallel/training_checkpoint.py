@@ -10,9 +10,9 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
 from mpiad.checkpoint_files import read, remedy, write
-from mpiad.parallel.parameters import matching_leaves, same_form
+from mpiad.parallel.parameters import matching_leaves
 from mpiad.primitives.checks import root_of
-from mpiad.pytrees import described, flatten, leaf_on_device, rebuilt
+from mpiad.pytrees import children, described, flatten, leaf_on_device, rebuilt, same_form
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -36,8 +36,8 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
         Name of the file, which the root writes.
     tree : pytree
         The state that is the same on all ranks: parameters, the optimizer's state, the epoch. It consists of arrays (also
-        on devices), numbers, strings, None and `numpy.random.Generator` in dicts, lists and tuples. The root's state is
-        written, without pickling.
+        on devices), numbers, strings, None and `numpy.random.Generator` in dicts, lists, tuples and classes of
+        `mpiad.pytrees.register`. The root's state is written, without pickling.
     own : pytree, optional
         State that differs between ranks: generators, or the state of a `DistributedOptimizer` with ``accumulate=k`` between
         two updates.
@@ -162,9 +162,7 @@ def _require_like(restored: TrainingCheckpoint, like: Tree) -> None:
                 mismatch = error
             else:
                 return
-        if isinstance(part, (dict, list, tuple)):
-            entries = part.items() if isinstance(part, dict) else enumerate(part)
-            parts += [(f"{name}[{key!r}]", inner) for key, inner in entries]
+        parts += children(part, name) or []
     raise mismatch
 
 

@@ -9,7 +9,7 @@ from autograd import tracer
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Rank
-from mpiad.pytrees import map_leaves
+from mpiad.pytrees import FIELDS, map_leaves
 from mpiad.transport import channel, member, prepare, renew, world
 from mpiad.transport.world import start
 
@@ -174,7 +174,7 @@ def stop_gradient(x: Array) -> Array:
     3.0
     """
     getval = tracer.getval  # looked up in each call: traces of compiled ensembles replace it
-    return map_leaves(getval, x) if isinstance(x, (dict, list, tuple)) else getval(x)
+    return map_leaves(getval, x) if isinstance(x, (dict, list, tuple)) or type(x) in FIELDS else getval(x)
 
 
 def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, comm: Comm = None) -> None:

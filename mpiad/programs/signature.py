@@ -9,7 +9,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Tree
-from mpiad.pytrees import LEAF_TYPES, flatten
+from mpiad.pytrees import FIELDS, LEAF_TYPES, flatten
 
 _boxes = Box.types
 _MOST = 2**62
@@ -82,4 +82,5 @@ def _form(tree: Tree) -> Hashable:
         return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
     if isinstance(tree, (list, tuple)):
         return type(tree), tuple([_form(part) for part in tree])
-    return None
+    fields = FIELDS.get(type(tree))
+    return fields and (type(tree), tuple([_form(getattr(tree, name)) for name in fields]))

@@ -186,11 +186,14 @@ class WorkerGroup:
             self._used.lose(sorted(set(range(self._used.size)) - set(alive)))
 
 
-# The root sends batches and receives results. It evaluates items only if there is no other rank.
+# The root sends batches and receives results. If there are few workers it evaluates batches, too: while it does so, other
+# ranks may wait for it, which with many workers would lose more time than the root saves.
 #
-# A rank gets its next batch when it returns a result. If batches are short, each rank has an additional batch in its queue,
-# so that it needn't wait for the root. Long batches aren't queued, since another rank might evaluate them earlier.
+# A rank gets its next batch when it returns a result. If batches are short or the root evaluates batches, each worker has
+# an additional batch in its queue, so that it needn't wait for the root. Otherwise long batches aren't queued, since
+# another rank might evaluate them earlier.
 
+_FEW_WORKERS = 3
 _SHORT = 0.02  # seconds; much longer than a message to the root and its reply
 _CHECK_EVERY = 0.05  # seconds between checks for lost ranks
 
@@ -208,6 +211,7 @@ class Scheduler:
         # Batches that were sent, stored until their results arrive, because the rank that evaluates them may die.
         self._batches: dict[Rank, deque[np.ndarray]] = {rank: deque() for rank in workers}
         self._resend: deque[np.ndarray] = deque()
+        self._own: np.ndarray | None = None  # the root's next batch
         self._item_count, self._exhausted = 0, False
         self._seconds: float | None = None  # exponentially weighted mean of the time per batch
         self._check_timer = Backoff()
@@ -217,17 +221,29 @@ class Scheduler:
     def run(self) -> None:
         """Evaluate all items on the workers, up to the first failure unless `keep_failures` is set."""
         while self.failed is None:
+            # Twice, since a probe may find a message only after an earlier probe has made MPI progress.
+            while self._receive(RESULT) or self._receive(RESULT):
+                pass
             self._send_batches()
-            if self._exhausted and not self._resend and not any(self._batches.values()):
+            if (
+                self.failed is not None
+            ):  # after an exception in the iteration over items, there may be no result to wait for
+                return
+            if self._own is not None:
+                # Items and results are copies, as on the workers.
+                batch, self._own = pickle.loads(self._own.data), None
+                ended = evaluated(self._fun, batch, self._keep_failures, self._rank)
+                self._store(pickle.loads(_packed(ended, self._rank).data))
+            elif any(self._batches.values()):
+                self._await(RESULT)
+            elif self._exhausted and not self._resend:
                 self._show()
                 return
-            if not self._batches:
-                # The root evaluates items. Batches in `_resend` are packed, since they were sent to a rank that died.
+            elif not self._batches:
+                # Batches in `_resend` are packed, since they were sent to a rank that died.
                 batch = pickle.loads(self._resend.popleft().data) if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
-            elif self.failed is None:  # after an exception in the iteration over items, there may be no result to wait for
-                self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
         """Send the outcome to the other ranks, and wait until they have received it."""
@@ -244,9 +260,12 @@ class Scheduler:
     # ---- sending batches
 
     def _send_batches(self) -> None:
-        max_batches = 2 if self._seconds is not None and self._seconds < _SHORT else 1
-        # First the ranks without a batch get one, then, if `max_batches` is 2, the ranks with one batch.
+        evaluates = 0 < len(self._batches) <= _FEW_WORKERS
+        max_batches = 2 if evaluates or (self._seconds is not None and self._seconds < _SHORT) else 1
+        # First the ranks without a batch get one, then the root, and then, if `max_batches` is 2, the ranks with one batch.
         for number in range(max_batches):
+            if number == 1 and evaluates:
+                self._own = self._next()
             for rank in list(self._batches):
                 # A dead rank may have been removed from `_batches` since the list was made.
                 if len(self._batches.get(rank, ())) == number:
@@ -366,7 +385,8 @@ def mpi_map(
     ----------
     fun : callable
         ``fun(item)`` is called once for each item, on one rank. Communication on `comm` inside `fun` raises a
-        CommunicatorError; use MPI.COMM_SELF instead. The root evaluates items only if there is no other rank.
+        CommunicatorError; use MPI.COMM_SELF instead. On up to four ranks the root evaluates items, too; on more ranks it
+        only distributes them.
     items : iterable
         Used on the root only. A generator of unknown length is allowed; items are taken from it when they are sent. Items
         and results must support pickling; arrays of 64 KiB or more are sent without pickling.

@@ -13,12 +13,12 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Argnum, Array, Comm, Function, LocalArray, Rank
+from mpiad._typing import Argnum, Array, Comm, Function, LocalArray, Rank, Shared
 from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, make_vjp, value_and_grad
-from mpiad.differentiation.trace import arguments_with
+from mpiad.differentiation.trace import arguments_with, variables_of
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable, map_leaves
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
 
 
@@ -156,7 +156,7 @@ class _Line:
     """The objective on a line through the arguments in a random direction."""
 
     def __init__(
-        self, fun: Function, args: tuple, argnum: Argnum, shared: bool, comm: Comm, seed: int, options: dict[str, Any]
+        self, fun: Function, args: tuple, argnum: Argnum, shared: Shared, comm: Comm, seed: int, options: dict[str, Any]
     ):
         self.group, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
         self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
@@ -166,9 +166,14 @@ class _Line:
             return fun(*arguments_with(args, argnum, x))
 
         self.value_and_grad, self.hvp, self.grad = (make(fun_of_x, **options) for make in (value_and_grad, hvp, grad))
+        variables = variables_of(args, argnum, "check_grads", shared)
+        copies = {variables.places[k] for k in variables.shared}
         # A shared argument is one variable, so its direction is the same on all ranks.
-        rng = np.random.default_rng((seed, 0 if shared else self.group.rank))
-        self.v = map_leaves(lambda leaf: noise_like(leaf, rng) if is_variable(leaf) else leaf, self.x)
+        rngs = [np.random.default_rng((seed, rank)) for rank in (self.group.rank, 0)]
+        leaves = [noise_like(x, rngs[k in copies]) if is_variable(x) else x for k, x in enumerate(variables.leaves)]
+        self.v = variables.build(leaves)
+        # In a sum over all ranks the copies of a shared variable count once.
+        self.weights = [1.0 / self.group.size if k in copies else 1.0 for k in range(len(leaves))]
 
     def point(self, h: float) -> Any:
         leaves, build = flatten(self.x)
@@ -177,10 +182,10 @@ class _Line:
 
     def inner_product(self, g: Array) -> float:
         """Return the inner product of a gradient with the direction, over all ranks."""
-        pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
+        parts = zip(flatten(g)[0], flatten(self.v)[0], self.weights)
         # In autograd's convention dJ = Re Σ g v, without conjugation.
-        local_product = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
-        return float(local_product) if self.shared else sum(self.group.data.allgather(float(local_product)))
+        local_product = sum(np.real(to_host(np.sum(a * v))) * weight for a, v, weight in parts if is_variable(v))
+        return sum(self.group.data.allgather(float(local_product)))
 
 
 def check_grads(
@@ -190,7 +195,7 @@ def check_grads(
     modes: Sequence[str] = ("rev", "fwd"),
     argnum: Argnum = 0,
     objective: str = "root",
-    shared: bool = False,
+    shared: Shared = False,
     root: Rank = 0,
     comm: Comm = None,
     step: float = 0.1,
@@ -275,13 +280,11 @@ def check_grads(
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
         return line.inner_product(line.hvp(line.x, line.v))
-    # Reverse over reverse: the gradient of the sum of g·v over the ranks. If the argument is shared, g·v is the same on all
-    # ranks, so each rank's term has the weight 1 / size.
-    weight = 1.0 / line.group.size if line.shared else 1.0
 
+    # Reverse over reverse: the gradient of the sum of g·v over the ranks.
     def slope(x: Array) -> Any:
-        parts = zip(flatten(line.grad(x))[0], flatten(line.v)[0])
-        return sum(anp.sum(anp.real(g * v)) for g, v in parts if is_variable(v)) * weight
+        parts = zip(flatten(line.grad(x))[0], flatten(line.v)[0], line.weights)
+        return sum(anp.sum(anp.real(g * v)) * weight for g, v, weight in parts if is_variable(v))
 
     return line.inner_product(grad(slope, objective="sum", shared=line.shared, comm=line.comm)(line.x))
 

@@ -8,6 +8,7 @@ from one_process import assert_close, gradients, inputs, objective
 
 import mpiad
 from mpiad.pytrees import flatten
+from mpiad.testing import check_grads
 from mpiad.transport.watch import switch, watch_settings
 from mpiad.transport.watch.watch_settings import Settings
 
@@ -168,3 +169,86 @@ def test_copies_are_compared_in_replays_too(size):
         value, g = evaluate(x)
         assert_close(value, size * np.sum(x**3))
         assert_close(g, 3 * size * x**2)
+
+
+def arguments(theta, x, rank):
+    """Return a mixed program: parameters of all ranks, one of them constant, and numbers of each rank's own."""
+    parameters = {"theta": theta, "factor": 1.5, "power": 2}
+    return parameters, {"x": x, "bias": 0.5 + rank}
+
+
+def mixed(parameters, own):
+    total = anp.sum(anp.sin(parameters["theta"] * anp.sum(own["x"])) * own["bias"]) ** parameters["power"]
+    return mpiad.mpi_allreduce(total * parameters["factor"]) ** 2
+
+
+def mixed_of(xs):
+    def whole(zs):
+        theta, factor, own = zs[0], zs[1], zip(zs[2 : 2 + len(xs)], zs[2 + len(xs) :])
+        return sum(factor * anp.sum(anp.sin(theta * anp.sum(x)) * bias) ** 2 for x, bias in own) ** 2
+
+    return whole
+
+
+def test_a_tuple_says_which_arguments_are_shared(rank, size, rank_rng):
+    xs = inputs(rank_rng, size)
+    args = arguments(THETA, xs[rank], rank)
+    everything = [THETA, 1.5, *xs, *(0.5 + r for r in range(size))]
+    value = mixed_of(xs)(everything)
+    by_theta, by_factor, *by_own = gradients(mixed_of(xs), everything)
+    for f in (mixed, mpiad.jit(mixed)):
+        found, (shared, own) = mpiad.value_and_grad(f, (0, 1), shared=(True, False))(*args)
+        assert_close(found, value)
+        assert_close(shared["theta"], by_theta)
+        assert_close(shared["factor"], np.float64(by_factor))
+        assert shared["power"] == 0
+        assert_close(own["x"], by_own[rank])
+        assert_close(own["bias"], np.float64(by_own[size + rank]))
+    args = arguments(THETA, rank + np.ones(2), rank)
+    one, two = mpiad.grad(mixed, (0, 1), shared=(True, True))(*args), mpiad.grad(mixed, (0, 1), shared=True)(*args)
+    assert all(np.array_equal(a, b) for a, b in zip(flatten(one)[0], flatten(two)[0]))
+    one, two = mpiad.grad(mixed, (0, 1), shared=(False, False))(*args), mpiad.grad(mixed, (0, 1))(*args)
+    assert all(np.array_equal(a, b) for a, b in zip(flatten(one)[0], flatten(two)[0]))
+
+
+def test_products_of_partly_shared_arguments(rank, size, rank_rng):
+    """Each rank's own argument may have another shape."""
+    x = rank_rng(rank).normal(size=3 + rank)
+
+    def loss(theta, x):
+        return mpiad.mpi_allreduce(anp.sum(anp.sin(theta * anp.sum(x))) * anp.sum(x**2))
+
+    rates = check_grads(loss, THETA, x, argnum=(0, 1), shared=(True, False))
+    assert min(rates.values()) > 1.8
+    v = THETA**2, np.cos(x)
+    expected = mpiad.hvp(loss, (0, 1), shared=(True, False))(THETA, x, v)
+    found = mpiad.make_hvp(loss, (0, 1), shared=(True, False))(THETA, x)[2](v)
+    for a, b in zip(found, expected):
+        assert_close(a, b)
+    rows = mpiad.jacobian(lambda theta, x: mpiad.mpi_allreduce(theta * anp.sum(x)), (0, 1), shared=(True, False))(THETA, x)
+    total = sum(MPI.COMM_WORLD.allgather(np.sum(x)))
+    assert_close(rows[0], total * np.eye(3))
+    assert_close(rows[1], np.outer(THETA, np.ones(3 + rank)))
+
+
+def test_tuples_that_do_not_fit_are_refused(rank):
+    for derivative in (mpiad.value_and_grad, mpiad.grad, mpiad.make_hvp, mpiad.jacobian):
+        for argnum, shared in (((0, 1), (True,)), (0, (True,)), ((0, 1), (True, False, True)), (0, ())):
+            with pytest.raises(ValueError, match=r"a tuple with a boolean for each of several arguments, but got \("):
+                derivative(lambda x, y: x * y, argnum, shared=shared)(1.0, 2.0)
+
+
+def test_only_shared_arguments_are_compared(rank, size):
+    loss = mpiad.grad(lambda x, y: mpiad.mpi_allreduce(anp.sum(x) * anp.sum(y)), (0, 1), shared=(True, False))
+    before = watch_settings.present()
+    switch.apply(Settings(debug=True))
+    try:
+        loss(np.ones(2), np.ones(1 + rank))
+        if size > 1:
+            with pytest.raises(mpiad.errors.ReplicationError, match=r"x\[0\]"):
+                loss(np.ones(2) + rank, np.ones(1 + rank))
+    finally:
+        switch.restore(before)
+    if size > 1:
+        with pytest.raises(ValueError, match="with shared=True all ranks must hold copies"):
+            loss(np.ones(2 + rank), np.ones(2))

@@ -92,6 +92,10 @@ RUNS = [
         r"loss (\S+) at first, .* after 5 steps; SciPy says (\S+)", lambda first, last: last < first / 5,
     ),
     Small(
+        2, "examples/personal_heads.py", "--epochs 5",
+        r"own heads: (\S+)\nalone: (\S+)\none head: (\S+)", lambda own, alone, one: min(own, alone) > 0.5 > 2 * one,
+    ),
+    Small(
         2, "examples/pharmacokinetics.py", "--patients 8 --draws 2 --picture picture.png",
         r"CL +(\S+) +SciPy +(\S+)", is_close(1e-5),
     ),

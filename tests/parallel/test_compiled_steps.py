@@ -12,9 +12,17 @@ from mpi4py import MPI
 
 import mpiad
 import mpiad.debug
-from mpiad.errors import ReplicationError, UnfinishedMessagesError
+from mpiad.errors import NotFiniteError, ReplicationError, UnfinishedMessagesError
 from mpiad.extend import custom_operator, defadjoint
-from mpiad.parallel import SGD, Adam, DistributedDataContainer, DistributedOptimizer, buckets, value_and_grad
+from mpiad.parallel import (
+    SGD,
+    Adam,
+    DistributedDataContainer,
+    DistributedOptimizer,
+    ParameterGroups,
+    buckets,
+    value_and_grad,
+)
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -256,6 +264,46 @@ def test_parameters_that_differ_are_refused_on_all_ranks():
             continue
         with pytest.raises(ValueError, match=rf"DistributedOptimizer.step: .*params\['w'\] has shape .* on rank {ROOT}"):
             optimizer.step(optimizer.setup(params), params, loss, np.ones(4))
+
+
+def test_checks_of_compiled_steps_are_those_of_interpreted_ones():
+    jitted, x = mpiad.jit(lambda p, x: anp.mean((p["w"] - x) ** 2) + 0 * p["b"]), np.zeros(4)
+    bad = np.full(4, np.nan if COMM.rank == ROOT else 0.0)
+    plain, skipping = DistributedOptimizer(SGD(0.1)), DistributedOptimizer(SGD(0.1), skip_nonfinite=True)
+    p = {"w": 1.0, "b": 0.0}
+    state = plain.setup(p)
+    for k in range(1, 4):
+        with pytest.raises(NotFiniteError, match=rf"the loss is nan for .*Nothing was updated.* on rank {ROOT}"):
+            plain.step(state, p, jitted, bad)
+        state, p, _ = plain.step(state, p, jitted, x)
+        assert p["w"] == pytest.approx(0.8**k)
+    p = {"w": 1.0, "b": 0.0}
+    state = skipping.setup(p)
+    for k in range(1, 4):
+        state, p, mean = skipping.step(state, p, jitted, bad)
+        assert np.isnan(mean) and state["skipped"] == k
+        state, p, _ = skipping.step(state, p, jitted, x)
+        assert p["w"] == pytest.approx(0.8**k)
+    frozen = DistributedOptimizer(
+        ParameterGroups({"all": SGD(0.1), "frozen": None}, lambda path: "all" if "w" in path else "frozen")
+    )
+    p = {"w": 1.0, "b": 3.0}
+    state = frozen.setup(p)
+    for k in range(1, 4):
+        state, p, _ = frozen.step(state, p, jitted, x)
+        assert (p["w"], p["b"]) == (pytest.approx(0.8**k), 3.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_are_compared_in_every_second_compiled_step():
+    jitted, optimizer = mpiad.jit(lambda w, x: anp.mean((w - x) ** 2)), DistributedOptimizer(SGD(0.1), check_every=2)
+    p, state = 1.0, optimizer.setup(1.0)
+    for _ in range(3):
+        state, p, _ = optimizer.step(state, p, jitted, np.zeros(2))
+    p = p + (COMM.rank == ROOT) * 1e-15
+    state, p, _ = optimizer.step(state, p, jitted, np.zeros(2))
+    with pytest.raises(ReplicationError, match=r"(?s)DistributedOptimizer.step: .*params"):
+        optimizer.step(state, p, jitted, np.zeros(2))
 
 
 @pytest.mark.mpi(min_size=2)

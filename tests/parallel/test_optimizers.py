@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpiad import grad
-from mpiad.parallel import SGD, Adam, AdamW
+from mpiad.parallel import SGD, Adam, AdamW, ParameterGroups
 
 pytestmark = pytest.mark.serial
 
@@ -188,3 +188,99 @@ def test_second_moments_of_complex_parameters_are_real_ones():
     state, _ = rule.update(rule.setup(params), params, params)
     with pytest.raises(ValueError, match=r"state\['second'\]\['z'\] must have the shape \(3,\) and dtype float32"):
         rule.update({**state, "second": state["first"]}, params, params)
+
+
+# Parameters after 200 steps of PyTorch 2's optimizers from w = (1, -2), b = 0.5 with these gradients (in groups: w and b
+# with different rates and decays). The third one is a result for complex z = (1 + i, -2i).
+H = np.array([[2.0, 0.3], [0.3, 0.5]])
+AFTER_200_STEPS = [
+    (SGD(0.05, weight_decay=0.1), [0.05820857139365656, 0.1820421944522391, -0.20937279762370237]),
+    (SGD(0.02, 0.9, weight_decay=0.1), [0.05296477551422083, 0.4264802810719522, -0.44276710858526774]),
+    (SGD(0.02, 0.9, True, 0.1), [-0.006612820348547264, 0.43948121665801154, -0.4379235444992175]),
+    (Adam(0.03), [0.1922158799578297, -0.12668830734787087, -0.08214468708550395]),
+    (AdamW(0.03, weight_decay=0.2), [0.148371969978965, 0.02558982379389251, -0.08831366595294793]),
+    (
+        ParameterGroups({"w": SGD(0.02, 0.9, weight_decay=0.1), "b": SGD(0.05, 0.9)}, lambda path: path[-3]),
+        [0.05296477551422083, 0.4264802810719522, -0.8756968082714686],
+    ),
+    (
+        ParameterGroups({"w": AdamW(0.03, weight_decay=0.3), "b": AdamW(0.01, weight_decay=0)}, lambda path: path[-3]),
+        [0.13626163569177227, 0.050514993372075795, 0.025120410208101605],
+    ),
+    (
+        ParameterGroups({"w": Adam(0.03), "b": None}, lambda path: path[-3]),
+        [0.1922158799578297, -0.12668830734787087, 0.5],
+    ),
+]
+
+
+@pytest.mark.parametrize("rule, expected", AFTER_200_STEPS)
+def test_200_steps_are_those_of_pytorch(rule, expected):
+    params = {"w": np.array([1.0, -2.0]), "b": np.array([0.5]), "name": "net"}
+    state = rule.setup(params)
+    for k in range(200):
+        noise = np.random.default_rng(k).normal(size=3)
+        g = {"w": H @ params["w"] - noise[:2], "b": np.sin(params["b"]) + noise[2:], "name": None}
+        state, params = rule.update(state, params, g)
+    np.testing.assert_allclose([*params["w"], *params["b"]], expected, rtol=1e-12)
+    assert params["name"] == "net"
+
+
+def test_200_steps_of_complex_parameters_are_those_of_pytorch():
+    rule, z = SGD(0.02, 0.9, True, 0.1), np.array([1.0 + 1j, -2.0j])
+    state = rule.setup(z)
+    for k in range(200):
+        noise = np.random.default_rng(k).normal(size=(2, 2))
+        state, z = rule.update(state, z, (H @ z).conj() - (noise[0] + 1j * noise[1]))
+    expected = [-0.006614030515973968 - 0.3080848002463902j, 0.4394868973358817 + 0.4746911501192747j]
+    np.testing.assert_allclose(z, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("returned", [None, -0.1, math.nan, math.inf, "fast", 1j, np.ones(2)])
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_schedules_without_a_rate_are_refused(kind, returned):
+    rule = kind(lambda updates: returned)
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: the schedule learning_rate\(0\) must return a finite number"):
+        rule.update(rule.setup(np.ones(2)), np.ones(2), np.ones(2))
+
+
+@pytest.mark.parametrize("decay", [-1e-3, math.inf, None])
+def test_decays_that_are_no_numbers_are_refused(decay):
+    for kind in (SGD, AdamW):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: weight_decay must be a number from 0, but got {decay}"):
+            kind(weight_decay=decay)
+
+
+GROUPS = {"a": SGD(0.1), "b": None}
+PARAMS = {"x": np.ones(2), "y": [1.0, 2]}
+
+
+@pytest.mark.parametrize(
+    "make, kind, text",
+    [
+        (lambda: ParameterGroups({}, str), TypeError, "groups must be a dict of optimizers"),
+        (lambda: ParameterGroups([SGD()], str), TypeError, "groups must be a dict of optimizers"),
+        (lambda: ParameterGroups({"a": 0.1}, str), TypeError, r"groups\['a'\] must have setup.*float 0.1"),
+        (lambda: ParameterGroups({"a": SGD}, str), TypeError, r"but got the class SGD. Pass an instance, SGD\(...\)"),
+        (lambda: ParameterGroups(GROUPS, "a"), TypeError, "group_of must be a function"),
+        (lambda: ParameterGroups(GROUPS, lambda path: "a").setup(PARAMS), ValueError, r"'b' names no leaf .*\['x'\], "),
+        (lambda: ParameterGroups(GROUPS, str).setup(PARAMS), ValueError, r"group_of\(.*\['x'\].*one of \['a', 'b'\]"),
+        (lambda: ParameterGroups(GROUPS, lambda path: None).setup(PARAMS), ValueError, "but returned None"),
+        (lambda: ParameterGroups(GROUPS, str).setup([1.0, object()]), TypeError, r"params\[1\] is object"),
+    ],
+)
+def test_groups_that_cannot_be_used_are_refused(make, kind, text):
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_groups_refuse_gradients_and_states_of_another_form():
+    rule = ParameterGroups(GROUPS, lambda path: "a" if "x" in path else "b")
+    state = rule.setup(PARAMS)
+    assert rule.update(state, PARAMS, PARAMS)[1]["x"].tolist() == [0.9, 0.9]
+    with pytest.raises(TypeError, match="structure of the parameters"):
+        rule.update(state, PARAMS, {"x": np.ones(2)})
+    with pytest.raises(ValueError, match=r"\['x'\].* must have the shape \(2,\)"):
+        rule.update(state, PARAMS, {**PARAMS, "x": np.ones(3)})
+    with pytest.raises(TypeError, match="setup of the same optimizer"):
+        rule.update(SGD(0.1).setup(PARAMS), PARAMS, PARAMS)

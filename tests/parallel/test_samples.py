@@ -34,7 +34,7 @@ def test_one_other_plan_among_many_is_found(size, monkeypatch):
     monkeypatch.setattr(distributed_optimizer, "_difference", lambda *_: ValueError("differ"))
     known = plans(40)
     for plan, other in zip(known, known[1:]):
-        theirs = np.array([2, 2, other.digest, other.digest**2, 0, 0], float)
+        theirs = np.array([2, 2, other.digest, other.digest**2, 0, 1, 1, 0], float)
         monkeypatch.setattr(
             distributed_optimizer, "allreduce", lambda used, mine, op, call, sent=theirs: mine * (used.size - 1) + sent
         )

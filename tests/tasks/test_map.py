@@ -37,8 +37,10 @@ def test_results_in_order_and_each_item_once(count: int, batch: int, rank: int, 
     expect(mpi_map(square, range(count), batch=batch), [k**2 for k in range(count)], rank)
     everyone = WORLD.allgather(seen)
     assert sorted(sum(everyone, [])) == list(range(count))
-    if size > 1:
+    if size > 4:
         assert not everyone[0]  # the root hands out
+    elif count > batch * (size - 1):
+        assert everyone[0]
 
 
 @pytest.mark.mpi(min_size=3)
@@ -95,7 +97,7 @@ def test_a_generator_is_read_no_further_than_needed(rank: int, size: int) -> Non
 
     def count() -> Iterator[int]:
         while taken[0] < 50:
-            assert taken[0] - Arriving.arrived <= 2 * max(1, size - 1)
+            assert taken[0] - Arriving.arrived <= 2 * max(1, size - 1) + (1 < size <= 4)
             taken[0] += 1
             yield taken[0]
 
@@ -144,7 +146,7 @@ def test_an_exception_is_raised_on_all_ranks(bad: int, batch: int, rank: int, si
     with pytest.raises(WorkerError) as caught:
         mpi_map(fails_at(bad), range(30), batch=batch)
     error = caught.value
-    assert error.index == bad and error.rank in range(min(1, size - 1), size)
+    assert error.index == bad and error.rank in range(0 if size <= 4 else 1, size)
     assert f"rank {error.rank} raised ZeroDivisionError: no value at {bad} at item {bad}" in str(error)
     assert "test_map.py" in error.traceback and error.traceback.rstrip() in str(error)
     assert len(set(WORLD.allgather(str(error)))) == 1
@@ -209,7 +211,7 @@ def test_what_cannot_be_pickled(rank: int) -> None:
     assert caught.value.index == 2 and caught.value.rank == 0
     with pytest.raises(WorkerError, match="pickle") as caught:
         mpi_map(lambda item: (lambda: 0) if item == 3 else item, range(6))
-    assert caught.value.index == 3 and caught.value.rank != 0
+    assert caught.value.index == 3 and (caught.value.rank != 0 or WORLD.size <= 4)
 
 
 def test_wrong_arguments_are_raised_on_all_ranks(rank: int, size: int) -> None:
