@@ -24,6 +24,8 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Array, Shape, Tree
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
+__all__ = ["register"]  # the other names are internal
+
 LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
@@ -68,8 +70,9 @@ def register(cls: Any) -> Any:
     ... class Line:
     ...     slope: float
     ...     offset: float
-    >>> print(mpiad.grad(lambda line: 3 * line.slope + line.offset**2)(Line(1.0, 2.0)))
-    Line(slope=3.0, offset=4.0)
+    >>> gradient = mpiad.grad(lambda line: 3 * line.slope + line.offset**2, objective="sum")(Line(1.0, 2.0))
+    >>> print(type(gradient).__name__, gradient.slope, gradient.offset)
+    Line 3.0 4.0
     """
     is_data = isinstance(cls, type) and dataclasses.is_dataclass(cls)
     fields: Any = [field.name for field in dataclasses.fields(cls)] if is_data else getattr(cls, "_fields", None)

@@ -37,8 +37,8 @@ class ParameterGroups:
     >>> optimizer = ParameterGroups(rules, lambda path: "biases" if path.endswith("['b']") else "matrices")
     >>> params = {"w": np.ones(2), "b": 1.0}
     >>> state, params = optimizer.update(optimizer.setup(params), params, {"w": np.zeros(2), "b": 1.0})
-    >>> print(params)
-    {'w': array([0.95, 0.95]), 'b': np.float64(0.9)}
+    >>> print(params["w"], params["b"])
+    [0.95 0.95] 0.9
     """
 
     def __init__(self, groups: Mapping[str, Any], group_of: Callable[[str], str]):

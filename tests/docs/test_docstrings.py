@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = (
     "mpiad", "mpiad.debug", "mpiad.device", "mpiad.differentiation", "mpiad.ensemble", "mpiad.errors", "mpiad.extend",
     "mpiad.fft", "mpiad.inverse", "mpiad.linalg", "mpiad.optimize", "mpiad.parallel", "mpiad.programs",
-    "mpiad.redistribution", "mpiad.tasks", "mpiad.testing", "mpiad.timestepping", "mpiad.vi",
+    "mpiad.pytrees", "mpiad.redistribution", "mpiad.tasks", "mpiad.testing", "mpiad.timestepping", "mpiad.vi",
 )  # fmt: skip
 if find_spec("jax") and find_spec("torch"):  # in the environment of `make recipes`
     MODULES += ("mpiad.interop",)
