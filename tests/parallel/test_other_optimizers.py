@@ -88,9 +88,10 @@ def test_its_own_gradients_are_left_alone_by_an_update():
 
 
 def test_inference_by_another_optimizer():
-    """The closed divergence, with a negligible loss: the gradient doesn't depend on the draws: to a normal prior's mean and width."""
+    """The closed divergence with a negligible loss, whose gradient doesn't depend on the draws, in one step."""
     posterior = MeanFieldGaussian(2, mean=1.0, sd=0.5)
-    inference = VI(lambda theta, data: 1e-30 * anp.sum(theta), posterior, ("norm", 0.2, 2.0), HeavyBall(0.3, 0.5), root=ROOT)
+    optimizer = HeavyBall(0.3, 0.5)
+    inference = VI(lambda theta, data: 1e-30 * anp.sum(theta), posterior, ("norm", 0.2, 2.0), optimizer, root=ROOT)
     result = inference.run(None, 1)
     np.testing.assert_allclose(result.params["mean"], 1.0 - 0.3 * (1.0 - 0.2) / 4, rtol=1e-13)
     np.testing.assert_allclose(result.params["log_sd"], np.log(0.5) - 0.3 * (0.25 / 4 - 1), rtol=1e-13)
