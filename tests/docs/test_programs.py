@@ -26,8 +26,8 @@ SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in sn
 ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raises while the other waits
 # These take more than a second. They run with `--thorough`: alone, like all others.
 SLOW = (
-    "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "correlated.py", "cubic.py", "currents.py", "implicit_heat.py",
-    "line.py", "outbreak_fit.py", "time_loop.py", "weight.py", "wells.py",
+    "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "correlated.py", "cubic.py", "currents.py",
+    "implicit_heat.py", "line.py", "outbreak_fit.py", "time_loop.py", "weight.py", "wells.py",
 )  # fmt: skip
 # Their programs import one another, and packages of `make recipes`.
 RECIPES = ("docs/howto/samplers_and_optimizers.md", "docs/howto/other_frameworks.md")
