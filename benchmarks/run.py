@@ -80,6 +80,7 @@ JOBS = (
     Job("training.py", 2, 40),
     Job("networks.py", 1, 180, "--rounds 2 --budget 0.3"),
     Job("vi.py", 2, 50),
+    Job("vi_peers.py", 1, 120),
     Job("multigrid.py", 1, 150),
     Job("multigrid.py", 2, 60),
     Job("inverse.py", 1, 120, "--sizes 16 64"),

@@ -1,6 +1,6 @@
 """Variational inference of an epidemic beside NumPyro: the whole fit, compilation included, on one rank.
 
-    python benchmarks/vi_peers.py [--epochs 1500] [--draws 12] [--rounds 2] [--python PYTHON]
+    python benchmarks/vi_peers.py [--epochs 1500] [--draws 12] [--rounds 2] [--python .venv-peers/bin/python]
 
 Each side (`benchmarks/sides/epidemic_NAME.py`) is a process of its own, started in turn, round by round; the smallest time
 counts. mpiad's kernels are compiled again in each process. The posteriors are compared with the exact one by quadrature on
@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 from reaches import report, report_missing
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE / "sides"))
-from epidemic import quadrature  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent / "sides"))
+from epidemic import quadrature
 
+HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 REACH, CLOSE, LIMIT = 0.8, 0.02, 300
 
 
@@ -43,9 +44,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1500)
     parser.add_argument("--draws", type=int, default=12, help="of each epoch")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--python", default=str(HERE.parent / ".venv-peers" / "bin" / "python"), help="NumPyro's interpreter"
-    )
+    parser.add_argument("--python", default=str(PEERS), help="NumPyro's interpreter")
     options = parser.parse_args()
     sides = {"mpiad": sys.executable, "numpyro": options.python}
     try:
