@@ -32,7 +32,7 @@ def locked(array: Array) -> Array:
     return view
 
 
-def refuse_traced(what: str, parts: Iterable[Any]) -> None:
+def refuse_traced(what: str, parts: Iterable[object]) -> None:
     """Raise a NotImplementedError if a user's function, which `what` names, has returned traced values."""
     if any(map(isbox, parts)):
         text = f"{what} closes over a traced value, with respect to which it isn't differentiated. Pass it as p."

@@ -246,7 +246,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
     return solution(residual, *leaves, problem=problem.derived(failures))
 
 
-def change_along(fun: Function, u: LocalArray, leaves: Sequence[Any], gs: Sequence[Any]) -> LocalArray:
+def change_along(fun: Function, u: LocalArray, leaves: Sequence[Array], gs: Sequence[Array]) -> LocalArray:
     """Return the derivative of ``fun([u, *leaves])`` along tangents of the leaves of the parameters, None for zeros."""
     # Python numbers have no dtype, so their zero tangents are Python numbers, too.
     given = [(x, g, np.ndim(stop_gradient(x)) or g is not None) for x, g in zip(leaves, gs)]

@@ -94,8 +94,8 @@ def unrolled_no_further(x):
 
 
 def observed(x):
-    pushes = anp.sin(x[2] * anp.arange(12.0))
-    u, energies = scan(pushed, x[0] * anp.sin(POINTS), 12, x[1], inputs=pushes, observe=energy, checkpoints=4)
+    pushes = anp.sin(x[2] * anp.arange(6.0))
+    u, energies = scan(pushed, x[0] * anp.sin(POINTS), 6, x[1], inputs=pushes, observe=energy, checkpoints=2)
     return DOMAIN.sum(u**2) + anp.sum(energies**2)
 
 

@@ -53,7 +53,7 @@ def test_values_and_gradients_agree_with_arrays(alg, width, dtype):
 
 def test_gradients_agree_with_differences():
     loss, _ = loss_of(RK4(), True, dt=0.125)
-    p = weights(16)
+    p = weights(12)
     _, bars = value_and_grad(loss)(p)
     direction = [np.cos(x) for x in p]
     along = lambda x: loss([a + x * b for a, b in zip(p, direction)])  # noqa: E731
