@@ -45,6 +45,10 @@ RUNS = [
         r"relative error of m (\S+)\n.*\n.*true (\S+)", lambda error, truth: error < 0.6 and truth > 0,
     ),
     Small(
+        2, "examples/attention_digits.py", "--epochs 5 --picture picture.png",
+        r"loss \S+ -> (\S+)\ntest accuracy (\S+)", lambda loss, accuracy: loss < 0.8 and accuracy > 0.8, thorough=True,
+    ),
+    Small(
         2, "examples/burgers_control.py", "--cells 10 --steps 3 --iterations 6 --most 1",
         r"error of the amplitudes (\S+)", lambda error: error < 0.05, thorough=True,
     ),

@@ -14,16 +14,17 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
 Run = Callable[..., CompletedProcess]
 
 
-def history(mpirun: Run, program: str, ranks: int, folder: Path, *arguments: object) -> tuple[str, np.ndarray]:
+def trained(mpirun: Run, ranks: int, program: str, folder: Path, *arguments: object) -> tuple[str, np.ndarray]:
     folder.mkdir()
-    done = mpirun(ranks, f"examples/{program}.py", "--history", "losses.txt", *arguments, timeout=70, cwd=folder)
+    done = mpirun(ranks, program, "--history", "losses.txt", *arguments, timeout=70, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, np.loadtxt(folder / "losses.txt")
 
 
 @pytest.mark.thorough
-def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
-    (_, one), *others = (history(mpirun, "digits_training", n, tmp_path / str(n), "--epochs", 3) for n in rank_counts)
+@pytest.mark.parametrize("program", ["examples/digits_training.py", "examples/attention_digits.py"])
+def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, rank_counts: tuple, program: str) -> None:
+    (_, one), *others = (trained(mpirun, n, program, tmp_path / str(n), "--epochs", 3) for n in rank_counts)
     assert len(one) == 33
     for _, other in others:
         np.testing.assert_allclose(other, one, rtol=1e-10)
@@ -32,7 +33,7 @@ def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, rank_counts: tuple
 @pytest.mark.thorough
 def test_own_heads_do_not_depend_on_the_ranks(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     """The program compares its result with the accuracy that it must have."""
-    (_, one), *others = (history(mpirun, "personal_heads", n, tmp_path / str(n)) for n in rank_counts)
+    (_, one), *others = (trained(mpirun, n, "examples/personal_heads.py", tmp_path / str(n)) for n in rank_counts)
     assert one.shape == (3, 30)
     for _, other in others:
         np.testing.assert_allclose(other, one, rtol=1e-13)

@@ -78,6 +78,34 @@ def contractions(a, b, x, y):
     return anp.einsum("ij,jk->ik", a, b), a @ b + anp.dot(x, y), a @ b[:, 0], x @ y, anp.outer(x, y), anp.tensordot(a, b, 1)
 
 
+def products_of_views(a, b, c):
+    """Transposed operands, slices, stacks, steps, reversed and diagonal ones, of arguments and of computed arrays."""
+    d = anp.sin(b)
+    stacks = (
+        anp.swapaxes(c, 1, 2) @ c,
+        c @ d,
+        c[:, ::-1] @ b,
+        anp.transpose(c, (1, 2, 0)) @ d[:3, :2],
+        c[0] @ anp.sort(b.T).T,
+    )
+    shaped = (
+        anp.reshape(anp.transpose(c, (1, 0, 2)), (12, 5)) @ d,
+        anp.reshape(a, (5, 4)) @ a,
+        a[1:, 1:4].T @ d[:3],
+        a[::2] @ b,
+    )
+    return (
+        *stacks,
+        *shaped,
+        a.T @ anp.cos(a),
+        d.T @ d,
+        d[:, 1:] @ b[:2],
+        d[::-1] @ d[:3],
+        b[1][None] @ b.T,
+        b[:, :1] @ b[:1],
+    )
+
+
 def calls_of_numpy(x, a):
     ordered = anp.sort(x)
     return ordered[1:] - ordered[:-1], anp.cumsum(x * x) * x, a[np.array([0, 2, 2])] * a[:3], anp.trace(a), anp.tile(x, 2)
@@ -95,6 +123,7 @@ def integers(x, a):
 CASES = [
     (elementwise, (X, Y)), (choices, (X, Y)), (broadcast, (A, X)), (strides, (X, A)), (put_together, (X, Y, A)),
     (rolled, (X, A)), (shapes, (A, C)), (reductions, (C,)), (contractions, (A, B, X, Y)), (calls_of_numpy, (X, A)),
+    (products_of_views, (A, B, C)),
     (spectrum, (X,)), (integers, (X, A)), (sums_in_another_shape, (A,)),
 ]  # fmt: skip
 OUTSIDE = [elementwise, broadcast, rolled, calls_of_numpy, sums_in_another_shape]  # of each kind of step one
@@ -391,3 +420,16 @@ def test_reductions_by_the_methods_of_ufuncs():
         np.testing.assert_allclose(rows, x[0] + x[1], rtol=1e-15)
         np.testing.assert_array_equal(largest, x[:, :, -1])
         np.testing.assert_allclose(total, 12.0, rtol=1e-14)
+
+
+def test_transposed_operands_are_read_as_they_are():
+    """Neither of arguments nor of results of calls; tanh of a large array is NumPy's, which is faster than a loop's."""
+    x, w = RNG.standard_normal((128, 96)), RNG.standard_normal((96, 128))
+
+    def loss(w, x):
+        return anp.sum(anp.einsum("nm,nk->mk", anp.tanh(x @ w), x) ** 2) + anp.sum(anp.tanh(w[:4]))
+
+    gradient = mpiad.jit(mpiad.grad(loss), strict=True)
+    np.testing.assert_allclose(gradient(w, x), mpiad.grad(loss)(w, x), rtol=1e-12, atol=1e-10)
+    loops = gradient.program(w, x).loops
+    assert loops.count("copy") == 0 and loops.count("tanh ->") == 1 and loops.count("matmul") + loops.count("dot ") == 4

@@ -32,10 +32,6 @@ from mpiad.differentiation.rules.protocol import (
 )
 from mpiad.transport.devices.device_arrays import is_device_array
 
-Axes = tuple[tuple[int, ...], tuple[int, ...]]
-AxesRule = Callable[[tuple, dict, int, int], Axes]
-"""A function of args, kwargs and the two factors' numbers of axes; it returns the summed axes of each factor."""
-
 
 def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangent by the other factor, transposed."""
@@ -100,28 +96,17 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: tuple([part(i, g) for i in argnums])
 
 
-def _tensordot_axes(args: tuple, kwargs: dict, ndim_x: int, ndim_y: int) -> Axes:
-    axes: Any = args[2] if len(args) > 2 else kwargs.get("axes", 2)
-    if isinstance(axes, int):
-        return tuple(range(ndim_x - axes, ndim_x)), tuple(range(axes))
-    first, second = ([axis] if isinstance(axis, int) else axis for axis in axes)
-    return tuple([int(i) % ndim_x for i in first]), tuple([int(j) % ndim_y for j in second])
-
-
-_AXES: dict[Primitive, AxesRule] = {
-    anp.dot: lambda args, kwargs, n, m: ((n - 1,), (max(m - 2, 0),)),
-    anp.inner: lambda args, kwargs, n, m: ((n - 1,), (m - 1,)),
-    anp.tensordot: _tensordot_axes,
-}
-
-
 def _subscripts(fun: Primitive, args: tuple, kwargs: dict, n: int, m: int) -> str:
     """Return the subscripts of a product, as for `einsum`, of factors with `n` and `m` axes."""
     if fun is anp.matmul:
         return f"{'...i' if n > 1 else ''}j,{'...jk' if m > 1 else 'j'}->...{'i' if n > 1 else ''}{'k' if m > 1 else ''}"
-    axes_x, axes_y = _AXES[fun](args, kwargs, n, m) if n and m else ((), ())
+    axes: Any = args[2] if len(args) > 2 else kwargs.get("axes", 2)
+    if fun is not anp.tensordot:
+        axes = ([n - 1], [m - 2 if fun is anp.dot and m > 1 else m - 1]) if n and m else 0
+    if isinstance(axes, int):
+        axes = range(n - axes, n), range(axes)
     x, y = list(ascii_letters[:n]), list(ascii_letters[n : n + m])
-    for i, j in zip(axes_x, axes_y):
+    for i, j in zip(*map(np.ravel, axes)):
         y[j] = x[i]
     free = [letter for letter in x + y if (letter in x) != (letter in y)]
     return f"{''.join(x)},{''.join(y)}->{''.join(free)}"
@@ -136,7 +121,7 @@ def _flattened(fun: Callable, *args: Any, **kwargs: Any) -> Array:
     return fun(*args, **kwargs)
 
 
-VJPS = {fun: partial(_product_vjp, fun) for fun in (*_AXES, anp.matmul)}
+VJPS = {fun: partial(_product_vjp, fun) for fun in (anp.dot, anp.inner, anp.matmul, anp.tensordot)}
 VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp})
 JVPS: dict = {}
 for _fun in (anp.dot, anp.matmul):

@@ -106,3 +106,10 @@ def test_tied_choices(fun):
     check(lambda x: fun(x, 2.0), TIED)
     check(lambda x: fun(x, x), TIED)
     check(lambda z: fun(z[0], z[1]), (TIED, TIED.T))
+
+
+@pytest.mark.parametrize("fun", CHOICES)
+def test_the_adjoint_of_a_choice_is_in_single_precision(fun):
+    x = random_like(numpy.empty((3, 4), numpy.float32))
+    vjp, value = plain_tape.make_vjp(lambda x: fun(x, 0), x)
+    assert vjp(value).dtype == numpy.float32
