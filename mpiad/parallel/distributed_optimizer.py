@@ -105,17 +105,15 @@ def value_and_grad(
         with _raising_in_totals(used, call):
             variables = variables_of(params, call)
             count = count_samples(samples, params, batch)
-        leaves, places = variables.leaves, variables.places
         nonlocal plan
-        plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
+        plan = plan_of([spec_like(variables.leaves[k]) for k in variables.places], bucket_bytes, plan)
         compare = partial(require_equal_replicas, used, call, {"params": params}) if watch_settings.debug() else None
         sum_up = partial(totals, used, plan, params, call, count, compare=compare)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
-            found = dict(zip(places, sums.wait(total.batch)))
-        gradients = [found[k][()] if k in found else None for k in range(len(leaves))]
-        return total.loss / total.batch, variables.build(gradients)
+            found = [array[()] for array in sums.wait(total.batch)]
+        return total.loss / total.batch, variables.filled(found, lambda leaf: None)
 
     return evaluate
 
@@ -368,17 +366,17 @@ class DistributedOptimizer:
         """
         call = "DistributedOptimizer.update"
         variables = self._variables(params, call)
-        param_leaves, places = variables.leaves, variables.places
-        specs = [spec_like(param_leaves[k]) for k in places]
+        specs = [spec_like(variables.leaves[k]) for k in variables.places]
         require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
         problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
         last = state.get("steps", 0) + 1 >= self.accumulate
         try:
             accumulated = _accumulated(state, specs, call)
             if samples != 0:
-                leaves = matching_leaves(gradient, params, param_leaves, call)
+                found = matching_leaves(gradient, params, variables.leaves, call)
+                leaves = [found[k] for k in variables.places]
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
-                parts = [g if count == 1 else g * s.dtype.type(count) for g, s in zip((leaves[k] for k in places), specs)]
+                parts = [g if count == 1 else g * s.dtype.type(count) for g, s in zip(leaves, specs)]
         except (TypeError, ValueError) as error:
             if not last:
                 raise  # other ranks don't wait before the last accumulated step
@@ -533,12 +531,11 @@ class DistributedOptimizer:
             if self.skip_nonfinite and not math.isfinite(norm):
                 return {**new, "skipped": state["skipped"] + 1}, params
             factor = clipping(norm, self.clip_norm)
-        leaves: list[Any] = [None] * len(variables.leaves)
-        for k, array in {**shared, **own}.items():
-            if factor < 1.0:
-                array *= factor  # in place, unless it is a number
-            leaves[variables.places[k]] = array[()]
-        inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
+        found = shared | own
+        for k in found if factor < 1.0 else ():
+            found[k] *= factor
+        gradient = variables.filled([found[k][()] for k in range(len(found))], lambda leaf: None)
+        inner, params = self.optimizer.update(state["optimizer"], params, gradient)
         return {**new, "optimizer": inner}, params
 
 
