@@ -100,9 +100,7 @@ def _check_rates(optimizer: Any, rate: float | Callable[[int], float], decay: fl
 def rate_at(optimizer: Any, updates: int) -> float:
     """Return an optimizer's learning rate after a number of updates; raise a ValueError if a schedule has none."""
     rate = optimizer.learning_rate
-    if not callable(rate):
-        return float(rate)
-    found: Any = rate(updates)
+    found: Any = rate(updates) if callable(rate) else rate
     if np.ndim(found) or np.asarray(found).dtype.kind not in "fiu" or not 0 <= float(found) < math.inf:
         raise ValueError(
             f"{type(optimizer).__name__}: the schedule learning_rate({updates}) must return a finite number from 0, but "

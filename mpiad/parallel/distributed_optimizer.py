@@ -140,8 +140,8 @@ def _evaluation(
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             mean = optimizer is None or optimizer.reduction == "mean"
-            found = dict(zip(places, sums.wait(total.batch if mean else 1)))
-        return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
+            found = [array[()] for array in sums.wait(total.batch if mean else 1)]
+        return total.loss / total.batch, variables.filled(found, lambda leaf: None)
 
     if isinstance(loss, Jitted):
         # The evaluation, with the sums between parts of the reverse pass, is one program. It keeps `comm` and its id.
@@ -382,17 +382,17 @@ class DistributedOptimizer:
         """
         call = "DistributedOptimizer.update"
         variables = self._variables(params, call)
-        param_leaves, places = variables.leaves, variables.places
-        specs = [spec_like(param_leaves[k]) for k in places]
+        specs = [spec_like(variables.leaves[k]) for k in variables.places]
         require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
         problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
         last = state.get("steps", 0) + 1 >= self.accumulate
         try:
             accumulated = _accumulated(state, specs, call)
             if samples != 0:
-                leaves = matching_leaves(gradient, params, param_leaves, call)
+                found = matching_leaves(gradient, params, variables.leaves, call)
+                leaves = [found[k] for k in variables.places]
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
-                parts = [g if count == 1 else g * s.dtype.type(count) for g, s in zip((leaves[k] for k in places), specs)]
+                parts = [g if count == 1 else g * s.dtype.type(count) for g, s in zip(leaves, specs)]
         except (TypeError, ValueError) as error:
             if not last:
                 raise  # other ranks don't wait before the last accumulated step
@@ -560,12 +560,11 @@ class DistributedOptimizer:
             if self.skip_nonfinite and not math.isfinite(norm):
                 return {**new, "skipped": state["skipped"] + 1}, params
             factor = clipping(norm, self.clip_norm)
-        leaves: list[Any] = [None] * len(variables.leaves)
-        for k, array in {**shared, **own}.items():
-            if factor < 1.0:
-                array *= factor  # in place, unless it is a number
-            leaves[variables.places[k]] = array[()]
-        inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
+        found = shared | own
+        for k in found if factor < 1.0 else ():
+            found[k] *= factor
+        gradient = variables.filled([found[k][()] for k in range(len(found))], lambda leaf: None)
+        inner, params = self.optimizer.update(state["optimizer"], params, gradient)
         return {**new, "optimizer": inner}, params
 
 

@@ -58,12 +58,10 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     root = root_of(root, used, "parallel.synchronize")
     with raising_together(used):
         leaves, trained, build, _ = variables_of(tree, "parallel.synchronize", required=False)
-        leaves_by_path = named_leaves(tree, "tree")
-        kinds = [
-            described(spec_like(x)) if hasattr(x, "dtype") or is_variable(x) else type(x).__name__
-            for _, x in leaves_by_path
+        own = [
+            f"{path} has {described(spec_like(x)) if hasattr(x, 'dtype') or is_variable(x) else type(x).__name__}"
+            for path, x in named_leaves(tree, "tree")
         ]
-        own = [f"{path} has {kind}" for (path, _), kind in zip(leaves_by_path, kinds)]
     root_leaves = used.data.bcast(own, root)
     with raising_together(used):
         for mine, other in zip_longest(own, root_leaves, fillvalue="there is no further leaf"):
