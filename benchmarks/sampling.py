@@ -26,7 +26,7 @@ import mpiad
 from mpiad.extend import custom_operator, defadjoint
 from mpiad.inverse import GaussianPrior, Posterior, laplace_approximation, sample
 
-RANGE, STD, NOISE = 0.3, 0.2, 0.05
+RANGE, STD, NOISE = 0.5, 0.2, 0.05
 STEPS = {"pcn": 0.27, "mala": 0.3, "hpcn": 0.6, "hmala": 0.9, "dr": (0.7, 0.9, 0.9)}
 
 
