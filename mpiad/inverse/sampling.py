@@ -78,7 +78,7 @@ class Samples:
         This rank's blocks of the mean and the variance of the samples of all chains, for each cell.
     acceptance : float, or array
         The fraction of proposals that were accepted after the warm-up. For ``method="dr"`` there is one for the first
-        stage, the second stage, and the step of the complement, along the last axis.
+        stage, the second stage, and the step of the rest of the field, along the last axis.
     step_size : float, or array
         The step sizes after the warm-up, in the form of `acceptance`.
     solves : dict
@@ -193,6 +193,7 @@ def sample(
         The number of steps before the samples, by default a quarter of `n_samples`. They adapt the step sizes.
     step_size : float, or three floats for "dr", optional
         Fixed step sizes β, above 0 and at most 1: a proposal keeps √(1 - β²) of the deviation from the reference's mean.
+        Those of "dr" are for its first stage, its second stage and the rest of the field.
         For Langevin proposals β = √(8δ)/(2 + δ), in which δ is the step in time. By default β begins with 0.2 and is
         adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala".
     posterior : Posterior, optional
