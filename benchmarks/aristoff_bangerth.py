@@ -1,6 +1,6 @@
 """The benchmark posterior of Aristoff and Bangerth (arXiv 2102.07263), to 2 % of a posterior standard deviation.
 
-    mpiexec -n 2 python benchmarks/aristoff_bangerth.py [--samples 5000] [--nuts 400] [--informed 10000]
+    mpiexec -n 2 python benchmarks/aristoff_bangerth.py [--samples 10000] [--nuts 400] [--informed 10000]
 
 The problem is that of `examples/membrane_posterior.py`: 64 coefficients θ, whose posterior was computed by 2·10¹¹
 samples of a random walk (30 years of processor time). Four chains of each sampler, divided among the ranks, in log θ
@@ -126,7 +126,7 @@ class Summary:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=5000, help="samples per chain of Hamiltonian Monte Carlo")
+    parser.add_argument("--samples", type=int, default=10_000, help="samples per chain of Hamiltonian Monte Carlo")
     parser.add_argument("--warmup", type=int, default=2000, help="of Hamiltonian Monte Carlo; of NUTS a quarter")
     parser.add_argument("--nuts", type=int, default=400, help="samples per chain of NUTS")
     parser.add_argument("--informed", type=int, default=10_000, help="samples per chain of h-MALA")
