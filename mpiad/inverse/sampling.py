@@ -252,10 +252,11 @@ def sample(
 
     References
     ----------
-    .. [1] S. L. Cotter, G. O. Roberts, A. M. Stuart and D. White, "MCMC methods for functions: modifying old algorithms to
-       make them faster", Statistical Science 28 (2013).
-    .. [2] N. Petra, J. Martin, G. Stadler and O. Ghattas, "A computational framework for infinite-dimensional Bayesian
-       inverse problems, part II", SIAM J. Sci. Comput. 36 (2014).
+    S. L. Cotter, G. O. Roberts, A. M. Stuart and D. White, "MCMC methods for functions: modifying old algorithms to make
+    them faster", Statistical Science 28 (2013).
+
+    N. Petra, J. Martin, G. Stadler and O. Ghattas, "A computational framework for infinite-dimensional Bayesian inverse
+    problems, part II", SIAM J. Sci. Comput. 36 (2014).
 
     Examples
     --------
