@@ -57,7 +57,7 @@ JOBS = (
     Job("gradient_cost.py", 2, 90),
     Job("implicit.py", 1, 40),
     Job("posterior.py", 1, 60),
-    Job("sampling.py", 1, 600),
+    Job("sampling.py", 1, 150, "--cells 16 64 --long 4000"),
     Job("local_adjoints.py", 1, 80),
     Job("beside_peers.py", 1, 180, "--rounds 2"),
     Job("guard.py", 2, 60),
