@@ -157,10 +157,11 @@ def main() -> None:
         return
     first, *others = summaries
     label = f"Aristoff-Bangerth, {CHAINS * options.samples} samples of HMC"
+    whole = options.samples >= 10_000  # shorter runs are for information
     report(f"{label}: seconds", first.seconds, at_most=600)
-    report(f"{label}: smallest effective sample size", first.sizes.min(), at_least=2500)
-    report(f"{label}: largest R-hat", first.rhat.max(), at_most=1.01)
-    report(f"{label}: error of a mean in standard deviations", first.error.max(), at_most=0.02)
+    report(f"{label}: smallest effective sample size", first.sizes.min(), at_least=2500 if whole else None)
+    report(f"{label}: largest R-hat", first.rhat.max(), at_most=1.01 if whole else None)
+    report(f"{label}: error of a mean in standard deviations", first.error.max(), at_most=0.02 if whole else None)
     for other in others:
         away = np.abs(other.mean - first.mean) / np.hypot(other.mean_error, first.mean_error)
         report(f"{label}: difference from {other.name} in standard errors", away.max(), at_most=4.0)
