@@ -201,7 +201,7 @@ class Program:
         """Return whether the program has an input of this group."""
         return any(isinstance(value, tuple) and value[0] == group for _, _, value in self.instructions)
 
-    @property
+    @cached_property
     def tables(self) -> set[TableInputs]:
         """The inputs of its tables."""
         return {value for op, _, value in self.instructions if op == "table" and isinstance(value, tuple)}  # type: ignore[misc]

@@ -24,8 +24,8 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.program import OPERATIONS, Program
 
-SHORT = 60  # shorter programs have no loops
-_GAIN = 2  # loops must reduce the number of lines by this factor
+# Programs of up to SHORT operations have no loops; in others loops must reduce the number of lines by the factor _GAIN.
+SHORT, _GAIN = 60, 2
 _CONSTANTS = ("constant", "True", "False")  # the kinds of leaves that aren't in arrays
 _LEAST_TERMS = 3  # of a sum that isn't part of a tree
 _LEAST_LOOP = 4  # shorter loops over terms are unrolled
@@ -34,7 +34,6 @@ _LEAST_GROUP, _LONG = 4, 16  # a sum is irregular if its group is smaller, and i
 _PLUS, _MINUS = -1, -2
 _LARGEST_TREE = 60  # number of operations
 _MOST_ENTRIES = 4096  # of the array on the stack
-_TILES = (4, 3, 2, 1)  # numbers of sums that are computed at a time, which hides the latency of additions
 
 
 class Stored(NamedTuple):
@@ -214,7 +213,8 @@ class _Printer:
         lengths = [count, *(n for n in sorted(ends) if not count % n)]
         row = min(lengths, key=lambda n: sum(_affine(x, n) is None for x in indices))
         *operands, place = (self._operand(kind, x, row) for kind, x in zip(kinds, entries))
-        tile = next(n for n in _TILES if not row % n) if self._shapes[shape][0] == "sum" else 1
+        # Several sums are computed at a time, which hides the latency of additions.
+        tile = next(n for n in (4, 3, 2, 1) if not row % n) if self._shapes[shape][0] == "sum" else 1
         counters = [self._loop("i", count // row), self._loop("j", row, tile)]
         for r, value in enumerate(self._totals(shape, operands, counters, tile)):
             self._add(statement.format(_text(place, counters, r), value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import autograd.numpy as anp
 import numpy as np
@@ -59,7 +60,7 @@ def drawn(seed):
         kind = rng.integers(0, 6)
         for x, y, z in chosen:
             if kind == 0:
-                pool.append(sum((pool[i] * pool[-1 - i] for i in range(rng.integers(2, 20))), x))
+                pool.append(reduce(Symbol.__add__, (pool[i] * pool[-1 - i] for i in range(rng.integers(2, 20))), x))
             elif kind == 1:
                 pool.append(choose((x > y) & (z <= 0.3), x - y, 1.5 * z))
             elif kind == 2:

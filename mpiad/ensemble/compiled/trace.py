@@ -73,9 +73,12 @@ class ParameterPacking(NamedTuple):
 
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the varying parameters, shape (m, count), and the shared ones, (k,), in a real dtype."""
-        rows = self.numbers(leaves, count, dtype)
-        varying, shared = ([rows[j] for j in group] for group in (self.varying, self.shared))
-        return np.array(varying, dtype).reshape(len(varying), count), np.array(shared, dtype)
+        rows = {True: [np.empty((0, count), dtype)], False: [np.empty(0, dtype)]}
+        for part in self.parts:
+            leaf: Any = np.reshape(leaves[part.place], (math.prod(part.shape), count) if part.varies else -1)
+            halves = np.stack((leaf.real, leaf.imag) if part.complex else (leaf,), axis=1)
+            rows[part.varies].append(halves.reshape(len(part.scalars), *leaf.shape[1:]).astype(dtype))
+        return np.concatenate(rows[True]), np.concatenate(rows[False])
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
         """Return the scalars of `count` trajectories by their indices, in a real dtype, on the leaves' device."""
@@ -88,10 +91,9 @@ class ParameterPacking(NamedTuple):
 
     def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
         """Return arrays in the shapes of leaves, by their indices, from rows of `count` numbers in the order of `split`."""
-        rows = {True: iter(varying), False: iter(shared)}
-        result = {}
+        rows, result = {True: np.asarray(varying), False: np.asarray(shared)}, {}
         for part in self.parts:
-            numbers = np.stack([next(rows[part.varies]) for _ in part.scalars]) if part.scalars else np.empty(0)
+            numbers, rows[part.varies] = np.split(rows[part.varies], [len(part.scalars)])
             numbers = numbers[::2] + 1j * numbers[1::2] if part.complex else numbers
             shape = (*part.shape, count) if part.varies else part.shape
             result[part.place] = np.reshape(numbers, shape)

@@ -81,12 +81,13 @@ class TracedProblem(NamedTuple):
 
     def carried(self, given: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
         """Return the directions of tangents for the traced inputs, or an empty tuple if an adjoint is faster."""
-        if gradient == "adjoint":
+        d, boxed = self.program.groups["state"], [isbox(leaf) for leaf in given.p.leaves]
+        count = d * isbox(given.u0) + sum(len(part.scalars) for part in self.packing.parts if boxed[part.place])
+        if gradient != "tangent" and (gradient == "adjoint" or count > FEW or count * d > _FEW_NUMBERS):
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
         found += [along for i, leaf in enumerate(given.p.leaves) if isbox(leaf) for along in self.directions_of(i)]
-        few = len(found) <= FEW and len(found) * self.program.groups["state"] <= _FEW_NUMBERS
-        return tuple(found) if few or gradient == "tangent" else ()
+        return tuple(found)
 
 
 def remembered(
