@@ -560,10 +560,10 @@ class DistributedOptimizer:
             if self.skip_nonfinite and not math.isfinite(norm):
                 return {**new, "skipped": state["skipped"] + 1}, params
             factor = clipping(norm, self.clip_norm)
-        found = shared | own
-        for k in found if factor < 1.0 else ():
-            found[k] *= factor
-        gradient = variables.filled([found[k][()] for k in range(len(found))], lambda leaf: None)
+        every = shared | own
+        for k in every if factor < 1.0 else ():
+            every[k] *= factor
+        gradient = variables.filled([every[k][()] for k in range(len(every))], lambda leaf: None)
         inner, params = self.optimizer.update(state["optimizer"], params, gradient)
         return {**new, "optimizer": inner}, params
 
