@@ -225,9 +225,7 @@ class Scheduler:
             while self._receive(RESULT) or self._receive(RESULT):
                 pass
             self._send_batches()
-            if (
-                self.failed is not None
-            ):  # after an exception in the iteration over items, there may be no result to wait for
+            if self.failed is not None:  # after an exception in the iteration over items, no result may be due
                 return
             if self._own is not None:
                 # Items and results are copies, as on the workers.
