@@ -274,7 +274,8 @@ class DistributedOptimizer:
         finite: parameters and optimizer remain unchanged on all ranks, and the state counts them in `skipped`. By default
         `step` raises an error for such a loss.
     check_every : int, optional
-        Compare the ranks' shared parameters in every k-th call, by a small reduction, instead of only the first call.
+        Number of calls between comparisons of the ranks' shared parameters, by a small reduction. By default only the first
+        call compares them.
     synchronize : bool
         Whether the first call of `step` begins with the parameters of rank 0 on all ranks, except own leaves.
     bucket_bytes : int
@@ -589,32 +590,29 @@ def _copied(part: Array) -> Array:
     return part.copy() if hasattr(part, "copy") else np.array(part)
 
 
-def norm_of(arrays: list[Array]) -> float:
-    """Return the joint 2-norm of arrays; it isn't finite if an entry isn't."""
-    return math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
-
-
 def clipping(norm: float, max_norm: float | None) -> float:
     """Return the factor by which a gradient is clipped to a norm (Pascanu et al., 2013); 1 for a norm that isn't finite."""
     return max_norm / norm if max_norm is not None and max_norm < norm < math.inf else 1.0
 
 
-def _norms(arrays: list[Array]) -> list[float]:
-    """Return the arrays' norms, one copy per device unless squares overflow; largest entries if any isn't finite."""
+def norm_of(arrays: list[Array]) -> float:
+    """Return the joint 2-norm of arrays, by one copy per device unless squares overflow; not finite if an entry isn't."""
 
     def on_host(numbers: list[Array]) -> np.ndarray:
         return np.array(fetched([number.astype(float) for number in numbers]))
 
+    arrays = [array for array in arrays if array.size]
     with np.errstate(over="ignore", invalid="ignore"):
         squares = on_host([vdot(array, array).real for array in arrays])
         if np.isfinite(squares).all():
-            return np.sqrt(squares).tolist()
+            return math.hypot(*np.sqrt(squares))  # hypot avoids the overflow of a sum of squares
         largest = on_host([np.max(np.abs(array)) for array in arrays])
-        if not np.isfinite(largest).all():
-            return largest.tolist()
-        # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
-        scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
-        return (largest * np.sqrt(on_host([np.sum(array * array) for array in scaled]))).tolist()
+        if np.isfinite(largest).all():
+            # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
+            sizes = np.maximum(largest, 1e-300).tolist()
+            scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, sizes)]
+            largest *= np.sqrt(on_host([np.sum(array * array) for array in scaled]))
+        return math.hypot(*largest)
 
 
 class Totals(NamedTuple):

@@ -219,7 +219,7 @@ class Scheduler:
         self.failed: Failed | None = None
 
     def run(self) -> None:
-        """Evaluate all items on the workers, up to the first failure unless `keep_failures` is set."""
+        """Evaluate all items, up to the first failure unless `keep_failures` is set."""
         while self.failed is None:
             # Twice, since a probe may find a message only after an earlier probe has made MPI progress.
             while self._receive(RESULT) or self._receive(RESULT):
