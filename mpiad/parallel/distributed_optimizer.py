@@ -528,7 +528,7 @@ class DistributedOptimizer:
         if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
             if isinstance(self.optimizer, (Adam, SGD)):
-                updates = settings["updates"] = state["optimizer"]["updates"]
+                updates = settings["updates"] = state["optimizer"].get("updates", 0)
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
             compared["optimizer"], due = settings, True
             if self.own is None:
