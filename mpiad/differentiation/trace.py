@@ -80,7 +80,8 @@ def variables_of(args: tuple, argnum: Argnum, call: str, shared: Shared = False)
         refuse_objects(chosen, f"argument {argnum!r}", call)
     if not isinstance(shared, (tuple, list)):
         return Variables(leaves, places, build, range(len(places)) if shared else ())
-    if not isinstance(chosen, tuple) or len(shared) != len(chosen):
+    booleans = all(isinstance(flag, (bool, np.bool_)) for flag in shared)
+    if not isinstance(chosen, tuple) or len(shared) != len(chosen) or not booleans:
         raise ValueError(
             f"{call}: shared must be a boolean, or a tuple with a boolean for each of several arguments, but got "
             f"{shared!r} with argnum={argnum!r}."

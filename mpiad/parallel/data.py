@@ -29,7 +29,7 @@ class _LastContainer(threading.local):
     size = 0
     order: Tree = None
     item = epoch = -1
-    first: Any = None
+    first: Any = object()  # no batch begins with it
 
 
 last_container = _LastContainer()
@@ -239,7 +239,11 @@ def require_equal_replicas(
     if watch_settings.debug() and not on_any_rank(used.data, last_container.size != used.size):
         compared = {**compared, "data": last_container.order}
     named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
-    leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
-    leaves = [(path, leaf) for path, leaf in leaves if own is None or not own(path)]
+    leaves = [
+        (path, leaf)
+        for name, path, leaf in named
+        if (is_variable(leaf) or name not in ("params", "state"))
+        and not (own is not None and name == "params" and own(path))
+    ]
     advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
     require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)

@@ -29,7 +29,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import on_host
-from mpiad.pytrees import fetched, flatten, is_variable, leaf_paths, named_leaves
+from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
 from mpiad.transport.core.agreement import agreed
 from mpiad.transport.core.collectives import allreduce
@@ -125,7 +125,6 @@ def _evaluation(
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
-            params = build([0.0 if k in places else None for k in range(len(leaves))])  # `totals` needs the structure only
         nonlocal plan
         plan = plan_of(specs, bucket_bytes, plan)
 
@@ -135,7 +134,8 @@ def _evaluation(
             compare = partial(require_equal_replicas, used, call, {"params": build(list(new))})
             return _Checks(compare if watch_settings.debug() else None, None)
 
-        sum_up = partial(totals, used, plan, params, call, count, checks=(checks, leaves))
+        structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
+        sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
         with restoring_state(), suspended(body=False), Sums(used, plan) as sums:
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
@@ -194,10 +194,10 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
         call = "parallel.value"
         used = channel(comm, call)
         with _raising_in_totals(used, call):
-            variables_of(params, call, required=False)
+            variables = variables_of(params, call, required=False)
             count = count_samples(samples, params, batch)
         with restoring_state(), suspended():
-            total = totals(used, Plan([], 0), params, call, count, loss=loss(params, *batch) if count else 0.0)
+            total = totals(used, Plan([], 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
         return total.loss / total.batch
 
     return evaluate
@@ -210,7 +210,7 @@ def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        totals(used, Plan([], 0), None, call, 0, problem=PendingError(kind, str(error)))
+        totals(used, Plan([], 0), Variables([], [], list), call, 0, problem=PendingError(kind, str(error)))
 
 
 def gradient_of_sum(
@@ -274,7 +274,8 @@ class DistributedOptimizer:
         finite: parameters and optimizer remain unchanged on all ranks, and the state counts them in `skipped`. By default
         `step` raises an error for such a loss.
     check_every : int, optional
-        Compare the ranks' shared parameters in every k-th call, by a small reduction, instead of only the first call.
+        Number of calls between comparisons of the ranks' shared parameters, by a small reduction. By default only the first
+        call compares them.
     synchronize : bool
         Whether the first call of `step` begins with the parameters of rank 0 on all ranks, except own leaves.
     bucket_bytes : int
@@ -325,7 +326,7 @@ class DistributedOptimizer:
         self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         self._skips: dict[str, int] = {"skipped": 0} if skip_nonfinite else {}
         self._plan: Plan | None = None
-        self._calls = 0
+        self._calls = 0  # without those that end earlier by an error of any rank, so that all ranks have the same number
         self._checks = _Checks(None, None)  # of the current step
 
     def setup(self, params: Tree) -> dict[str, Any]:
@@ -523,20 +524,25 @@ class DistributedOptimizer:
         """Return `totals` for these parameters, with a comparison of the replicas if it is due, and the plan of sums."""
         plan = self._plan = plan_of([specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
         due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
-        self._calls += 1
         compared: dict[str, Tree] = {"params": params}
         if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
             if isinstance(self.optimizer, (Adam, SGD)):
-                updates = settings["updates"] = state["optimizer"]["updates"]
+                updates = settings["updates"] = state["optimizer"].get("updates", 0)
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
             compared["optimizer"], due = settings, True
             if self.own is None:
                 # Accumulated gradients differ between ranks, and so do the optimizer's numbers for own leaves.
                 compared["state"] = {"optimizer": state["optimizer"]}
-        self._checks = _Checks(partial(require_equal_replicas, used, call, compared, self.own) if due else None, batch)
+
+        def compare() -> None:
+            self._calls += 1
+            if due:
+                require_equal_replicas(used, call, compared, self.own)
+
+        self._checks = _Checks(compare, batch)
         owns = self.own is None or len(variables.shared) < len(variables.places)
-        return partial(totals, used, plan, params, call, owns=owns, checks=(lambda: self._checks, ())), plan
+        return partial(totals, used, plan, variables, call, owns=owns, checks=(lambda: self._checks, ())), plan
 
     def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
@@ -583,32 +589,29 @@ def _copied(part: Array) -> Array:
     return part.copy() if hasattr(part, "copy") else np.array(part)
 
 
-def norm_of(arrays: list[Array]) -> float:
-    """Return the joint 2-norm of arrays; it isn't finite if an entry isn't."""
-    return math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
-
-
 def clipping(norm: float, max_norm: float | None) -> float:
     """Return the factor by which a gradient is clipped to a norm (Pascanu et al., 2013); 1 for a norm that isn't finite."""
     return max_norm / norm if max_norm is not None and max_norm < norm < math.inf else 1.0
 
 
-def _norms(arrays: list[Array]) -> list[float]:
-    """Return the arrays' norms, one copy per device unless squares overflow; largest entries if any isn't finite."""
+def norm_of(arrays: list[Array]) -> float:
+    """Return the joint 2-norm of arrays, by one copy per device unless squares overflow; not finite if an entry isn't."""
 
     def on_host(numbers: list[Array]) -> np.ndarray:
         return np.array(fetched([number.astype(float) for number in numbers]))
 
+    arrays = [array for array in arrays if array.size]
     with np.errstate(over="ignore", invalid="ignore"):
         squares = on_host([vdot(array, array).real for array in arrays])
         if np.isfinite(squares).all():
-            return np.sqrt(squares).tolist()
+            return math.hypot(*np.sqrt(squares))  # hypot avoids the overflow of a sum of squares
         largest = on_host([np.max(np.abs(array)) for array in arrays])
-        if not np.isfinite(largest).all():
-            return largest.tolist()
-        # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
-        scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
-        return (largest * np.sqrt(on_host([np.sum(array * array) for array in scaled]))).tolist()
+        if np.isfinite(largest).all():
+            # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
+            sizes = np.maximum(largest, 1e-300).tolist()
+            scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, sizes)]
+            largest *= np.sqrt(on_host([np.sum(array * array) for array in scaled]))
+        return math.hypot(*largest)
 
 
 class Totals(NamedTuple):
@@ -620,7 +623,7 @@ class Totals(NamedTuple):
 
 
 def totals(
-    used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: Array = 0.0,
+    used: Channel, plan: Plan, variables: Variables, call: str, count: int, accumulated_before: int = 0, loss: Array = 0.0,
     problem: PendingError | None = None, depends: bool = True, owns: bool = True,
     checks: tuple[Callable[..., _Checks], Sequence[Any]] = (lambda: _Checks(None, None), ()),
 ) -> Totals:  # fmt: skip
@@ -629,29 +632,29 @@ def totals(
     `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any;
     `checks`: a function that returns further checks, and its arguments.
     """
-    args = used, plan, params, call, count, accumulated_before, loss, problem, depends, owns, *checks
+    args = used, plan, variables, call, count, accumulated_before, loss, problem, depends, owns, *checks
     *found, _ = opaque_step(_totals, *args, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
     return Totals(*found)
 
 
-def _problem_with_loss(loss: Array, count: int, batch: tuple | None) -> PendingError | None:
-    problem = problem_with(loss, 1.0, "parallel.value_and_grad", "loss must return one real number")
+def _problem_with_loss(loss: Array, call: str, count: int, batch: tuple | None) -> PendingError | None:
+    problem = problem_with(loss, 1.0, call, "loss must return one real number")
     if problem or batch is None or math.isfinite(number := float(np.reshape(to_host(loss), ()))):
         return problem
     return PendingError(
         NotFiniteError,
-        f"DistributedOptimizer.step: the loss is {number} for {described_batch(batch, count)}. Nothing was updated. "
+        f"{call}: the loss is {number} for {described_batch(batch, count)}. Nothing was updated. "
         "Check the samples, reduce the learning rate, or pass skip_nonfinite=True to skip such batches.",
     )
 
 
 def _totals(
-    used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int, loss: Array,
+    used: Channel, plan: Plan, variables: Variables, call: str, count: int, accumulated_before: int, loss: Array,
     problem: PendingError | None, depends: bool, owns: bool, checks: Callable[..., _Checks], checked: Sequence[Any],
 ) -> tuple[Any, ...]:  # fmt: skip
     used.separate()  # is created by all ranks here, in compiled programs, too
     compare, batch = checks(*checked)
-    problem = problem or _problem_with_loss(loss, count, batch)
+    problem = problem or _problem_with_loss(loss, call, count, batch)
     if are_active(used):
         problem = PendingError(UnfinishedMessagesError, f"{call}: an exception {ENDED} Call mpiad.reset on all ranks.")
     weighted = 0.0 if problem else float(np.reshape(to_host(loss), ())) * count
@@ -664,23 +667,28 @@ def _totals(
     # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
     # for exact floats.
     if used.size * int(squares) != int(digests) ** 2:
-        raise agreed(used, _difference(used, plan, params, call))
+        raise agreed(used, _difference(used, plan, variables, call))
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
     if not dependent:
         text = "the loss doesn't depend on the parameters on any rank. Compute it from them by functions of autograd.numpy."
         raise agreed(used, ValueError(f"{call}: {text}"))
     if not owners:
-        paths = ", ".join(leaf_paths(params, "params"))
+        paths = ", ".join(_paths(variables))
         raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
     if compare is not None:
         compare()
     return total, accumulated, sum_of_losses, None
 
 
-def _difference(used: Channel, plan: Plan, params: Tree, call: str) -> ValueError:
-    paths = (path for path, leaf in named_leaves(params, "params") if is_variable(leaf))
-    local = [f"{path} has {described(spec)}" for path, spec in zip(paths, plan.specs)]
+def _paths(variables: Variables) -> list[str]:
+    paths = leaf_paths(variables.build(variables.leaves), "params")
+    return [paths[k] for k in variables.places]
+
+
+def _difference(used: Channel, plan: Plan, variables: Variables, call: str) -> ValueError:
+    paths = _paths(variables)
+    local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
     every = used.data.allgather((local, plan.limit))
     for rank, (others, limit) in enumerate(every):
         first, first_limit = every[0]

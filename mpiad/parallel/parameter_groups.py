@@ -89,14 +89,15 @@ class ParameterGroups:
         require_state(state, parts, _CALL)
         if not same_form(gradient, params):
             raise TypeError(f"{_CALL}: the gradient must have the structure of the parameters.")
-        gradients = dict(zip(leaf_paths(params, "params"), flatten(gradient)[0]))
+        paths = leaf_paths(params, "params")
+        gradients = dict(zip(paths, flatten(gradient)[0]))
         new, updated = {}, {}
         for name, part in parts.items():
             found = {path: gradients[path] for path in part}
             new[name], changed = self.groups[name].update(state[name], part, found)
             updated |= changed
         leaves, build = flatten(params)
-        return new, build([updated.get(path, leaf) for path, leaf in zip(leaf_paths(params, "params"), leaves)])
+        return new, build([updated.get(path, leaf) for path, leaf in zip(paths, leaves)])
 
     def group(self, path: str) -> str:
         """Return the name of a leaf's group; raise a ValueError if there is no such group."""
@@ -114,5 +115,5 @@ class ParameterGroups:
                 parts[self.group(path)][path] = leaf
         for name, part in parts.items():
             if not part:
-                raise ValueError(f"{_CALL}: the group {name!r} names no leaf of the parameters {', '.join(paths):.200}.")
+                raise ValueError(f"{_CALL}: the group {name!r} contains no leaf of the parameters {', '.join(paths):.200}.")
         return {name: part for name, part in parts.items() if self.groups[name] is not None}

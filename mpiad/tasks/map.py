@@ -219,15 +219,13 @@ class Scheduler:
         self.failed: Failed | None = None
 
     def run(self) -> None:
-        """Evaluate all items on the workers, up to the first failure unless `keep_failures` is set."""
+        """Evaluate all items, up to the first failure unless `keep_failures` is set."""
         while self.failed is None:
             # Twice, since a probe may find a message only after an earlier probe has made MPI progress.
             while self._receive(RESULT) or self._receive(RESULT):
                 pass
             self._send_batches()
-            if (
-                self.failed is not None
-            ):  # after an exception in the iteration over items, there may be no result to wait for
+            if self.failed is not None:  # after an exception in the iteration over items, no result may be due
                 return
             if self._own is not None:
                 # Items and results are copies, as on the workers.

@@ -233,7 +233,13 @@ def test_products_of_partly_shared_arguments(rank, size, rank_rng):
 
 def test_tuples_that_do_not_fit_are_refused(rank):
     for derivative in (mpiad.value_and_grad, mpiad.grad, mpiad.make_hvp, mpiad.jacobian):
-        for argnum, shared in (((0, 1), (True,)), (0, (True,)), ((0, 1), (True, False, True)), (0, ())):
+        for argnum, shared in (
+            ((0, 1), (True,)),
+            (0, (True,)),
+            ((0, 1), (True, False, True)),
+            (0, ()),
+            ((0, 1), ((True, False), True)),
+        ):
             with pytest.raises(ValueError, match=r"a tuple with a boolean for each of several arguments, but got \("):
                 derivative(lambda x, y: x * y, argnum, shared=shared)(1.0, 2.0)
 

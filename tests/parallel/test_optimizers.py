@@ -263,7 +263,7 @@ PARAMS = {"x": np.ones(2), "y": [1.0, 2]}
         (lambda: ParameterGroups({"a": 0.1}, str), TypeError, r"groups\['a'\] must have setup.*float 0.1"),
         (lambda: ParameterGroups({"a": SGD}, str), TypeError, r"but got the class SGD. Pass an instance, SGD\(...\)"),
         (lambda: ParameterGroups(GROUPS, "a"), TypeError, "group_of must be a function"),
-        (lambda: ParameterGroups(GROUPS, lambda path: "a").setup(PARAMS), ValueError, r"'b' names no leaf .*\['x'\], "),
+        (lambda: ParameterGroups(GROUPS, lambda path: "a").setup(PARAMS), ValueError, r"'b' contains no leaf .*\['x'\], "),
         (lambda: ParameterGroups(GROUPS, str).setup(PARAMS), ValueError, r"group_of\(.*\['x'\].*one of \['a', 'b'\]"),
         (lambda: ParameterGroups(GROUPS, lambda path: None).setup(PARAMS), ValueError, "but returned None"),
         (lambda: ParameterGroups(GROUPS, str).setup([1.0, object()]), TypeError, r"params\[1\] is object"),

@@ -256,6 +256,30 @@ def test_the_first_step_can_begin_with_the_parameters_of_rank_0():
     assert optimizer.step(state, params, whole, np.zeros((1, 2)))[1]["w"][0] == pytest.approx(RANK - (SIZE - 1) / 2)
 
 
+@pytest.mark.unguarded
+def test_after_an_error_of_one_rank_the_next_step_counts_as_the_first_on_all():
+    optimizer = DistributedOptimizer(SGD(0.5), synchronize=True)
+    params = {"w": np.array([1.0, 2.0]) + RANK}
+    state = optimizer.setup(params)
+    for wrong, batch, kind in ({} if LAST == RANK else state, 0.0, TypeError), (state, math.nan, NotFiniteError):
+        with pytest.raises(kind):
+            optimizer.step(wrong, params, quadratic, np.full((1, 2), batch))
+    np.testing.assert_array_equal(optimizer.step(state, params, quadratic, np.zeros((1, 2)))[1]["w"], [0.5, 1.0])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_errors_name_the_leaf_that_differs_not_own_or_frozen_ones():
+    params = {"frozen": np.ones(2), "own": np.ones(1 + RANK), "w": np.ones(3 + (RANK == LAST))}
+    rule = ParameterGroups({"frozen": None, "all": SGD(0.1)}, lambda path: "frozen" if "frozen" in path else "all")
+    for options in {"own": lambda path: "own" in path}, {}:
+        if not options:
+            del params["own"]
+        optimizer = DistributedOptimizer(rule, **options)
+        for loss in quadratic, mpiad.jit(quadratic):
+            with pytest.raises(ValueError, match=rf"params\['w'\] has shape \(3,\).*params\['w'\].*on rank {LAST}"):
+                optimizer.step(optimizer.setup(params), params, loss, np.zeros(params["w"].shape))
+
+
 ONES = (np.ones(3),)
 
 
@@ -294,6 +318,9 @@ WRONG = {
     "state of another model": (
         lambda: step_with(rule=SGD(0.1, 0.9), state={"optimizer": SGD(0.1, 0.9).setup({"w": np.ones(2)})}), ValueError,
         r"state\['velocity'\]\['w'\] must have the shape \(3,\)",
+    ),
+    "loss in value": (
+        lambda: value(lambda p, x: x)(1.0, np.ones(2)), TypeError, "parallel.value: loss must return one real number"
     ),
     "object in value": (
         lambda: value(quadratic)({"w": Unregistered() if ONLY_LAST else 1.0}, np.ones(1)), TypeError,
