@@ -42,6 +42,7 @@ _CALL = "inverse.sample"
 _FIRST_SIZE = 0.2  # of steps, if the warm-up adapts it
 _DECAY = 0.6  # exponent of the weights of the adaptation (Robbins and Monro)
 _UNNAMED = "quantities"  # the name of quantities that aren't a dict
+_MISFIT = ""  # the name of the misfit among them
 _TRIES = 20  # a stage that never accepts is warned of if it was reached as often
 
 
@@ -77,14 +78,14 @@ class Samples:
         This rank's blocks of the mean and the variance of the samples of all chains, for each cell.
     acceptance : float, or array
         The fraction of proposals that were accepted after the warm-up. For ``method="dr"`` there is one for the first
-        stage, the second stage, and the step of the complement, along the last axis.
+        stage, the second stage, and the step of the rest of the field, along the last axis.
     step_size : float, or array
         The step sizes after the warm-up, in the form of `acceptance`.
     solves : dict
         Numbers of evaluations after the warm-up: "misfit", "gradient", and "failed", at which a solver didn't converge or
         a value wasn't finite. Evaluating a gradient includes the misfit, which is counted, too.
     seconds : float
-        The time of the chain after the warm-up, without that of an earlier run that it resumed.
+        The time of the chain after the warm-up.
 
     Examples
     --------
@@ -192,6 +193,7 @@ def sample(
         The number of steps before the samples, by default a quarter of `n_samples`. They adapt the step sizes.
     step_size : float, or three floats for "dr", optional
         Fixed step sizes β, above 0 and at most 1: a proposal keeps √(1 - β²) of the deviation from the reference's mean.
+        Those of "dr" are for its first stage, its second stage and the rest of the field.
         For Langevin proposals β = √(8δ)/(2 + δ), in which δ is the step in time. By default β begins with 0.2 and is
         adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala".
     posterior : Posterior, optional
@@ -250,10 +252,11 @@ def sample(
 
     References
     ----------
-    .. [1] S. L. Cotter, G. O. Roberts, A. M. Stuart and D. White, "MCMC methods for functions: modifying old algorithms to
-       make them faster", Statistical Science 28 (2013).
-    .. [2] N. Petra, J. Martin, G. Stadler and O. Ghattas, "A computational framework for infinite-dimensional Bayesian
-       inverse problems, part II", SIAM J. Sci. Comput. 36 (2014).
+    S. L. Cotter, G. O. Roberts, A. M. Stuart and D. White, "MCMC methods for functions: modifying old algorithms to make
+    them faster", Statistical Science 28 (2013).
+
+    N. Petra, J. Martin, G. Stadler and O. Ghattas, "A computational framework for infinite-dimensional Bayesian inverse
+    problems, part II", SIAM J. Sci. Comput. 36 (2014).
 
     Examples
     --------
@@ -275,9 +278,8 @@ def sample(
         whole = channel(prior.domain.comm if division is None else division.whole, _CALL)  # type: ignore[union-attr]
         with raising_together(whole, Exception):
             settings = _checked(
-                method, n_samples, seed, n_samples // 4 if warmup is None and isinstance(n_samples, int) else warmup,
-                step_size, objective, chains, fields, thin, checkpoint, progress,
-            )  # fmt: skip
+                method, n_samples, seed, warmup, step_size, objective, chains, fields, thin, checkpoint, progress
+            )
             if division is None:
                 problem = _problem(settings.method, misfit, prior, posterior, quantities, start)
             elif prior is not None or posterior is not None:
@@ -287,7 +289,7 @@ def sample(
         shown = settings.progress and whole.rank == 0
         if division is not None:
             return _result(settings, _run_in_groups(misfit, settings, division, quantities, start, shown))
-        return _result(settings, {number: _run(problem, settings, number, shown) for number in range(chains or 1)})
+        return _result(settings, {number: _run(problem, settings, number, shown) for number in range(settings.chains or 1)})
 
 
 def _checked(*arguments: Any) -> _Settings:
@@ -298,20 +300,21 @@ def _checked(*arguments: Any) -> _Settings:
         raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {given.method!r:.60}.")
     for name, least in {"n_samples": 1, "seed": 0, "warmup": 0, "thin": 1, "chains": 1}.items():
         number = getattr(given, name)
-        if not (isinstance(number, (int, np.integer)) and least <= number < 2**64) and (name, number) != ("chains", None):
+        if number is None and name in ("warmup", "chains"):
+            continue
+        if not (isinstance(number, (int, np.integer)) and least <= number < 2**64):
             raise ValueError(f"{_CALL}: {name} must be an integer of at least {least}, but got {number!r:.60}.")
-    sizes = given.step_size
+        given = given._replace(**{name: int(number)})
+    sizes, warmup = given.step_size, given.n_samples // 4 if given.warmup is None else given.warmup
     if sizes is not None:
         stages, sizes = len(_METHODS[given.method].rates), tuple(np.atleast_1d(np.asarray(sizes, dtype=float)).tolist())
         if len(sizes) != stages or not all(0.0 < size <= 1.0 for size in sizes):
-            raise ValueError(
-                f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for method {given.method!r}, but got "
-                f"{given.step_size!r:.60}."
-            )
+            got = f"method {given.method!r}, but got {given.step_size!r:.60}"
+            raise ValueError(f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for {got}.")
     folder = None if given.fields is None else Path(given.fields).absolute()
     if folder is not None and not folder.is_dir():
         raise ValueError(f"{_CALL}: the folder fields={str(given.fields)!r:.200} doesn't exist. Create it.")
-    return given._replace(step_size=sizes, fields=folder, checkpoint=as_checkpoint(given.checkpoint, _CALL))
+    return given._replace(warmup=warmup, step_size=sizes, fields=folder, checkpoint=as_checkpoint(given.checkpoint, _CALL))
 
 
 def _problem(
@@ -322,12 +325,12 @@ def _problem(
         raise TypeError(f"{_CALL}: build must return an mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
     shape, informed = prior.domain.local_shape, _METHODS[method].informed
     by_name = quantities if isinstance(quantities, dict) else {} if quantities is None else {_UNNAMED: quantities}
-    for name, fun in {"misfit": misfit, **by_name}.items():
+    for name, fun in [("misfit", misfit), *by_name.items()]:
         if not callable(fun):
             raise TypeError(f"{_CALL}: {name} must be callable, but got {type(fun).__name__} {fun!r:.60}.")
     if informed and posterior is None:
-        text = "needs a Laplace approximation: pass posterior=laplace_approximation(...), or use 'pcn' or 'mala'"
-        raise ValueError(f"{_CALL}: method {method!r} {text}.")
+        advice = "pass posterior=laplace_approximation(...), or use 'pcn' or 'mala'"
+        raise ValueError(f"{_CALL}: method {method!r} needs a Laplace approximation: {advice}.")
     if not isinstance(posterior, (Posterior, type(None))):
         raise TypeError(f"{_CALL}: posterior must be an mpiad.inverse.Posterior, but got {type(posterior).__name__}.")
     if posterior is not None and posterior.prior is not prior:
@@ -336,7 +339,7 @@ def _problem(
         raise ValueError(f"{_CALL}: start must be this rank's block of shape {shape}, but has shape {np.shape(start)}.")
     if not informed:
         posterior = Posterior(prior.mean, prior, EigenPairs(np.zeros(0), np.zeros((0, *shape)), np.zeros(0), 0))
-    return _Problem(misfit, posterior, by_name, start)  # type: ignore[arg-type]
+    return _Problem(misfit, posterior, by_name, None if start is None else np.array(start, float))  # type: ignore[arg-type]
 
 
 def _run_in_groups(
@@ -381,15 +384,15 @@ class _Chain:
 
     def add(self, quantities: dict[str, np.ndarray]) -> None:
         """Record the state as the next sample."""
-        for name, value in {"misfit": self.state.misfit, **quantities}.items():
+        for name, value in {_MISFIT: self.state.misfit, **quantities}.items():
             self.rows.setdefault(name, []).append(value)
         away = self.state.field - self.mean
-        self.mean += away / len(self.rows["misfit"])
+        self.mean += away / len(self.rows[_MISFIT])
         self.squares += away * (self.state.field - self.mean)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of a checkpoint."""
-        found = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        found = {name: np.array(value) for name, value in vars(self).items() if isinstance(value, (np.ndarray, float))}
         found |= {f"rows of {name}": np.array(values) for name, values in self.rows.items()}
         found |= {f"state {name}": np.array(value) for name, value in self.state._asdict().items() if value is not None}
         return found
@@ -400,7 +403,7 @@ class _Chain:
             if name.startswith("rows of "):
                 self.rows[name.removeprefix("rows of ")] = list(value)
             elif not name.startswith("state "):
-                setattr(self, name, value)
+                setattr(self, name, value if value.ndim else float(value))
         field, *numbers = (arrays[f"state {name}"] for name in ("field", "misfit", "psi"))
         self.state = State(field, *map(float, numbers), slope=arrays.get("state slope"))
 
@@ -415,7 +418,6 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
         deviation, field = Draw(prior, settings.seed, number, 0).deviation(), problem.start
         if field is None:
             field = reference.mean if settings.chains is None else reference.mean + reference.narrowed(deviation)
-        field = np.array(field, dtype=float)
         program = Program(problem.misfit, None, None, (), settings.objective, 0)
         evaluation = MisfitEvaluation(program, local_packing(field), solve.agreement, used)
         target = Target(evaluation, reference, method.slope)
@@ -438,7 +440,7 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
         def quantities() -> dict[str, np.ndarray]:
             return {name: np.array(fun(chain.state.field), dtype=float) for name, fun in problem.quantities.items()}
 
-        began = time.perf_counter()
+        began = time.perf_counter() - chain.seconds
         for step in range(begin + 1, total + 1):
             target.solves[:], before = 0, chain.state.field
             draw, count = Draw(prior, settings.seed, number, step), step - settings.warmup
@@ -470,8 +472,7 @@ def _files(
 ) -> RankFiles:
     """Return the files of a chain; `deviation` is a sample of the prior, which identifies its covariance."""
     reference, path = problem.reference, settings.checkpoint.file  # type: ignore[union-attr]
-    names = "method", "seed", "warmup", "step_size", "objective"
-    identity = {name: getattr(settings, name) for name in names} | {
+    identity = {name: getattr(settings, name) for name in ("method", "seed", "warmup", "step_size", "objective")} | {
         "chain": number,
         "grid": reference.prior.domain.shape,
         "quantities": list(problem.quantities),
@@ -485,13 +486,12 @@ def _files(
 
 def _show(bar: Any, number: int, step: int, chain: _Chain) -> None:
     """Update the progress bar; the effective number of samples is that of the misfit, from the means of batches."""
-    text, misfit = f"chain {number}", np.array(chain.rows.get("misfit", []))
-    size = math.isqrt(len(misfit))
-    if size >= 4:
+    text, misfit = f"chain {number}", np.array(chain.rows.get(_MISFIT, []))
+    if (size := math.isqrt(len(misfit))) >= 4:
         means = misfit[: size * size].reshape(size, size).mean(axis=1)
-        effective = min(np.var(misfit) / max(size * np.var(means), 1e-300), 1.0) * len(misfit)
+        effective = len(misfit) * min(np.var(misfit) / max(size * np.var(means), 1e-300), 1.0)
         rates = ", ".join(f"{rate:.2f}" for rate in chain.accepted / np.maximum(chain.tries, 1))
-        text += f", accepted {rates}, {60.0 * effective / max(chain.seconds, 1e-9):.3g} effective samples/min"
+        text += f", accepted {rates}, {60.0 * effective / chain.seconds:.3g} effective samples/min"
     bar.set_postfix_str(text, refresh=False)
     bar.update(step - bar.n)
 
@@ -522,7 +522,7 @@ def _result(settings: _Settings, found: dict[int, _Chain]) -> Samples:
     between = settings.n_samples * np.sum((means - means.mean(axis=0)) ** 2, axis=0)
     variance = (np.sum([each.squares for each in chains], axis=0) + between) / max(count - 1, 1)
     rows = {name: per_chain([np.array(each.rows[name]) for each in chains]) for name in chains[0].rows}
-    misfit, solves = rows.pop("misfit"), zip(*(each.solves.tolist() for each in chains))
+    misfit, solves = rows.pop(_MISFIT), zip(*(each.solves.tolist() for each in chains))
     return Samples(
         quantities=rows.get(_UNNAMED, rows),
         misfit=misfit,

@@ -182,7 +182,8 @@ def test_delayed_rejection():
             log_ratio += log_second(second, u) - log_second(u, second)
             chance = first_chance(second, first)
             expected = (1.0 - chance) * math.exp(log_ratio) / (1.0 - first_chance(u, first))
-            np.testing.assert_allclose(move.chances[1], min(1.0, expected), rtol=1e-9, atol=1e-14)
+            # Absolute: 1 - chance loses digits if the reverse first stage is almost always accepted.
+            np.testing.assert_allclose(move.chances[1], min(1.0, expected), rtol=1e-9, atol=1e-8)
             found.append(move.chances[1])
             noise = reference.vectors @ problem.prior.precision @ draw.deviation(second=True)
             np.testing.assert_allclose(coordinates(second), centre(u) + sizes[1] * noise, atol=1e-10)
