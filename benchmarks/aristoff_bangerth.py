@@ -1,6 +1,6 @@
 """The benchmark posterior of Aristoff and Bangerth (arXiv 2102.07263), to 2 % of a posterior standard deviation.
 
-    mpiexec -n 2 python benchmarks/aristoff_bangerth.py [--samples 5000] [--nuts 400] [--informed 10000]
+    mpiexec -n 2 python benchmarks/aristoff_bangerth.py [--samples 10000] [--nuts 400] [--informed 10000]
 
 The problem is that of `examples/membrane_posterior.py`: 64 coefficients θ, whose posterior was computed by 2·10¹¹
 samples of a random walk (30 years of processor time). Four chains of each sampler, divided among the ranks, in log θ
@@ -126,7 +126,7 @@ class Summary:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=5000, help="samples per chain of Hamiltonian Monte Carlo")
+    parser.add_argument("--samples", type=int, default=10_000, help="samples per chain of Hamiltonian Monte Carlo")
     parser.add_argument("--warmup", type=int, default=2000, help="of Hamiltonian Monte Carlo; of NUTS a quarter")
     parser.add_argument("--nuts", type=int, default=400, help="samples per chain of NUTS")
     parser.add_argument("--informed", type=int, default=10_000, help="samples per chain of h-MALA")
@@ -157,10 +157,11 @@ def main() -> None:
         return
     first, *others = summaries
     label = f"Aristoff-Bangerth, {CHAINS * options.samples} samples of HMC"
+    whole = options.samples >= 10_000  # shorter runs are for information
     report(f"{label}: seconds", first.seconds, at_most=600)
-    report(f"{label}: smallest effective sample size", first.sizes.min(), at_least=2500)
-    report(f"{label}: largest R-hat", first.rhat.max(), at_most=1.01)
-    report(f"{label}: error of a mean in standard deviations", first.error.max(), at_most=0.02)
+    report(f"{label}: smallest effective sample size", first.sizes.min(), at_least=2500 if whole else None)
+    report(f"{label}: largest R-hat", first.rhat.max(), at_most=1.01 if whole else None)
+    report(f"{label}: error of a mean in standard deviations", first.error.max(), at_most=0.02 if whole else None)
     for other in others:
         away = np.abs(other.mean - first.mean) / np.hypot(other.mean_error, first.mean_error)
         report(f"{label}: difference from {other.name} in standard errors", away.max(), at_most=4.0)
