@@ -54,8 +54,8 @@ def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Mo
     if accepted:
         state = tried
     else:
-        if state.slope is None:
-            state = target.at(state.field, slope=True)
+        if state.slope is None and (known := target.at(state.field, slope=True)).slope is not None:
+            state = known  # otherwise the gradient isn't finite, and there is no second stage
         if state.slope is not None:
             a = math.sqrt(1.0 - second**2)
             z2 = a * z - (1.0 - a) * state.slope + second * reference.coordinates(draw.deviation(second=True))

@@ -180,7 +180,7 @@ def sample(
           It needs values of the misfit only.
         - "mala" and "hmala": semi-implicit Langevin proposals, with the gradient of the misfit.
         - "dr": delayed rejection in the space of the approximation's eigenvectors: "hpcn", and if the proposal is rejected
-          "hmala"; the rest of the field is changed by a further step of "hpcn". Two or three evaluations per sample.
+          "hmala"; the rest of the field is changed by a further step of "hpcn". Two to four evaluations per sample.
     n_samples : int
         The number of samples after the warm-up.
     seed : int
@@ -438,7 +438,7 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
                 chain.restore(kept)
 
         def quantities() -> dict[str, np.ndarray]:
-            return {name: np.array(fun(chain.state.field), dtype=float) for name, fun in problem.quantities.items()}
+            return {name: np.array(fun(chain.state.field.copy()), dtype=float) for name, fun in problem.quantities.items()}
 
         began = time.perf_counter() - chain.seconds
         for step in range(begin + 1, total + 1):
