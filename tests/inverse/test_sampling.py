@@ -292,6 +292,14 @@ def test_ranks_that_disagree(linear):
     with pytest.raises(ValueError, match="n_samples must be an integer"):
         linear.sample("hpcn", 2 if mpiad.mpi_rank() else None)
 
+    is_root = mpiad.mpi_rank() == 0
+    for options in (
+        {"start": linear.prior.mean if is_root else None},
+        {"quantities": linear.observed if is_root else None},
+    ):
+        with pytest.raises(ValueError, match="all ranks must give the same arguments, but rank 0 gave start="):
+            linear.sample("hpcn", 2, chains=2, **options)
+
     def quantity(m):
         return linear.observed(m)[0] / (mpiad.mpi_rank() != 1 or math.sqrt(-1))
 
