@@ -198,7 +198,8 @@ def sample(
         adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala".
     posterior : Posterior, optional
         The result of `laplace_approximation` with this prior, needed by "hpcn", "hmala" and "dr". The chains are exact
-        for any approximation; a bad one makes them slow.
+        for any approximation, but slow for a bad one: if it is narrower than the posterior, "hpcn" rarely visits the tails,
+        even if it accepts many proposals. Compare several chains.
     quantities : callable, or dict of callables, optional
         ``quantities(m)`` returns numbers of interest as an array, the same on all ranks. It is called once for each
         accepted sample.
