@@ -308,7 +308,7 @@ def _checked(*arguments: Any) -> _Settings:
         given = given._replace(**{name: int(number)})
     sizes, warmup = given.step_size, given.n_samples // 4 if given.warmup is None else given.warmup
     if sizes is not None:
-        stages, sizes = len(_METHODS[given.method].rates), tuple(np.atleast_1d(np.asarray(sizes, dtype=float)).tolist())
+        stages, sizes = len(_METHODS[given.method].rates), tuple(np.ravel(np.asarray(sizes, dtype=float)).tolist())
         if len(sizes) != stages or not all(0.0 < size <= 1.0 for size in sizes):
             got = f"method {given.method!r}, but got {given.step_size!r:.60}"
             raise ValueError(f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for {got}.")
