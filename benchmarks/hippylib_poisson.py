@@ -1,4 +1,4 @@
-"""Effective samples of hIPPYlib-MUQ's tutorial problem, beside the published figures.
+"""Effective samples of hIPPYlib-MUQ's tutorial problem, compared with the published figures.
 
     python benchmarks/hippylib_poisson.py [--methods hpcn hmala dr] [--scale 1]
 

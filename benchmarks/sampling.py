@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +27,9 @@ from reaches import report
 import mpiad
 from mpiad.extend import custom_operator, defadjoint
 from mpiad.inverse import GaussianPrior, Posterior, laplace_approximation, sample
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from poisson_posterior import effective_size  # noqa: E402
 
 RANGE, STD, NOISE = 0.5, 0.2, 0.05
 STEPS = {"pcn": 0.27, "mala": 0.3, "hpcn": 0.6, "hmala": 0.9, "dr": (0.7, 0.5, 0.9)}
@@ -94,15 +99,6 @@ class Problem:
         return laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), found.x, self.prior, 12)
 
 
-def autocorrelation_time(series: np.ndarray) -> float:
-    """Return the integrated autocorrelation time by Geyer's initial monotone sequence."""
-    away, n = series - series.mean(), len(series)
-    correlation = np.fft.irfft(np.abs(np.fft.rfft(away, 2 * n)) ** 2)[:n]
-    pairs = correlation[: n // 2 * 2].reshape(-1, 2).sum(axis=1) / correlation[0]
-    pairs = pairs[: np.argmax(np.append(pairs, -1.0) < 0.0)]
-    return max(2.0 * np.minimum.accumulate(pairs).sum() - 1.0, 1.0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="+", default=(16, 64, 256))
@@ -126,7 +122,8 @@ def main() -> None:
             if method == "dr":  # the two stages together, and the rest of the field
                 rates = np.array([rates[0] + (1.0 - rates[0]) * rates[1], rates[2]])
             figures = np.append(rates, jump)
-            batches = [autocorrelation_time(part.sum(axis=1)) for part in np.array_split(result.quantities, 10)]
+            sums = np.array_split(result.quantities.sum(axis=1), 10)
+            batches = [len(part) / effective_size(part) for part in sums]
             times.append((np.mean(batches), np.std(batches, ddof=1) / np.sqrt(len(batches))))
             accepted = ", ".join(f"{rate:.3f}" for rate in rates)
             shown = f"{times[-1][0]:.1f} ± {times[-1][1]:.1f}" if k < 2 else ""

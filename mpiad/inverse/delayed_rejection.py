@@ -38,7 +38,7 @@ def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Mo
     """Change the informed coordinates by two stages at most, and then the rest of the field."""
     reference, (first, second, third) = target.reference, sizes
     scale, domain = np.sqrt(1.0 + reference.values), reference.prior.domain
-    # The noise is that of a field, since the signs of eigenvectors aren't the same on any number of ranks. The informed
+    # The noise is that of a field, since the signs of eigenvectors may depend on the number of ranks. The informed
     # coordinates of a sample of the prior are standard normal, and independent of the rest of the sample.
     deviation = draw.deviation()
     p, noise = domain.gram(np.stack([state.field - reference.mean, deviation]), reference.duals)
@@ -54,8 +54,8 @@ def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Mo
     if accepted:
         state = tried
     else:
-        if state.slope is None:
-            state = target.at(state.field, slope=True)
+        if state.slope is None and (known := target.at(state.field, slope=True)).slope is not None:
+            state = known  # otherwise the gradient isn't finite, and there is no second stage
         if state.slope is not None:
             a = math.sqrt(1.0 - second**2)
             z2 = a * z - (1.0 - a) * state.slope + second * reference.coordinates(draw.deviation(second=True))

@@ -69,7 +69,7 @@ class Posterior:
 
     def apply(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with a block of shape local_shape; collective."""
-        weights = self.values / (1.0 + self.values) * self._products(g)
+        weights = self.values / (1.0 + self.values) * self.prior.domain.gram(self.vectors, g[None])[:, 0]
         return self.prior.solve(g) - np.tensordot(weights, self.vectors, 1)
 
     def sample(self, seed: int) -> LocalArray:
@@ -99,9 +99,6 @@ class Posterior:
         """Return mean and standard deviation of `fun` at samples with the seeds `seed`, `seed + 1`, ...; collective."""
         found = np.stack([np.asarray(fun(self.sample(seed + k))) for k in range(draws)])
         return found.mean(axis=0), found.std(axis=0, ddof=1)
-
-    def _products(self, g: LocalArray) -> np.ndarray:
-        return self.prior.domain.gram(self.vectors, g[None])[:, 0]
 
 
 def laplace_approximation(

@@ -43,7 +43,7 @@ _FIRST_SIZE = 0.2  # of steps, if the warm-up adapts it
 _DECAY = 0.6  # exponent of the weights of the adaptation (Robbins and Monro)
 _UNNAMED = "quantities"  # the name of quantities that aren't a dict
 _MISFIT = ""  # the name of the misfit among them
-_TRIES = 20  # a stage that never accepts is warned of if it was reached as often
+_TRIES = 20  # the least number of a stage's proposals for the warning that none was accepted
 
 
 class _Method(NamedTuple):
@@ -83,7 +83,7 @@ class Samples:
         The step sizes after the warm-up, in the form of `acceptance`.
     solves : dict
         Numbers of evaluations after the warm-up: "misfit", "gradient", and "failed", at which a solver didn't converge or
-        a value wasn't finite. Evaluating a gradient includes the misfit, which is counted, too.
+        a value wasn't finite. Evaluating a gradient includes an evaluation of the misfit; both are counted.
     seconds : float
         The time of the chain after the warm-up.
 
@@ -180,15 +180,15 @@ def sample(
           It needs values of the misfit only.
         - "mala" and "hmala": semi-implicit Langevin proposals, with the gradient of the misfit.
         - "dr": delayed rejection in the space of the approximation's eigenvectors: "hpcn", and if the proposal is rejected
-          "hmala"; the rest of the field is changed by a further step of "hpcn". Two or three evaluations per sample.
+          "hmala"; the rest of the field is changed by a further step of "hpcn". Two to four evaluations per sample.
     n_samples : int
         The number of samples after the warm-up.
     seed : int
         From 0 to 2⁶⁴ - 1. The random numbers of a step depend on the seed, the chain and the step only, and not on the
         number of ranks.
     start : array of shape local_shape, optional
-        Where all chains start. By default a single chain starts at the mean of the Gaussian that `method` refers to, and
-        several chains start at samples of it.
+        This rank's block of the field at which all chains start. By default a single chain starts at the mean of the
+        Gaussian that `method` refers to, and several chains start at samples of it.
     warmup : int, optional
         The number of steps before the samples, by default a quarter of `n_samples`. They adapt the step sizes.
     step_size : float, or three floats for "dr", optional
@@ -198,17 +198,18 @@ def sample(
         adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala".
     posterior : Posterior, optional
         The result of `laplace_approximation` with this prior, needed by "hpcn", "hmala" and "dr". The chains are exact
-        for any approximation; a bad one makes them slow.
+        for any approximation, but slow for a bad one: if it is narrower than the posterior, "hpcn" rarely visits the tails,
+        even if it accepts many proposals. Compare several chains.
     quantities : callable, or dict of callables, optional
         ``quantities(m)`` returns numbers of interest as an array, the same on all ranks. It is called once for each
         accepted sample.
     objective : {"root", "sum", "mean"}
-        Which ranks' numbers the misfit is, as in `value_and_grad`.
+        The combination of the ranks' results of `misfit`, as in `value_and_grad`.
     chains : int, optional
         The number of independent chains, which share the ranks or are divided among `groups`.
     groups : mpiad.tasks.RankGroups or int, optional
-        Groups of ranks, or their number, which run the chains j, j + G, j + 2G and so on. ``build(comm)`` is called once
-        per group, and returns (misfit, prior, posterior or None), or in addition the quantities, for a `Domain` on the
+        Groups of ranks, or their number G: group j runs the chains j, j + G, j + 2G and so on. ``build(comm)`` is called
+        once per group, and returns (misfit, prior, posterior or None), or in addition the quantities, for a `Domain` on the
         group's communicator `comm`. `mean` and `variance` of the result are of all groups.
     fields : path, optional
         A folder to which ``Domain.save`` writes every `thin`-th sample of each chain, as ``chain0_000100.npy``.
@@ -307,7 +308,7 @@ def _checked(*arguments: Any) -> _Settings:
         given = given._replace(**{name: int(number)})
     sizes, warmup = given.step_size, given.n_samples // 4 if given.warmup is None else given.warmup
     if sizes is not None:
-        stages, sizes = len(_METHODS[given.method].rates), tuple(np.atleast_1d(np.asarray(sizes, dtype=float)).tolist())
+        stages, sizes = len(_METHODS[given.method].rates), tuple(np.ravel(np.asarray(sizes, dtype=float)).tolist())
         if len(sizes) != stages or not all(0.0 < size <= 1.0 for size in sizes):
             got = f"method {given.method!r}, but got {given.step_size!r:.60}"
             raise ValueError(f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for {got}.")
@@ -415,6 +416,8 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
     used, bar = channel(prior.domain.comm, _CALL), progress_bar("steps", total) if shown else None
     solve = Solve(used, _CALL)
     with solve.ending(None, bar):
+        given = "None" if problem.start is None else "an array"
+        require_same(used, f"start={given}, quantities={list(problem.quantities)}", _CALL)
         deviation, field = Draw(prior, settings.seed, number, 0).deviation(), problem.start
         if field is None:
             field = reference.mean if settings.chains is None else reference.mean + reference.narrowed(deviation)
@@ -438,7 +441,7 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
                 chain.restore(kept)
 
         def quantities() -> dict[str, np.ndarray]:
-            return {name: np.array(fun(chain.state.field), dtype=float) for name, fun in problem.quantities.items()}
+            return {name: np.array(fun(chain.state.field.copy()), dtype=float) for name, fun in problem.quantities.items()}
 
         began = time.perf_counter() - chain.seconds
         for step in range(begin + 1, total + 1):
@@ -524,7 +527,7 @@ def _result(settings: _Settings, found: dict[int, _Chain]) -> Samples:
     rows = {name: per_chain([np.array(each.rows[name]) for each in chains]) for name in chains[0].rows}
     misfit, solves = rows.pop(_MISFIT), zip(*(each.solves.tolist() for each in chains))
     return Samples(
-        quantities=rows.get(_UNNAMED, rows),
+        quantities=rows[_UNNAMED] if list(rows) == [_UNNAMED] else rows,
         misfit=misfit,
         mean=means.mean(axis=0),
         variance=variance,

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.errors import ConvergenceError
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.laplace_approximation import Posterior
 from mpiad.optimize.objective_evaluation import Evaluation
@@ -75,9 +74,9 @@ class Target:
             self.solves[1] += 1
             gradient = np.reshape(self._evaluation.gradient(vector), field.shape)  # type: ignore[arg-type]
             gradient = gradient + np.tensordot(np.append(-weights, 1.0), self._duals, 1)
-            try:
+            if math.isfinite(reference.prior.domain.dot(gradient, gradient)):  # on all ranks or on none
                 known = self._slope(reference, gradient)  # type: ignore[misc]
-            except ConvergenceError:  # of a solve with the prior, on all ranks, if the gradient isn't finite
+            else:
                 psi = math.inf
         if math.isfinite(psi):
             return State(field, misfit, psi, known)

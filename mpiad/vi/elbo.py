@@ -29,7 +29,7 @@ from mpiad.pytrees import flatten, is_variable, leaf_on_device
 from mpiad.transport import channel
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
-from mpiad.vi.prior import Prior
+from mpiad.vi.prior import Prior, log_prior
 
 _MIN_EQUAL = 10  # minimum number of equal values that show that the loss is constant
 _SUCCEEDED, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
@@ -197,9 +197,7 @@ class Objective(NamedTuple):
         if self.divergence == "path":
             # With constant params, only the dependence of log q on φ through θ remains.
             log_q = self.posterior.log_prob(stop_gradient(params), theta)
-        log_p = self.prior.log_prob(theta)
-        if np.shape(log_p) != log_q.shape:
-            raise ValueError(f"VI: log_prob of the prior must return shape {log_q.shape}, but returned {np.shape(log_p)}.")
+        log_p = log_prior(self.prior, theta)
         not_finite = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
         outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if not_finite else 0
         if outside:

@@ -35,7 +35,7 @@ from mpiad.vi.elbo import (
     to_device_of,
 )
 from mpiad.vi.posterior import Posterior
-from mpiad.vi.prior import prior_of
+from mpiad.vi.prior import log_prior, prior_of
 from mpiad.vi.result import VIResult
 
 
@@ -514,7 +514,7 @@ class VI:
             found: Evaluations = evaluations_of(used.data.bcast(rows, root))
         if not found.valid.any():
             self._fail(used, model, WorkerError(f"{call}: the model failed for all draws.", root, ""))
-        return -found.values / w + np.asarray(self.prior.log_prob(theta)) - log_q, found.valid
+        return -found.values / w + np.asarray(log_prior(self.prior, theta)) - log_q, found.valid
 
 
 _MIN_WEIGHTS = 100  # minimum number of importance weights for k-hat

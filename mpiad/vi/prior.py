@@ -133,6 +133,14 @@ def prior_of(given: Any, dim: int) -> Any:
     return Prior(given, dim)
 
 
+def log_prior(prior: Any, theta: Array) -> Array:
+    """Return the log densities at points of shape (S, dim), after a check of their shape."""
+    found = prior.log_prob(theta)
+    if np.shape(found) != theta.shape[:1]:
+        raise ValueError(f"VI: log_prob of the prior must return shape {theta.shape[:1]}, but returned {np.shape(found)}.")
+    return found
+
+
 def _frozen(given: object) -> Any:
     if isinstance(given, (tuple, list)) and given and isinstance(given[0], str):
         found = getattr(scipy.stats, given[0], None)

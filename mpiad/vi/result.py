@@ -191,14 +191,14 @@ class VIResult:
         ImportError
             If ArviZ isn't installed.
         ValueError
-            If the number of names isn't that of the parameters.
+            If the number of names isn't that of the parameters, or a name occurs twice.
 
         Ranks
         -----
         Each rank may call it alone.
         """
         arviz = optional_package("arviz", "ArviZ", "mpiad[arviz]", "VIResult.to_arviz")
-        if names is not None and len(set(names)) != self.posterior.dim:
+        if names is not None and not len(set(names)) == len(names) == self.posterior.dim:
             raise ValueError(f"VIResult.to_arviz: names must be {self.posterior.dim} different names, but got {names!r}.")
         columns = {"theta": self.samples[None]} if names is None else dict(zip(names, self.samples.T[:, None]))
         weights = None if self.log_weights is None else {"log_weight": self.log_weights[None]}

@@ -204,6 +204,19 @@ def test_delayed_rejection():
     assert sum(0.01 < chance < 0.99 for chance in found) >= 3
 
 
+def test_delayed_rejection_without_a_gradient():
+    """A field at which the misfit is finite and its gradient isn't: no second stage, and the field keeps its density."""
+    problem = Problem()
+    target, _ = target_of(problem, "dr")
+    target._evaluation.gradient = lambda m: m * math.nan
+    state = target.at(problem.prior.mean + 0.5)
+    for k in range(10):
+        move = delayed_rejection.step(target, state, (1.0, 0.5, 1e-9), Draw(problem.prior, 4, 0, k))
+        assert math.isnan(move.chances[1]) and math.isfinite(move.state.psi)
+        assert move.accepted[0] or move.chances[2] == pytest.approx(1.0, abs=1e-6)
+    assert target.solves[2] > 0
+
+
 MUTANTS = [
     ("mala", langevin, "log_density", lambda *given: 0.0),
     ("hmala", langevin, "log_density", lambda beta, new, old, squared: -new + old),

@@ -220,13 +220,23 @@ def test_a_solver_that_fails_rejects_the_proposal(linear, size):
     assert result.solves["failed"] == 3 and result.acceptance == 17 / 20
 
 
-def test_gradient_that_is_not_finite(linear):
+@pytest.mark.parametrize("method", ["mala", "dr"])
+def test_gradient_that_is_not_finite(linear, method):
     def misfit(m):
         value = linear.misfit(m)
         return value + 0.0 * anp.sqrt(value - mpiad.stop_gradient(value))  # its derivative is NaN
 
     with pytest.raises(ValueError, match="gradient isn't finite, at the start of chain 0"):
-        sample(misfit, linear.prior, method="mala", n_samples=3)
+        sample(misfit, linear.prior, method=method, n_samples=3, posterior=linear.posterior)
+
+
+def test_quantities_may_change_their_argument(linear):
+    def quantity(m):
+        m -= 100.0
+        return 0.0
+
+    found = linear.sample("hpcn", 5, quantities=quantity)
+    assert np.array_equal(found.misfit, linear.sample("hpcn", 5).misfit)
 
 
 def test_no_acceptance_is_warned_of(linear):
@@ -281,6 +291,14 @@ def test_ranks_that_disagree(linear):
         linear.sample("hpcn", 2, seed=mpiad.mpi_rank())
     with pytest.raises(ValueError, match="n_samples must be an integer"):
         linear.sample("hpcn", 2 if mpiad.mpi_rank() else None)
+
+    is_root = mpiad.mpi_rank() == 0
+    for options in (
+        {"start": linear.prior.mean if is_root else None},
+        {"quantities": linear.observed if is_root else None},
+    ):
+        with pytest.raises(ValueError, match="all ranks must give the same arguments, but rank 0 gave start="):
+            linear.sample("hpcn", 2, chains=2, **options)
 
     def quantity(m):
         return linear.observed(m)[0] / (mpiad.mpi_rank() != 1 or math.sqrt(-1))

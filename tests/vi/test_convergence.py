@@ -166,6 +166,9 @@ def test_a_prior_that_is_not_usable_at_the_start_is_named_on_all_ranks(prior, ki
     with np.errstate(all="ignore"), pytest.raises(kind, match=words) as error:
         inference.run(None, 3)
     assert "earning rate" not in str(error.value)
+    if kind is ValueError:
+        with pytest.raises(kind, match=words.replace("10", "1000")):
+            inference.elbo(FullRankGaussian(2).initial(np.random.default_rng(0)))
 
 
 @pytest.mark.serial

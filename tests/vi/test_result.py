@@ -86,6 +86,6 @@ def test_arviz_gets_the_samples_and_the_weights(result):
     np.testing.assert_array_equal(named.posterior["b"].values, SAMPLES[None, :, 1])
     np.testing.assert_array_equal(named.sample_stats["log_weight"].values, [np.arange(4.0)])
     np.testing.assert_allclose(arviz.summary(named, kind="stats", round_to="none")["mean"], [3.0, 20.0])
-    for wrong in (["a"], ["a", "a"]):
+    for wrong in (["a"], ["a", "a"], ["a", "a", "b"]):
         with pytest.raises(ValueError, match="names must be 2 different names, but got"):
             result.to_arviz(wrong)
