@@ -145,7 +145,7 @@ def test_halo_deadlock(mpirun: Run, ranks: int, mebibytes: int) -> None:
 
 def test_every_example_names_its_command_and_is_tested(request: pytest.FixtureRequest) -> None:
     folder = request.config.rootpath
-    tests = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    tests = "".join(path.read_text() for path in sorted(Path(__file__).parents[1].rglob("test_*.py")))
     for path in sorted((folder / "examples").glob("*.py")):
         name = f"examples/{path.name}"
         assert f'"{name}"' in tests, f"{name} isn't run by a test"

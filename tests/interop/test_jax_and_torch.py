@@ -293,7 +293,7 @@ def test_a_function_of_jax_inside_a_program_of_jax_is_refused():
 
 def test_the_example_trains_like_the_same_program_in_torch_on_one_process():
     """Loss, gradient and parameters after ten iterations of SciPy's L-BFGS."""
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "hybrid_model.py"))
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/hybrid_model.py"))
     loss, start, network, n = (example[name] for name in ("loss", "start", "network", "N"))
     x = (torch.arange(n).double() + 0.5) / n
     factor = example["DIFFUSION"] * n**2
