@@ -90,7 +90,7 @@ class Draw:
     def __init__(self, prior: GaussianPrior, seed: int, chain: int, step: int):
         self.random = np.random.default_rng([seed, chain, step])
         # These seeds differ from those that users pass to `prior.sample`, also if `seed` is 0.
-        self._prior, self._key = prior, ((seed or 1 << 64) << 64) + (chain << 40) + 2 * step
+        self._prior, self._key = prior, ((seed << 64) or (1 << 63)) + (chain << 40) + 2 * step
 
     def deviation(self, second: bool = False) -> LocalArray:
         """Return the first or the second sample of the prior without its mean, by one solve; collective."""
