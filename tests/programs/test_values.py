@@ -436,8 +436,12 @@ def test_transposed_operands_are_read_as_they_are():
 
 
 def test_products_that_no_rule_reshapes():
-    """`inner` of an array of matrices and a matrix isn't their matrix product; operands of `einsum` may be numbers."""
-    fun = lambda c: (anp.inner(c, c[0, :1]), anp.inner(c * 2.0, c[0, 0] * A[:, None]), anp.einsum("ijk,->k", c, 2.0))  # noqa: E731
+    """`inner` of an array of matrices and a matrix isn't their product; operands of `einsum` may be constants."""
+
+    def fun(c):
+        sums = anp.einsum("ijk,->k", c, 2.0), anp.einsum("jk,ijk->ij", A, c)
+        return anp.inner(c, c[0, :1]), anp.inner(c * 2.0, c[0, 0] * A[:, None]), *sums
+
     jitted = mpiad.jit(fun, strict=True)
     for _ in range(2):
         assert_same(jitted(C), fun(C))

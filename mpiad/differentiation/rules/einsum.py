@@ -85,7 +85,7 @@ def _product(x: Array, a: Sequence[str], y: Array, b: Sequence[str], out: str) -
         made, letters = np.matmul(_for_blas(first), _for_blas(second)), [*batch, *rows, *columns]
         made = np.reshape(made, [lengths[letter] for letter in letters])
         made = np.transpose(made, [letters.index(letter) for letter in target])
-    elif summed and type(x) is np.ndarray:
+    elif summed and type(x) is type(y) is np.ndarray:
         made = np.einsum(f"{''.join(a)},{''.join(b)}->{''.join(target)}", x, y)
     else:
         made = _grouped(x, a, [*target, *summed]) * _grouped(y, b, [*target, *summed])
