@@ -82,6 +82,8 @@ class _Trees:
             if arguments and (separate or sizes[i] > _LARGEST_TREE) and i not in inside and not booleans[i]:
                 self.roots[i] = None
                 self.depths[i] += 1
+        # Booleans aren't stored but computed in each tree that uses them, even those of a long chain of conditions.
+        self.are_small = all(size <= 2 * _LARGEST_TREE for size, boolean in zip(sizes, booleans) if boolean)
 
     def tree(self, i: int) -> tuple[int, list[tuple[int, ...]]]:
         """Return the shape of a value's tree and its leaves, in order."""
@@ -158,6 +160,8 @@ def rerolled(
     irregular = list[int]()
     for _ in range(2):
         trees = _Trees(program, arrays, set(returned.values()), [i for i, _ in kept], set(irregular))
+        if not trees.are_small:
+            return None
         groups: dict[tuple, list[tuple[int, list[tuple[int, ...]]]]] = {}
         for i, (statement, place) in [*((i, ("", i)) for i in trees.roots), *kept]:
             shape, leaves = trees.part(i) if statement else trees.tree(i)

@@ -166,13 +166,14 @@ def function_source(
     """
     # In C, numbers have the type `real`, except arguments that are given with their types, and the function is `INLINE`.
     outputs = numbered("out", len(program.outputs))
-    body = lines(program, names, outputs, dtype)
     if language == "c":
         given = [x if " " in x else f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
-        return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(c_lines(body, outputs)), "}"])
+        body = c_lines(lines(program, names, outputs, dtype), outputs)
+        return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *indented(body), "}"])
     stored, single, simpler = stored or {}, np.dtype(dtype) == np.float32, lowered(program)
     loops = rerolled(simpler, leaf_texts(simpler, names, single), outputs, stored, single)
-    text, body = [], loops or [*body, *(one.statement.format(one.place, outputs[i]) for i, one in stored.items())]
+    added = (one.statement.format(one.place, outputs[i]) for i, one in stored.items())
+    text, body = [], loops or [*lines(program, names, outputs, dtype), *added]
     if program.cost > SHORT and not single and any("math.tanh(" in line for line in body):
         text, body = [_TANH], [line.replace("math.tanh(", "vector_tanh(") for line in body]
     results = [x for i, x in enumerate(outputs) if i not in stored]

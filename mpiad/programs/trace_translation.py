@@ -409,13 +409,15 @@ def _value(x: Any) -> Value:
 
 def _product(t: _Translation, x: Array, y: Array) -> Value:
     """Return the inner product of vectors; products of arrays with more axes are calls of NumPy."""
-    if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
+    if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype and len(x.shape) == len(y.shape) == 1):
         raise Unsupported
-    if len(x.shape) == len(y.shape) == 1:
-        return t.reduce("add", t.computed(np.multiply, x, y))
-    if not len(y.shape) == 2 < len(x.shape):
-        raise Unsupported
-    # One product of two matrices instead of one for each matrix of x.
+    return t.reduce("add", t.computed(np.multiply, x, y))
+
+
+def _matrix_product(t: _Translation, x: Array, y: Array) -> Value:
+    """Return `_product`; for an array of matrices and a matrix, one product of two matrices instead of one for each."""
+    if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype and len(x.shape) > len(y.shape) == 2):
+        return _product(t, x, y)
     rows, flat = math.prod(x.shape[:-1]), Step("call", np.matmul, (Slot(0), Slot(1)), {}, (), t.program.site)  # type: ignore[arg-type]
     numbers = x.reshape((rows, x.shape[-1])).number, y.number
     return t.value(t.program.add("call", numbers, (rows, y.shape[1]), t.dtype, flat))
@@ -466,7 +468,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
     take: _take, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
     array_of: lambda t, x, *_, **__: t.array(x),
-    **dict.fromkeys((np.dot, np.inner, np.matmul), _product), np.vdot: _conjugate_product, np.copy: _same, np.real: _real,
+    np.dot: _matrix_product, np.matmul: _matrix_product, np.inner: _product, np.vdot: _conjugate_product, np.copy: _same,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
-    np.roll: _roll, np.diff: _diff, np.tanh: _tanh,
+    np.roll: _roll, np.diff: _diff, np.tanh: _tanh, np.real: _real,
 }  # fmt: skip

@@ -138,6 +138,19 @@ def test_values_that_take_too_much_memory_are_scalars(monkeypatch):
     assert "on_stack" not in values(program, given, True, monkeypatch)[1]
 
 
+def test_long_chains_of_conditions_are_scalars(monkeypatch):
+    """Each is used by two others, so trees of all conditions would have a size that grows exponentially."""
+    builder = Builder()
+    u = [Symbol(builder, builder.input("state", i)) for i in range(4)]
+    a, b = u[0] > 0.0, u[1] > 0.0
+    for k in range(600):
+        c = u[k % 4] > 0.01 * k
+        a, b = a & (b | c), a | (b & c)
+    outputs = [choose(a, x, -x) + choose(b, 1.0, x) for x in u]
+    program = builder.program({"state": 4, "parameter": 0}, [x.number for x in outputs])
+    assert "on_stack" not in values(program, {"state": [0.5] * 4, "parameter": []}, True, monkeypatch)[1]
+
+
 @pytest.mark.parametrize("dtype", [float, np.float32])
 def test_arrays_on_the_stack_in_machine_code(dtype):
     real = np.dtype(dtype).name

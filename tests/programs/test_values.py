@@ -433,3 +433,15 @@ def test_transposed_operands_are_read_as_they_are():
     np.testing.assert_allclose(gradient(w, x), mpiad.grad(loss)(w, x), rtol=1e-12, atol=1e-10)
     loops = gradient.program(w, x).loops
     assert loops.count("copy") == 0 and loops.count("tanh ->") == 1 and loops.count("matmul") + loops.count("dot ") == 4
+
+
+def test_products_that_no_rule_reshapes():
+    """`inner` of an array of matrices and a matrix isn't their product; operands of `einsum` may be constants."""
+
+    def fun(c):
+        sums = anp.einsum("ijk,->k", c, 2.0), anp.einsum("jk,ijk->ij", A, c)
+        return anp.inner(c, c[0, :1]), anp.inner(c * 2.0, c[0, 0] * A[:, None]), *sums
+
+    jitted = mpiad.jit(fun, strict=True)
+    for _ in range(2):
+        assert_same(jitted(C), fun(C))

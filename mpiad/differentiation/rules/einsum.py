@@ -33,7 +33,7 @@ _FEW, _SHORT = 1 << 14, 7
 
 def contraction(subscripts: str, operands: Sequence[Array]) -> Array | None:
     """Return `einsum` of arrays, which may be traced by `jit`; None for calls that must be left to `numpy.einsum`."""
-    if len(operands) < 2 or not all(x.dtype.char in _BLAS for x in operands):
+    if len(operands) < 2 or not all(hasattr(x, "dtype") and x.dtype.char in _BLAS for x in operands):
         return None
     inputs, out, path, count = _path(subscripts, tuple([x.shape for x in operands]))
     if not path or count <= _FEW and all(type(x) is np.ndarray for x in operands):
@@ -61,7 +61,7 @@ def _path(subscripts: str, shapes: tuple[Shape, ...]) -> tuple[list[str], str, A
     if all(len(set(letters)) == len(letters) for letters in inputs):
         try:
             path = np.einsum_path(subscripts, *[np.broadcast_to(np.int8(0), shape) for shape in shapes])[0]
-        except ValueError:
+        except (ValueError, IndexError):
             pass
     lengths = {letter: n for n, letter in sorted(zip([n for shape in shapes for n in shape], "".join(inputs)))}
     return inputs, out, path[1:], math.prod(lengths.values())
@@ -85,7 +85,7 @@ def _product(x: Array, a: Sequence[str], y: Array, b: Sequence[str], out: str) -
         made, letters = np.matmul(_for_blas(first), _for_blas(second)), [*batch, *rows, *columns]
         made = np.reshape(made, [lengths[letter] for letter in letters])
         made = np.transpose(made, [letters.index(letter) for letter in target])
-    elif summed and type(x) is np.ndarray:
+    elif summed and type(x) is type(y) is np.ndarray:
         made = np.einsum(f"{''.join(a)},{''.join(b)}->{''.join(target)}", x, y)
     else:
         made = _grouped(x, a, [*target, *summed]) * _grouped(y, b, [*target, *summed])

@@ -1,8 +1,8 @@
 """Products: `dot`, `inner`, `matmul` and `tensordot`; outer, Kronecker and cross products.
 
 Products of factors with more than two axes have the adjoint of `einsum`. `dot` and `matmul` of such an array and a matrix
-are computed as one product of two matrices: NumPy's `matmul` calls BLAS for each matrix of a stack, and `dot` calls it for
-vectors.
+are computed as one product of two matrices: NumPy's `matmul` calls BLAS for each matrix of a stack, and `dot` for each pair
+of vectors.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
             traced = problem_of(host, settings.events, must, compiler.warn)
             if traced is not None and traced.program.cost > MOST_OPERATIONS and not must:
-                return compiler.warn(given.f, f"EnsembleGPU: f has over {MOST_OPERATIONS} operations, so arrays are used")
+                text = f"f has {traced.program.cost} operations; up to {MOST_OPERATIONS} fit into a CUDA kernel"
+                return compiler.warn(given.f, f"EnsembleGPU: {text}, so EnsembleVectorized solves the problem")
             if traced is not None and not known:
                 try_once(host, settings.events, given.traced)
             return traced
