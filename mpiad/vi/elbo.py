@@ -149,11 +149,11 @@ class Objective(NamedTuple):
     def require_dependence(self, found: Evaluations) -> None:
         """Raise a ValueError if the loss doesn't depend on its parameters, as far as the draws show."""
         values, gradients = found.values[found.valid], found.gradients[found.valid]
-        # A loss with few different values may be the same at a few draws by chance.
-        is_constant, sign = len(values) >= _MIN_EQUAL and numpy.ptp(values) == 0, f"it is {values[0]:g}"
-        if self.gradient == "pathwise":
-            is_constant, sign = not gradients.any(), "its gradient is zero"
-        if is_constant:
+        has_gradient, is_equal = self.gradient == "pathwise", numpy.ptp(values) == 0
+        # The gradient of `maximum`, for example, and a loss with few different values may be zero and equal at a few draws.
+        is_constant = len(values) >= _MIN_EQUAL if is_equal else has_gradient
+        sign = "its gradient is zero" if has_gradient else f"it is {values[0]:g}"
+        if is_constant and not (has_gradient and gradients.any()):
             raise ValueError(
                 f"VI: the loss doesn't depend on theta: {sign} at all {len(values)} draws of epoch 0. Compute it from "
                 "theta by differentiable functions of autograd.numpy, or use gradient='score' for other models."
