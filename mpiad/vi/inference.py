@@ -350,7 +350,7 @@ class VI:
         ------
         TypeError, ValueError
             On all ranks, if an argument is invalid, or arguments differ between ranks; or if the loss doesn't depend on its
-            parameters (in the first epoch all gradients are zero though the values differ, or ten or more values are equal).
+            parameters (in the first epoch all gradients are zero while values differ, or ten or more values are equal).
         WorkerError
             On all ranks, if each draw of an epoch failed, because the model raised or wasn't finite. The text contains the
             first traceback, or the first draw at which the model wasn't finite, and the rank.
