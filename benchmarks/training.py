@@ -130,25 +130,26 @@ def compiled(layers: list[tuple[int, int]], per_rank: int, repeats: int, beside_
 
 
 def reduction(length: int, count: int = 200) -> None:
-    params = [numpy.full(length, float(comm.rank + k)) for k in range(count)]
+    gradient = [numpy.full(length, float(comm.rank + k)) for k in range(count)]
+    params = [numpy.zeros(length)] * count
     optimizer = DistributedOptimizer(Nothing(), reduction="sum", comm=comm)
     state = optimizer.setup(params)
-    whole = numpy.concatenate(params)
+    whole = numpy.concatenate(gradient)
     out, copy = numpy.empty_like(whole), numpy.empty_like(whole)
     repeats = 200 if length < 1000 else 50
     best = [float("inf")] * 4
-    plan, used = Plan([spec_like(array) for array in params], BUCKET_BYTES), channel(comm, "benchmark")
+    plan, used = Plan([spec_like(array) for array in gradient], BUCKET_BYTES), channel(comm, "benchmark")
 
     def summed() -> None:
         sums = Sums(used, plan)
-        sums.add_all(params)
+        sums.add_all(gradient)
         sums.wait()
 
     for _ in range(5):
         best[0] = min(best[0], slowest(lambda: comm.Allreduce(whole, out), repeats))
         best[1] = min(best[1], slowest(lambda: numpy.copyto(copy, whole), repeats))
         best[2] = min(best[2], slowest(summed, repeats))
-        best[3] = min(best[3], slowest(lambda: optimizer.update(state, params, params), repeats))
+        best[3] = min(best[3], slowest(lambda: optimizer.update(state, params, gradient), repeats))
     if comm.rank == 0:
         allowed = best[0] + MORE + 3 * best[1]
         report(f"{count} arrays of {length:,} added up, over what is allowed", best[2] / allowed, at_most=1.0)

@@ -37,6 +37,7 @@ class Plan:
 
     def __init__(self, specs: list[Spec], limit: int):
         self.specs, self.limit = specs, limit
+        self.host_specs = [spec._replace(arrays=None) for spec in specs]
         open_buckets: dict[Any, list[int]] = {}
         filled: dict[Any, int] = {}
         groups: list[list[int]] = []
@@ -107,8 +108,7 @@ class Sums:
         """Return the sums, divided by a number, after all arrays have been added."""
         if len(self._messages) < len(self._missing):
             self._messages += opaque_step(_reduce, self._channel, self._next(), specs=())
-        specs = [spec._replace(arrays=None) for spec in self._plan.specs]
-        *found, _ = opaque_step(_finish, self._plan, self._messages, divisor, specs=specs)
+        *found, _ = opaque_step(_finish, self._plan, self._messages, divisor, specs=self._plan.host_specs)
         self._begun = False
         return found
 
