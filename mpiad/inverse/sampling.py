@@ -452,9 +452,10 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
                 chain.tries += np.isfinite(chances)
                 chain.accepted += accepted
                 chain.solves += target.solves
-                same = count > 1 and chain.state.field is before
-                last = {name: chain.rows[name][-1] for name in problem.quantities} if same else None
-                chain.add(last or solve.agreement.run(quantities))
+                if problem.quantities and (count == 1 or chain.state.field is not before):
+                    chain.add(solve.agreement.run(quantities))
+                else:
+                    chain.add({name: chain.rows[name][-1] for name in problem.quantities})
                 if settings.fields is not None and count % settings.thin == 0:
                     prior.domain.save(settings.fields / f"chain{number}_{count:06d}.npy", chain.state.field)
                 chain.seconds = time.perf_counter() - began

@@ -92,7 +92,6 @@ def _check_rates(optimizer: Any, rate: float | Callable[[int], float], decay: fl
     if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
         allowed = "above zero, or a function of the number of updates"
         raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
-
     if not (isinstance(decay, Real) and 0 <= decay < math.inf):
         raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
 
