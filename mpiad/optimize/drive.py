@@ -33,7 +33,8 @@ from mpiad.transport.exits.user_failures import WrongValueError, common_error
 
 _CALL = "drive"
 # After this number of values in a row, without a derivative at one of their points, forward passes aren't stored: tracing
-# takes longer than the evaluation of a short function. A line search may reject several points.
+# takes longer than the evaluation of a short function. A line search may reject several points. At the start one value
+# suffices, since methods that use derivatives compute one at the first point.
 _MAX_WITHOUT_DERIVATIVE = 8
 
 
@@ -196,7 +197,8 @@ class DrivenFunction:
         self._driver, self._number, self._bar = driver, number, bar
         self.evaluations: dict[str, int] = dict.fromkeys(("value", "gradient", "both", "product", "jvp", "vjp"), 0)
         self.seconds: dict[str, float] = dict.fromkeys(self.evaluations, 0.0)
-        self._without_derivative = 0  # number of values since the last derivative that can use a stored forward pass
+        # The number of values since the last derivative that can use a stored forward pass.
+        self._without_derivative = _MAX_WITHOUT_DERIVATIVE - 1
 
     def __call__(self, x: Tree) -> Any:
         """Return the function's value at x: a number or an array."""
