@@ -179,7 +179,7 @@ def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
 def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
     """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
     x = right.copy()
-    (lu.solve_transposed if transposed else lu.solve)(x)
+    lu.solve(x, transposed)
     return x
 
 
