@@ -291,7 +291,7 @@ def _imported(framework: _Framework, fun: Function, call: str) -> Function:
         if key not in operators:
             build = given.build
 
-            def flat(natives: Sequence[Any], constants: Sequence[Any]) -> Tree:
+            def flat(natives: Sequence[object], constants: Sequence[object]) -> Tree:
                 found = {**static, **dict(zip(variables, natives)), **dict(zip(dynamic, constants))}
                 args, kwargs = build([found[place] for place in range(len(found))])
                 return fun(*args, **kwargs)
@@ -312,14 +312,14 @@ class _Operator:
         self.value, self.recorded = framework.compiled(fun, name), framework.compiled(self._vjp, name)
         self._derivatives: dict[int, _Operator] = {}
 
-    def __call__(self, variables: Sequence[Array], constants: Sequence[Any]) -> Tree:
+    def __call__(self, variables: Sequence[Array], constants: Sequence[object]) -> Tree:
         """Return the result, a pytree of arrays, for arrays that may be traced."""
         traced = any(map(isbox, variables))
         call = _Call(self, constants, traced and self.framework.keeps)
         leaves = call.parts(_evaluate(*variables, call=call)) if traced else call.values(variables)
         return call.build(leaves)
 
-    def natives(self, arrays: Sequence[Array]) -> list[Any]:
+    def natives(self, arrays: Sequence[Array]) -> list[object]:
         """Return the framework's arrays with the values of plain arrays and numbers."""
         found = [np.asarray(array) for array in arrays]
         for x in found:
@@ -338,13 +338,13 @@ class _Operator:
                 raise TypeError(f"{self._name}: {text}, but returned {got}.")
         return found  # type: ignore[return-value]
 
-    def _vjp(self, variables: Sequence[Any], constants: Sequence[Any]) -> tuple[Tree, Function]:
+    def _vjp(self, variables: Sequence[object], constants: Sequence[object]) -> tuple[Tree, Function]:
         return self.framework.vjp(partial(self._fun, constants=constants), variables)
 
     def adjoint(self, count: int) -> _Operator:
         """Return the operator from the variables and `count` cotangents of results to the cotangents of the variables."""
 
-        def fun(natives: Sequence[Any], constants: Sequence[Any]) -> Tree:
+        def fun(natives: Sequence[object], constants: Sequence[object]) -> Tree:
             n = len(natives) - count
             result, pull = self._vjp(natives[:n], constants)
             return pull(flatten(result)[1](list(natives[n:])))
@@ -354,7 +354,7 @@ class _Operator:
     def tangent(self) -> _Operator:
         """Return the operator from the variables and their tangents to the tangents of the results."""
 
-        def fun(natives: Sequence[Any], constants: Sequence[Any]) -> Tree:
+        def fun(natives: Sequence[object], constants: Sequence[object]) -> Tree:
             n = len(natives) // 2
             return self.framework.jvp(partial(self._fun, constants=constants), (natives[:n],), (natives[n:],))[1]
 
@@ -369,7 +369,7 @@ class _Operator:
 class _Call:
     """One call of an operator; a traced result is one vector of all leaves, or the only leaf."""
 
-    def __init__(self, operator: _Operator, constants: Sequence[Any], records: bool):
+    def __init__(self, operator: _Operator, constants: Sequence[object], records: bool):
         self._operator, self._constants, self._records = operator, constants, records
         self._pull: Function | None = None  # the adjoint with its intermediate values
 
@@ -445,7 +445,7 @@ class _JAX:
         """Return a function of variables and constants, compiled at its first call for these shapes."""
         return self.module.jit(fun)
 
-    def vjp(self, fun: Function, variables: Sequence[Any]) -> tuple[Tree, Function]:
+    def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint."""
         result, pull = self.module.vjp(fun, variables)
         return result, lambda g: pull(g)[0]
@@ -479,7 +479,7 @@ class _Torch:
     def compiled(self, fun: Function, name: str) -> Function:
         """Return the function without a graph of its own, as for parameters of a module; it must not change arguments."""
 
-        def run(variables: Sequence[Any], constants: Sequence[Any]) -> Any:
+        def run(variables: Sequence[Any], constants: Sequence[Any]) -> object:
             with self.module.no_grad():
                 result = fun(variables, constants)
             if any(native._version for native in (*variables, *constants)):
@@ -488,13 +488,13 @@ class _Torch:
 
         return run
 
-    def vjp(self, fun: Function, variables: Sequence[Any]) -> tuple[Tree, Function]:
+    def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint for cotangents that aren't conjugated, as PyTorch's are."""
         conjugated = partial(self.module.utils._pytree.tree_map, lambda g: g.conj() if g.is_complex() else g)
         result, pull = self.module.func.vjp(fun, variables)
         return result, lambda g: conjugated(pull(conjugated(g))[0])
 
-    def native(self, x: np.ndarray, name: str) -> Any:
+    def native(self, x: np.ndarray, name: str) -> object:
         """Return a tensor that shares the memory of x if possible."""
         return self.module.from_numpy(np.require(x, requirements=("C", "W")))
 

@@ -522,7 +522,7 @@ def _checked(given: SimpleNamespace) -> SolveOptions:
 def _checked_together(used: Channel, given: SimpleNamespace) -> SolveOptions:
     """Return the result of `_checked`; raise errors, also about differences between ranks, on all ranks."""
 
-    def described(options: SolveOptions) -> list[Any]:
+    def described(options: SolveOptions) -> list[object]:
         shown = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
         shown += f", {type(given.problem).__name__}, {options.trajectories} of them"
         tolerances = [np.asarray(given, float) for given in (options.rtol, options.atol)]

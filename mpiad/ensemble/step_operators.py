@@ -267,10 +267,10 @@ def sum_of_stages(u: Array, h: Array | float, weights: Array | Sequence[Array], 
     return advanced(u, h, weights, *k)
 
 
-def _whole(x: Any, tape: Any) -> Array | None:
+def _whole(x: Any, tape: object) -> Array | None:
     """Return x and its tangents on a tape as one array; None if some are zero, traced, or on another tape."""
     node = getattr(x, "_node", None)
-    if type(node) is not BundleNode or node.tape is not tape or tape.record is None:
+    if type(node) is not BundleNode or node.tape is not tape or node.tape.record is None:
         return None
     if not hasattr(node, "whole"):
         if any(type(part) is not np.ndarray for part in (x._value, *node.g)):

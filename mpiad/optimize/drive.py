@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
@@ -15,7 +15,7 @@ from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Shape, Tree
 from mpiad.device import to_host
-from mpiad.differentiation import make_jvp
+from mpiad.differentiation import SecondOrder, make_jvp
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
@@ -63,7 +63,7 @@ class DrivenEvaluation(Evaluation):
         self._forward = forward
         return np.array(found)
 
-    def _not_a_number(self) -> Any:
+    def _not_a_number(self) -> np.ndarray | float:
         return np.full(self.shape or (), math.nan)[()]
 
     def value_at(self, x: Tree) -> Any:
@@ -132,7 +132,7 @@ class DrivenEvaluation(Evaluation):
             self._hessian, self._cotangent = None, w.copy()
         return self.attempted(lambda: super(DrivenEvaluation, self).product(vector, v), lambda: v * math.nan)
 
-    def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> Any:
+    def differentiated(self, fun: Function, x: Tree) -> SecondOrder:
         """Return value, gradient and Hessian products of the function, or of its product with the cotangent."""
         if not self._cotangent.size:
             return super().differentiated(fun, x)
@@ -294,7 +294,7 @@ class DrivenFunction:
             self._bar.update(count)
         return found
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"{_CALL}: {ELSEWHERE}")
 
 
