@@ -1,21 +1,18 @@
 """Functions of JAX and PyTorch in mpiad's programs, and driven functions in programs of JAX and PyTorch.
 
-A function of another framework becomes one step of the tape. An `_Operator` is such a function of flat arrays, with its
-adjoint and its tangent. These are functions of the same framework, so derivatives of higher order are operators as well. A
-`_Call` is one call of an operator; in reverse mode it stores what the framework has kept for the adjoint.
+A function of another framework becomes one step of the tape. An `_Operator` is such a function of flat arrays. Its adjoint
+and its tangent are functions of the same framework, so they are operators as well, with derivatives of their own. A `_Call`
+is one call of an operator. PyTorch keeps intermediate values for the adjoint; JAX's compiled adjoint computes them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
-from autograd.core import VJPNode
 from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
 from autograd.tracer import isbox
 
@@ -31,7 +28,7 @@ from mpiad.transport.core.tracing import opaque
 
 __all__ = ["from_jax", "from_torch", "to_jax", "to_torch"]
 
-_inside = ContextVar("inside", default="")  # the name of the framework whose program waits for a driven function
+_jax_waits = ContextVar("jax_waits", default=False)  # whether a program of JAX waits for a driven function
 
 
 def from_jax(fun: Function) -> Function:
@@ -170,8 +167,11 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
     def called(method: Function, specs: Any, *args: Any) -> Any:
         def run(*args: Any) -> Any:
-            with _waiting("JAX"):
+            token = _jax_waits.set(True)
+            try:
                 found = method(*tree_map(lambda x: np.asarray(x, float), args))
+            finally:
+                _jax_waits.reset(token)
             return tree_map(lambda spec, x: np.asarray(x, spec.dtype), specs, found)
 
         return jax.pure_callback(run, specs, *args, vmap_method="sequential")
@@ -220,7 +220,7 @@ def to_torch(f: DrivenFunction) -> Function:
 
     Adjoint
     -------
-    ``f.gradient``, or ``f.vjp`` for arrays; there is no derivative in forward mode or of second order.
+    ``f.vjp``; there is no derivative in forward mode or of second order.
 
     Examples
     --------
@@ -242,25 +242,23 @@ def to_torch(f: DrivenFunction) -> Function:
         @staticmethod
         def forward(ctx: Any, build: Function, *leaves: Any) -> Any:
             ctx.save_for_backward(*leaves)
-            ctx.x = build([leaf.detach().double().cpu().numpy() for leaf in leaves])[0][0]
+            ctx.x = build([leaf.detach().double().cpu().numpy() for leaf in leaves])
             return like(f(ctx.x), leaves[0])
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, g: Any) -> tuple[Any, ...]:
-            w = g.double().cpu().numpy()
-            found = f.vjp(ctx.x, w) if w.ndim else f.gradient(ctx.x)
-            parts = [like(part, x) for part, x in zip(flatten(found)[0], ctx.saved_tensors)]
-            return None, *(parts if w.ndim else [g * part for part in parts])
+            found = f.vjp(ctx.x, g.double().cpu().numpy())
+            return None, *(like(part, x) for part, x in zip(flatten(found)[0], ctx.saved_tensors))
 
     def driven(x: Any) -> Any:
-        given = arguments_of((x,), {})
-        return Driven.apply(given.build, *given.leaves)
+        leaves, build = flatten(x)
+        return Driven.apply(build, *leaves)
 
     return driven
 
 
-def _check_driven(f: Any, call: str) -> None:
+def _check_driven(f: object, call: str) -> None:
     if not isinstance(f, DrivenFunction):
         raise TypeError(
             f"{call}: expected a driven function, but got {type(f).__name__} {f!r:.60}. Other frameworks may drop, "
@@ -269,183 +267,149 @@ def _check_driven(f: Any, call: str) -> None:
         )
 
 
-@contextmanager
-def _waiting(framework: str) -> Iterator[None]:
-    token = _inside.set(framework)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
-
-
-def _imported(framework: Any, fun: Function, call: str) -> Function:
+def _imported(framework: _Framework, fun: Function, call: str) -> Function:
     if not callable(fun):
         raise TypeError(f"{call}: expected a function, but got {type(fun).__name__} {fun!r:.60}.")
     name = f"{call}({getattr(fun, '__name__', type(fun).__name__)})"
-    return opaque(_Imported(framework, fun, name))
+    operators: dict[Hashable, _Operator] = {}
 
-
-class _Imported:
-    """A function of another framework, called with NumPy arrays."""
-
-    def __init__(self, framework: Any, fun: Function, name: str):
-        self._framework, self._fun, self.__name__ = framework, fun, name
-        self._operators: dict[Hashable, _Operator] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
-        if _inside.get() == "JAX" == self._framework.name:
+    def called(*args: Tree, **kwargs: Tree) -> Tree:
+        if framework.name == "JAX" and _jax_waits.get():
             raise RuntimeError(
-                f"{self.__name__} was called in a driven function that a program of JAX waits for (see to_jax). JAX may "
+                f"{name} was called in a driven function that a program of JAX waits for (see to_jax). JAX may "
                 "wait forever for a function that it runs in such a call. Use a program of another framework, or call the "
                 "driven function's own methods."
             )
         given = arguments_of(args, kwargs)
         leaves = [np.asarray(leaf) if isinstance(leaf, TracedArray) else leaf for leaf in given.leaves]
         if len(given.traced) < len(leaves):
-            refuse_objects(given.build(leaves), "an argument", self.__name__)
+            refuse_objects(given.build(leaves), "an argument", name)
         variables = tuple(place for place in given.traced if isbox(leaves[place]))
         dynamic = tuple(place for place in given.traced if place not in variables)
         static = {place: leaf for place, leaf in enumerate(leaves) if place not in given.traced}
         key = given.form, variables, dynamic, tuple((type(leaf), leaf) for leaf in static.values())
-        operator = self._operators.get(key)
-        if operator is None:
-            fun, build = self._fun, given.build
+        if key not in operators:
+            build = given.build
 
-            def flat(natives: Sequence[Any], constants: Sequence[Any]) -> Tree:
+            def flat(natives: Sequence[object], constants: Sequence[object]) -> Tree:
                 found = {**static, **dict(zip(variables, natives)), **dict(zip(dynamic, constants))}
                 args, kwargs = build([found[place] for place in range(len(found))])
                 return fun(*args, **kwargs)
 
-            operator = self._operators[key] = _Operator(self._framework, flat, self.__name__)
-        constants = operator.natives([leaves[place] for place in dynamic])
-        call, parts = _called(operator, [leaves[place] for place in variables], constants)
-        return call.result.build(parts)
+            operators[key] = _Operator(framework, flat, name)
+        operator = operators[key]
+        return operator([leaves[place] for place in variables], operator.natives([leaves[place] for place in dynamic]))
+
+    called.__name__ = name
+    return opaque(called)
 
 
 class _Operator:
-    """A function ``fun(variables, constants)`` of sequences of another framework's arrays; the result is a pytree."""
+    """A function ``fun(variables, constants)`` of lists of another framework's arrays; the result is a pytree."""
 
-    def __init__(self, framework: Any, fun: Function, name: str):
-        self.framework, self.fun, self.name = framework, fun, name
-        self.value = framework.compiled(fun)
-        self.recorded = framework.recorder(fun)
-        self.jvp = framework.compiled(self._tangent)
-        self._derivatives: dict[Hashable, _Operator] = {}
+    def __init__(self, framework: _Framework, fun: Function, name: str):
+        self.framework, self._fun, self._name = framework, fun, name
+        self.value, self.recorded = framework.compiled(fun, name), framework.compiled(self._vjp, name)
+        self._derivatives: dict[int, _Operator] = {}
 
-    def _tangent(self, variables: Any, constants: Any, gs: Any) -> Tree:
-        return self.framework.jvp(partial(self.fun, constants=constants), variables, gs)
+    def __call__(self, variables: Sequence[Array], constants: Sequence[object]) -> Tree:
+        """Return the result, a pytree of arrays, for arrays that may be traced."""
+        traced = any(map(isbox, variables))
+        call = _Call(self, constants, traced and self.framework.keeps)
+        leaves = call.parts(_evaluate(*variables, call=call)) if traced else call.values(variables)
+        return call.build(leaves)
 
-    def natives(self, arrays: Sequence[Array]) -> tuple:
+    def natives(self, arrays: Sequence[Array]) -> list[object]:
         """Return the framework's arrays with the values of plain arrays and numbers."""
-        return tuple([self.framework.native(np.asarray(array), self.name) for array in arrays])
+        found = [np.asarray(array) for array in arrays]
+        for x in found:
+            if type(x) is not np.ndarray or x.dtype.kind not in "fciub":
+                kind = f"{type(x).__name__} of {x.dtype}"
+                raise TypeError(f"{self._name}: expected arrays of numbers on the host, but got {kind}.")
+        return [self.framework.native(x, self._name) for x in found]
 
-    def arrays(self, tree: Tree) -> tuple[list[Array], _Structure]:
-        """Return plain arrays with the values of the leaves of a result, and the result's structure."""
-        if self.framework.is_array(tree):
-            return [self.framework.array(tree, self.name)], _ONE
-        given = arguments_of((tree,), {})
-        values = [self.framework.array(leaf, self.name) for leaf in given.leaves]
-        return values, _Structure(given.form, lambda leaves: given.build(list(leaves))[0][0], len(values))
+    def arrays(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+        """Return plain arrays with the values of the leaves of a result."""
+        found = list(map(self.framework.array, leaves))
+        for y, array in zip(leaves, found):
+            if array is None:
+                got = f"an array of {y.dtype} on {y.device}" if hasattr(y, "device") else f"{type(y).__name__} {y!r:.60}"
+                text = "the function must return floating-point or complex arrays on the CPU"
+                raise TypeError(f"{self._name}: {text}, but returned {got}.")
+        return found  # type: ignore[return-value]
 
-    def adjoint(self, result: _Structure) -> _Operator:
-        """Return the operator from the variables and the cotangents of results to the cotangents of the variables."""
+    def _vjp(self, variables: Sequence[object], constants: Sequence[object]) -> tuple[Tree, Function]:
+        return self.framework.vjp(partial(self._fun, constants=constants), variables)
 
-        def fun(natives: Sequence[Any], constants: Sequence[Any]) -> Tree:
-            count = len(natives) - result.count
-            _, pull = self.framework.vjp(partial(self.fun, constants=constants), natives[:count])
-            return pull(result.build(natives[count:]))
+    def adjoint(self, count: int) -> _Operator:
+        """Return the operator from the variables and `count` cotangents of results to the cotangents of the variables."""
 
-        return self._derivative(result.form, fun)
+        def fun(natives: Sequence[object], constants: Sequence[object]) -> Tree:
+            n = len(natives) - count
+            result, pull = self._vjp(natives[:n], constants)
+            return pull(flatten(result)[1](list(natives[n:])))
+
+        return self._derivative(count, fun)
 
     def tangent(self) -> _Operator:
         """Return the operator from the variables and their tangents to the tangents of the results."""
 
-        def fun(natives: Sequence[Any], constants: Sequence[Any]) -> Tree:
-            count = len(natives) // 2
-            return self._tangent(natives[:count], constants, natives[count:])
+        def fun(natives: Sequence[object], constants: Sequence[object]) -> Tree:
+            n = len(natives) // 2
+            return self.framework.jvp(partial(self._fun, constants=constants), (natives[:n],), (natives[n:],))[1]
 
-        return self._derivative("tangent", fun)
+        return self._derivative(-1, fun)
 
-    def _derivative(self, key: Hashable, fun: Function) -> _Operator:
+    def _derivative(self, key: int, fun: Function) -> _Operator:
         if key not in self._derivatives:
-            self._derivatives[key] = _Operator(self.framework, fun, self.name)
+            self._derivatives[key] = _Operator(self.framework, fun, self._name)
         return self._derivatives[key]
 
 
-class _Structure(NamedTuple):
-    """The structure of a result: as a key, as a function of its leaves, and the number of leaves."""
-
-    form: Hashable
-    build: Callable[[Sequence[Any]], Tree]
-    count: int
-
-
-_ONE = _Structure("array", itemgetter(0), 1)
-
-
 class _Call:
-    """One call of an operator, whose results form one vector unless there is only one."""
+    """One call of an operator; a traced result is one vector of all leaves, or the only leaf."""
 
-    def __init__(self, operator: _Operator, constants: tuple, reverse: bool):
-        self.operator, self._constants, self._reverse = operator, constants, reverse
-        self._pull: Any = None
+    def __init__(self, operator: _Operator, constants: Sequence[object], records: bool):
+        self._operator, self._constants, self._records = operator, constants, records
+        self._pull: Function | None = None  # the adjoint with its intermediate values
 
-    def run(self, variables: Sequence[Array]) -> Array:
-        """Return the results for plain arrays."""
-        operator, natives = self.operator, self.operator.natives(variables)
-        if self._reverse:
-            tree, self._pull = operator.recorded(natives, self._constants)
-        else:
-            tree = operator.value(natives, self._constants)
-        operator.framework.check_unchanged((*natives, *self._constants), operator.name)
-        values, self.result = operator.arrays(tree)
-        if len(values) == 1:
-            return values[0]
-        self._layout = Concatenation(list(map(spec_like, values)))
-        return self._layout.vector(values)
+    def values(self, variables: Sequence[Array]) -> list[np.ndarray]:
+        """Return the leaves of the result for plain arrays."""
+        operator = self._operator
+        tree = (operator.recorded if self._records else operator.value)(operator.natives(variables), self._constants)
+        if self._records:
+            tree, self._pull = tree
+        leaves, self.build = flatten(tree)
+        return operator.arrays(leaves)
 
-    def parts(self, results: Array) -> list[Array]:
-        """Return the arrays of the results."""
-        return [results] if self.result.count == 1 else self._layout.parts(results)
+    def evaluate(self, variables: Sequence[Array]) -> Array:
+        """Return the result for plain arrays, as one array."""
+        values = self.values(variables)
+        self._layout = None if len(values) == 1 else Concatenation(list(map(spec_like, values)))
+        return self._joined(values)
+
+    def _joined(self, leaves: Sequence[Array]) -> Array:
+        return leaves[0] if self._layout is None else self._layout.vector(leaves)
+
+    def parts(self, result: Array) -> list[Array]:
+        """Return the leaves of the result."""
+        return [result] if self._layout is None else self._layout.parts(result)
 
     def pull(self, args: Sequence[Array], g: Array) -> Sequence[Array]:
         """Return the cotangents of the variables."""
-        operator, gs = self.operator, self.parts(g)
-        if isbox(g) or any(map(isbox, args)):
-            return _called(operator.adjoint(self.result), [*args, *gs], self._constants)[1]
-        if self._pull is None:
-            self._pull = operator.recorded(operator.natives(args), self._constants)[1]
-        return [
-            operator.framework.array(leaf, operator.name) for leaf in self._pull(self.result.build(operator.natives(gs)))
-        ]
+        operator, gs = self._operator, self.parts(g)
+        if self._pull is None or isbox(g) or any(map(isbox, args)):
+            return operator.adjoint(len(gs))([*args, *gs], self._constants)
+        return operator.arrays(self._pull(self.build(operator.natives(gs))))
 
     def push(self, args: Sequence[Array], gs: Sequence[Array]) -> Array:
-        """Return the tangent of the results."""
-        operator = self.operator
-        if any(map(isbox, (*args, *gs))):
-            parts = _called(operator.tangent(), [*args, *gs], self._constants)[1]
-        else:
-            parts, _ = operator.arrays(operator.jvp(operator.natives(args), self._constants, operator.natives(gs)))
-        return parts[0] if self.result.count == 1 else self._layout.vector(parts)
-
-
-def _called(operator: _Operator, variables: Sequence[Array], constants: tuple) -> tuple[_Call, list[Array]]:
-    """Call an operator; return the call and the arrays of its results."""
-    call = _Call(operator, constants, any(map(_is_in_reverse_mode, variables)))
-    return call, call.parts(_evaluate(*variables, call=call))
-
-
-def _is_in_reverse_mode(x: Any) -> bool:
-    while isbox(x):
-        if isinstance(x._node, VJPNode):
-            return True
-        x = x._value
-    return False
+        """Return the tangent of the result."""
+        return self._joined(flatten(self._operator.tangent()([*args, *gs], self._constants))[0])
 
 
 @primitive
 def _evaluate(*variables: Array, call: _Call) -> Array:
-    return call.run(variables)
+    return call.evaluate(variables)
 
 
 def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
@@ -468,134 +432,78 @@ defvjp_argnums(_evaluate, _vjp)
 defjvp_argnums(_evaluate, _jvp)
 
 
-# Above this mean size in bytes, intermediate values are kept for the adjoint; passing smaller ones from one compiled
-# function to another takes longer than computing them again.
-_KEPT = 1 << 15
-
-
 class _JAX:
-    """JAX: functions of tuples of arrays, compiled."""
+    """JAX: compiled functions of pytrees of arrays."""
 
-    name = "JAX"
+    name, keeps = "JAX", False
 
     def __init__(self) -> None:
         self.module = jax = optional_package("jax", "JAX", "jax", "mpiad.interop")
-        self.compiled = jax.jit
-        self._run = jax.jit(lambda pull, g: pull(g))
+        self.jvp = jax.jvp
 
-    def is_array(self, x: Any) -> bool:
-        """Return whether x is an array, not a pytree of arrays."""
-        return isinstance(x, self.module.Array)
+    def compiled(self, fun: Function, name: str) -> Function:
+        """Return a function of variables and constants, compiled at its first call for these shapes."""
+        return self.module.jit(fun)
 
-    def vjp(self, fun: Function, variables: Any) -> tuple[Tree, Function]:
+    def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint."""
         result, pull = self.module.vjp(fun, variables)
         return result, lambda g: pull(g)[0]
 
-    def recorder(self, fun: Function) -> Function:
-        """Return the compiled function that returns a result of `fun`, and its adjoint."""
-        jax, keeps = self.module, list[bool]()
-        value = jax.jit(fun)
-        kept = jax.jit(lambda variables, constants: jax.vjp(partial(fun, constants=constants), variables))
-        again = jax.jit(lambda variables, constants, g: kept(variables, constants)[1](g)[0])
-
-        def recorded(variables: Any, constants: Any) -> tuple[Tree, Function]:
-            if not keeps:
-                found = jax.tree_util.tree_leaves(jax.eval_shape(kept, variables, constants)[1])
-                keeps.append(sum(x.size * x.dtype.itemsize for x in found) > _KEPT * len(found))
-            if not keeps[0]:
-                return value(variables, constants), lambda g: again(variables, constants, g)
-            result, pull = kept(variables, constants)
-            return result, lambda g: self._run(pull, g)[0]
-
-        return recorded
-
     def native(self, x: np.ndarray, name: str) -> np.ndarray:
         """Return x, which JAX reads without a copy."""
-        _check_kind(x, name)
-        if x.dtype.itemsize > (8 if x.dtype.kind == "c" else 4) and not self.module.config.jax_enable_x64:
-            if x.dtype.kind in "fc" or not np.array_equal(x, x.astype(self.module.dtypes.canonicalize_dtype(x.dtype))):
-                raise TypeError(
-                    f"{name}: an argument is {x.dtype}, but JAX's 64-bit mode is off, and JAX would round it to 32 bits. "
-                    'Call jax.config.update("jax_enable_x64", True) at the start of the program, or pass 32-bit arrays.'
-                )
+        dtype = self.module.dtypes.canonicalize_dtype(x.dtype)
+        if dtype != x.dtype and (x.dtype.kind in "fc" or not np.array_equal(x, x.astype(dtype))):
+            raise TypeError(
+                f"{name}: an argument is {x.dtype}, but JAX's 64-bit mode is off, and JAX would round it to 32 bits. "
+                'Call jax.config.update("jax_enable_x64", True) at the start of the program, or pass 32-bit arrays.'
+            )
         return x
 
-    def array(self, y: Any, name: str) -> np.ndarray:
-        """Return the values of a result."""
-        if not isinstance(y, self.module.Array):
-            raise TypeError(_unexpected(name, type(y).__name__, y))
-        if y.dtype.kind not in "fc" or any(device.platform != "cpu" for device in y.devices()):
-            raise TypeError(_unexpected(name, f"an array of {y.dtype}", ", ".join(map(str, y.devices()))))
-        return np.asarray(y)
-
-    def jvp(self, fun: Function, variables: Any, gs: Any) -> Tree:
-        """Return the tangent of a function."""
-        return self.module.jvp(fun, (variables,), (gs,))[1]
-
-    @staticmethod
-    def check_unchanged(natives: Sequence[Any], name: str) -> None:
-        """Do nothing: JAX's functions can't change their arguments."""
+    def array(self, y: Any) -> np.ndarray | None:
+        """Return the values of a result; None if it isn't a floating-point or complex array on the CPU."""
+        expected = isinstance(y, self.module.Array) and y.dtype.kind in "fc"
+        return np.asarray(y) if expected and all(device.platform == "cpu" for device in y.devices()) else None
 
 
 class _Torch:
-    """PyTorch: functions of tuples of tensors, called as they are."""
+    """PyTorch: functions of pytrees of tensors, called as they are."""
 
-    name = "PyTorch"
+    name, keeps = "PyTorch", True
 
     def __init__(self) -> None:
         self.module = torch = optional_package("torch", "PyTorch", "torch", "mpiad.interop")
+        self.jvp = torch.func.jvp
         self._dtypes = torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128
 
-    def compiled(self, fun: Function) -> Function:
-        """Return the function without a graph of its own: that of module parameters, for example."""
-        return self.module.no_grad()(fun)
+    def compiled(self, fun: Function, name: str) -> Function:
+        """Return the function without a graph of its own, as for parameters of a module; it must not change arguments."""
 
-    def is_array(self, x: Any) -> bool:
-        """Return whether x is a tensor, not a pytree of tensors."""
-        return isinstance(x, self.module.Tensor)
+        def run(variables: Sequence[Any], constants: Sequence[Any]) -> object:
+            with self.module.no_grad():
+                result = fun(variables, constants)
+            if any(native._version for native in (*variables, *constants)):
+                raise RuntimeError(f"{name}: the function changes an argument in place. Copy it first, with x.clone().")
+            return result
 
-    def vjp(self, fun: Function, variables: Any) -> tuple[Tree, Function]:
+        return run
+
+    def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint for cotangents that aren't conjugated, as PyTorch's are."""
         conjugated = partial(self.module.utils._pytree.tree_map, lambda g: g.conj() if g.is_complex() else g)
         result, pull = self.module.func.vjp(fun, variables)
         return result, lambda g: conjugated(pull(conjugated(g))[0])
 
-    def recorder(self, fun: Function) -> Function:
-        """Return the function that returns a result of `fun`, and its adjoint."""
-        return self.compiled(lambda variables, constants: self.vjp(partial(fun, constants=constants), variables))
-
-    def native(self, x: np.ndarray, name: str) -> Any:
+    def native(self, x: np.ndarray, name: str) -> object:
         """Return a tensor that shares the memory of x if possible."""
-        _check_kind(x, name)
         return self.module.from_numpy(np.require(x, requirements=("C", "W")))
 
-    def array(self, y: Any, name: str) -> np.ndarray:
-        """Return the values of a result."""
-        if not isinstance(y, self.module.Tensor):
-            raise TypeError(_unexpected(name, type(y).__name__, y))
-        if y.dtype not in self._dtypes or y.device.type != "cpu":
-            raise TypeError(_unexpected(name, f"a tensor of {y.dtype}", y.device))
+    def array(self, y: Any) -> np.ndarray | None:
+        """Return the values of a result; None if it isn't a floating-point or complex tensor on the CPU."""
+        if not isinstance(y, self.module.Tensor) or y.dtype not in self._dtypes or y.device.type != "cpu":
+            return None
         return y.detach().resolve_conj().resolve_neg().numpy()
 
-    def jvp(self, fun: Function, variables: Any, gs: Any) -> Tree:
-        """Return the tangent of a function."""
-        return self.module.func.jvp(fun, (variables,), (gs,))[1]
 
-    @staticmethod
-    def check_unchanged(natives: Sequence[Any], name: str) -> None:
-        """Raise a RuntimeError if a function has changed its arguments, whose memory is the caller's."""
-        if any(native._version for native in natives):
-            raise RuntimeError(f"{name}: the function changes an argument in place. Copy it first, with x.clone().")
-
-
+_Framework: TypeAlias = _JAX | _Torch
 _jax, _torch = lru_cache(None)(_JAX), lru_cache(None)(_Torch)
-
-
-def _check_kind(x: np.ndarray, name: str) -> None:
-    if type(x) is not np.ndarray or x.dtype.kind not in "fciub":
-        raise TypeError(f"{name}: expected arrays of numbers on the host, but got {type(x).__name__} of {x.dtype}.")
-
-
-def _unexpected(name: str, found: str, detail: object) -> str:
-    return f"{name}: the function must return floating-point or complex arrays on the CPU, but returned {found} ({detail})."

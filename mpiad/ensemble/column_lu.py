@@ -35,27 +35,23 @@ class ColumnLU:
             lu[k + 1 :, k] *= lu[k, k]
             lu[k + 1 :, k + 1 :] -= lu[k + 1 :, k, None] * lu[k, k + 1 :]
 
-    def solve(self, x: Array) -> None:
-        """Replace right-hand sides, shape (d, n), by the solutions."""
+    def solve(self, x: Array, transposed: bool = False) -> None:
+        """Replace right-hand sides, shape (d, n), by the solutions, optionally with the transposed matrices."""
         lu, d = self._factors, len(x)
-        for k, rows, columns in self._swaps:
+        if transposed:
+            for k in range(d):
+                x[k] *= lu[k, k]
+                x[k + 1 :] -= lu[k, k + 1 :] * x[k]
+            for k in range(d - 1, 0, -1):
+                x[:k] -= lu[k, :k] * x[k]
+        for k, rows, columns in reversed(self._swaps) if transposed else self._swaps:
             _swap(x, k, rows, columns)
-        for k in range(d - 1):
-            x[k + 1 :] -= lu[k + 1 :, k] * x[k]
-        for k in range(d - 1, -1, -1):
-            x[k] *= lu[k, k]
-            x[:k] -= lu[:k, k] * x[k]
-
-    def solve_transposed(self, x: Array) -> None:
-        """Replace right-hand sides by the solutions with the transposed matrices."""
-        lu, d = self._factors, len(x)
-        for k in range(d):
-            x[k] *= lu[k, k]
-            x[k + 1 :] -= lu[k, k + 1 :] * x[k]
-        for k in range(d - 1, 0, -1):
-            x[:k] -= lu[k, :k] * x[k]
-        for k, rows, columns in reversed(self._swaps):
-            _swap(x, k, rows, columns)
+        if not transposed:
+            for k in range(d - 1):
+                x[k + 1 :] -= lu[k + 1 :, k] * x[k]
+            for k in range(d - 1, -1, -1):
+                x[k] *= lu[k, k]
+                x[:k] -= lu[:k, k] * x[k]
 
 
 def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:

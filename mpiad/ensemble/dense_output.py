@@ -178,10 +178,10 @@ class PickledCommunicator:
     def __init__(self, comm: Comm):
         self.comm = comm
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PickledCommunicator:
+    def __deepcopy__(self, memo: dict[int, object]) -> PickledCommunicator:
         return self
 
-    def __reduce__(self) -> tuple[type[PickledCommunicator], tuple[Any]]:
+    def __reduce__(self) -> tuple[type[PickledCommunicator], tuple[Comm | _LostCommunicator]]:
         try:
             pickle.dumps(self.comm)
         except Exception:  # noqa: BLE001 - the exception type depends on the version of mpi4py

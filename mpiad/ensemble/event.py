@@ -1,4 +1,8 @@
-"""`Event`: a sign change of a condition, or given times, and the effect on the state."""
+"""`Event`: a sign change of a condition, or given times, and the effect on the state.
+
+Arrays, kernels and derivatives read only the fields of an event. So a further kind of event that can be expressed by a
+condition or by times is a function that returns an `Event`, and no other file changes.
+"""
 
 from __future__ import annotations
 

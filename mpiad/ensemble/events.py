@@ -83,9 +83,10 @@ class EventWatch:
 
     def extracted(self, step: Step, columns: Array, crossed: Sequence[Array]) -> CrossedSteps:
         """Return the step of some columns, and the sign changes of conditions."""
-        before, after = zip(*self.pairs)
-        changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
-        return CrossedSteps(changed, old, new, step.at(columns))
+        shape = len(self._events), len(columns)
+        rows = [(changed[columns], old[columns], new[columns]) for changed, (old, new) in zip(crossed, self.pairs)]
+        found = [np.array(part).reshape(shape) for part in zip(*rows)] or 3 * [np.empty(shape)]
+        return CrossedSteps._make([*found, step.at(columns)])
 
     def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
         """Store steps of some columns that don't end at events, to locate the events of many columns together."""

@@ -449,7 +449,7 @@ class FitPlan(NamedTuple):
 def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
     """Return the result of `planned`; errors, also about differences between ranks, are raised on all ranks."""
 
-    def described(plan: FitPlan) -> list[Any]:
+    def described(plan: FitPlan) -> list[object]:
         short = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
         shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Tree
 from mpiad.device.assembly import stack
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
@@ -33,8 +34,9 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
     """Return a batch of the trajectories `numbers` of an ensemble of `count`; trajectories and `repeat` count from 1."""
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
-    fun = ensemble.prob_func
-    takes_generator = _takes_generator(fun)
+    fun, takes_generator = ensemble.prob_func, False
+    with suppress(TypeError, ValueError):  # some built-in functions have no signature
+        takes_generator = "rng" in inspect.signature(fun).parameters
 
     def problem_of(i: int) -> ODEProblem:
         keywords = {"rng": generator(seed, i, repeat)} if takes_generator else {}
@@ -114,7 +116,13 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
     """Return the initial states, shape (d, N), of N trajectories of an ensemble without `prob_func`."""
     first = as_state(ensemble.problem.u0)
     if ensemble.u0 is None:
-        return _repeated_column(first, len(numbers))
+        column, count, arrays = first.reshape(-1, 1), len(numbers), arrays_of(getval(first))
+        if isbox(column):
+            return column * (np if arrays is None else arrays).full((1, count), 1, first.dtype)
+        # Copies, since the user may change u0 before the solve reads it.
+        if arrays is None:
+            return np.broadcast_to(column.copy(), (len(column), count))
+        return arrays.copy(np.broadcast_to(column, (len(column), count)))
     given = as_state(ensemble.u0)
     if given.shape[1:] != first.shape:
         raise ValueError(f"solve: u0= of the ensemble must have shape (N, *{first.shape}), but has shape {given.shape}.")
@@ -124,15 +132,6 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
 def _repeated(t: Array, count: int) -> Array:
     # Strides of zero show that all trajectories have the same time: see `Batch.one_span`.
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
-
-
-def _repeated_column(first: Array, count: int) -> Array:
-    column, arrays = first.reshape(-1, 1), arrays_of(getval(first))
-    if isbox(column):
-        return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
-    if arrays is None:
-        return np.broadcast_to(column.copy(), (len(column), count))  # the user may change u0 before the solve reads it
-    return arrays.copy(np.broadcast_to(column, (len(column), count)))
 
 
 def _trajectories_last(leaf: Array) -> Array:
@@ -198,10 +197,3 @@ def _checked(made: object, original: ODEProblem, i: int) -> ODEProblem:
             "mass_matrix of the ensemble's problem."
         )
     return made
-
-
-def _takes_generator(fun: Function) -> bool:
-    try:
-        return "rng" in inspect.signature(fun).parameters
-    except (TypeError, ValueError):
-        return False  # some built-in functions have no signature

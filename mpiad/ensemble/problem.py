@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import autograd.numpy as anp
 import numpy as np
@@ -19,6 +19,8 @@ from mpiad.compiling.function_fingerprint import text_of
 from mpiad.pytrees import flatten
 from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.devices.device_arrays import is_device_array
+
+P = TypeVar("P", bound="KernelSources")
 
 
 class KernelSources:
@@ -47,7 +49,7 @@ class KernelSources:
             )
         return kernels[name]
 
-    def with_kernels(self, kernels: Mapping[str, str]) -> Any:
+    def with_kernels(self: P, kernels: Mapping[str, str]) -> P:
         """Return a copy of the problem, for a solution, with the sources of its kernels."""
         problem = copy.copy(self)
         problem.__dict__["_kernels"] = kernels
@@ -113,7 +115,7 @@ class ODEProblem(KernelSources):
                 # autograd's `array` takes eight times as long as NumPy's.
                 object.__setattr__(self, name, (anp if any(map(isbox, value)) else np).array(value))
 
-    def changed(self, changes: dict[str, Any]) -> ODEProblem:
+    def changed(self, changes: Mapping[str, object]) -> ODEProblem:
         """Return the problem with some fields changed; other fields aren't checked again."""
         problem = object.__new__(type(self))
         problem.__dict__.update(self.__dict__, **changes)
@@ -192,9 +194,9 @@ def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()
     return {name: fingerprint(*_comparable(part)) for name, part in parts.items()}
 
 
-def _comparable(part: Any) -> list[Any]:
+def _comparable(part: object) -> list[object]:
     """Return texts and arrays that represent the leaves of an argument."""
-    parts: list[Any] = []
+    parts: list[object] = []
     for leaf in map(getval, flatten(part)[0]):
         if callable(leaf):
             parts.append(text_of(leaf))

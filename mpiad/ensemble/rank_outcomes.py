@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
@@ -39,7 +39,7 @@ class _Share(NamedTuple):
     digests: dict[str, int]  # of the arguments
 
 
-def _joined(name: str, dtype: type) -> Any:
+def _joined(name: str, dtype: type) -> cached_property[Array]:
     """Return an attribute, computed on first access: the attribute `name` of all trajectories, shape (N,)."""
 
     def joined(self: RankOutcomes) -> Array:

@@ -132,7 +132,7 @@ class ShardedSolution(EnsembleSolution):
     outcomes: Any = None
     comm: Comm = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "comm": PickledCommunicator(self.comm)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.device.numpy import concatenate
 from mpiad.ensemble.dense_output import JoinedOutput
 from mpiad.ensemble.problem import EnsembleProblem
 from mpiad.ensemble.solution import EnsembleSolution
 
 _MOST_REPEATS = 1000
+T = TypeVar("T")
 
 
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
@@ -81,7 +82,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     return EnsembleSolution(u, times, events=events, dense=dense, _codes=codes, **rest)
 
 
-def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
+def check_alike(kinds: Sequence[tuple[Shape, np.dtype]], groups: str) -> None:
     """Raise a ValueError if the `kinds` of groups of trajectories (shape and dtype of a state) differ."""
     for shape, dtype in kinds[1:]:
         if (shape, dtype) != kinds[0]:
@@ -89,7 +90,7 @@ def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
             raise ValueError(f"solve: u0 of all trajectories must have one shape and dtype, but {groups} have {different}.")
 
 
-def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, Any]:
+def joined_events(events: list[dict[int, T]], counts: list[int]) -> dict[int, T]:
     """Return the events of several groups of trajectories; the keys are the numbers of trajectories among all groups."""
     starts = accumulate(counts, initial=0)
     return {i + start: own for found, start in zip(events, starts) for i, own in found.items()}

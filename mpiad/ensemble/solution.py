@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -192,7 +192,7 @@ class EnsembleSolution(FactorizationCounts):
     _later: ClassVar[dict[str, Callable[[], Any]]] = {}
 
     @classmethod
-    def lazy(cls, later: dict[str, Callable[[], Any]], **fields: Any) -> Any:
+    def lazy(cls, later: Mapping[str, Callable[[], object]], **fields: Any) -> Any:
         """Return a solution with the given fields, and with those of `later`, which are computed on first access."""
         # The constructor would require all fields.
         sol = object.__new__(cls)
@@ -242,7 +242,7 @@ class EnsembleSolution(FactorizationCounts):
     def __len__(self) -> int:
         return len(self.u_end)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         names = [name for name in (*self.__dict__, *self._later) if name not in ("_start", "_later")]
         return {name: getattr(self, name) for name in names}
 

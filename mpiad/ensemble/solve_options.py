@@ -163,7 +163,7 @@ def settings_of(
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
     """Return the result of `checked_options`; raise errors, also about differences between ranks, on all ranks."""
 
-    def described(options: SolveOptions) -> list[Any]:
+    def described(options: SolveOptions) -> list[object]:
         scalars = ", ".join(f"{name}={getattr(given, name)}" for name in _COMPARED)
         scalars += f", trajectories={options.trajectories}, {len(options.events)} events, {_kind(given.problem)}"
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)

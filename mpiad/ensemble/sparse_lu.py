@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import reverse_cuthill_mckee
-from scipy.sparse.linalg import splu
+from scipy.sparse.linalg import SuperLU, splu
 
 from mpiad._typing import Array
 from mpiad.compiling.cache import functions_of
@@ -32,17 +32,13 @@ _SOLVES, _SUPERLU, _CALL, _COLUMNS = 8, 4, 50_000, 2
 class SparseLU:
     """LU factorizations by SuperLU, one per matrix; None for singular matrices."""
 
-    def __init__(self, factors: Sequence[Any]):
+    def __init__(self, factors: Sequence[SuperLU | None]):
         self._factors = factors
 
-    def solve(self, x: Array, transposed: str = "N") -> None:
+    def solve(self, x: Array, transposed: bool = False) -> None:
         """Replace right-hand sides, shape (d, n), by the solutions."""
         for c, lu in enumerate(self._factors):
-            x[:, c] = np.nan if lu is None else lu.solve(np.ascontiguousarray(x[:, c]), transposed)
-
-    def solve_transposed(self, x: Array) -> None:
-        """Replace right-hand sides by the solutions with the transposed matrices."""
-        self.solve(x, "T")
+            x[:, c] = np.nan if lu is None else lu.solve(np.ascontiguousarray(x[:, c]), "T" if transposed else "N")
 
 
 class BandedLU:
@@ -54,13 +50,9 @@ class BandedLU:
         factorize, *self._solve = _compiled(matrices.dtype.name)
         factorize(matrices, self._swaps, *self._band[1:])
 
-    def solve(self, x: Array, transposed: int = 0) -> None:
+    def solve(self, x: Array, transposed: bool = False) -> None:
         """Replace right-hand sides, shape (d, n), by the solutions."""
         self._solve[transposed](self._factors, self._swaps, x, *self._band)
-
-    def solve_transposed(self, x: Array) -> None:
-        """Replace right-hand sides by the solutions with the transposed matrices."""
-        self.solve(x, 1)
 
 
 LU: TypeAlias = "ColumnLU | BandedLU | SparseLU"
@@ -103,7 +95,7 @@ def _compiled(dtype: str) -> list[Callable[..., None]]:
     return functions_of(__name__, {f.__name__: signature for f, signature in signatures.items()})
 
 
-def _factorize(w: Any, swaps: Any, lower: int, upper: int) -> None:
+def _factorize(w: np.ndarray, swaps: np.ndarray, lower: int, upper: int) -> None:
     d, n, width = w.shape[0], w.shape[2], lower + upper
     for k in range(d):
         for i in range(k + 1, min(k + lower + 1, d)):
@@ -127,7 +119,7 @@ def _factorize(w: Any, swaps: Any, lower: int, upper: int) -> None:
             w[k, width, c] = 1 / w[k, width, c] + (w[k, width, c] - w[k, width, c])
 
 
-def _substitute(w: Any, swaps: Any, x: Any, order: Any, lower: int, upper: int) -> None:
+def _substitute(w: np.ndarray, swaps: np.ndarray, x: np.ndarray, order: np.ndarray, lower: int, upper: int) -> None:
     d, n, width = w.shape[0], w.shape[2], lower + upper
     for k in range(d):
         for i in range(k + 1, min(k + lower + 1, d)):
@@ -146,7 +138,9 @@ def _substitute(w: Any, swaps: Any, x: Any, order: Any, lower: int, upper: int) 
                 x[order[i], c] = x[order[i], c] - w[k, width + i - k, c] * x[order[k], c]
 
 
-def _substitute_transposed(w: Any, swaps: Any, x: Any, order: Any, lower: int, upper: int) -> None:
+def _substitute_transposed(
+    w: np.ndarray, swaps: np.ndarray, x: np.ndarray, order: np.ndarray, lower: int, upper: int
+) -> None:
     d, n, width = w.shape[0], w.shape[2], lower + upper
     for k in range(d):
         for i in range(max(k - width, 0), k):
@@ -173,7 +167,7 @@ class _MinimumDegree:
         entries = np.where(pattern.rows == pattern.columns, 2.0 * d, 1.0)[:, None]  # no rows are exchanged
         works = {}
         for self._order in ("COLAMD", "MMD_AT_PLUS_A"):
-            lu: Any = self._factors_of(entries)[0]
+            (lu,) = filter(None, self._factors_of(entries))
             # Counted products of a factorization: for each pivot, its column of L times its row of U.
             products = np.diff(lu.L.tocsc().indptr).astype(float) @ np.diff(lu.U.tocsr().indptr)
             works[self._order] = _SUPERLU * 2 * (products + _SOLVES * lu.nnz) + _CALL
@@ -184,8 +178,8 @@ class _MinimumDegree:
         """Return the factors of matrices with `entries`, shape (m, n)."""
         return SparseLU(self._factors_of(entries))
 
-    def _factors_of(self, entries: Array) -> list[Any]:
-        found: list[Any] = []
+    def _factors_of(self, entries: Array) -> list[SuperLU | None]:
+        found: list[SuperLU | None] = []
         for values in np.ascontiguousarray(entries[self._sorted].T):
             found.append(None)
             if np.isfinite(values).all():

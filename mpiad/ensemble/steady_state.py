@@ -110,7 +110,7 @@ class Equations:
 
         def solved(right: Array) -> Array:
             x = right.copy()
-            (lu.solve_transposed if transposed else lu.solve)(x)
+            lu.solve(x, transposed)
             x[:, ~right.any(axis=0)] = 0.0  # also if the matrix is singular
             return x
 
@@ -119,7 +119,11 @@ class Equations:
     def singular(self, jacobians: Array, weight: Array) -> Array:
         """Return a mask of the singular Jacobians, shape (n,), independent of the units of components."""
         if self._sparse is None:
-            return _singular(jacobians, weight)
+            scaled = jacobians * weight.T[:, None]
+            rows = np.abs(scaled).max(axis=2, keepdims=True)
+            rows[rows == 0] = 1.0
+            values = np.linalg.svd(scaled / rows, compute_uv=False)
+            return values[:, -1] <= _SINGULAR * values[:, 0]
         return np.array([self._singular(*one) for one in zip(jacobians, weight.T)], bool)
 
     def _singular(self, entries: Array, weight: Array) -> bool:
@@ -250,15 +254,6 @@ class _Search:
     def _size(self, step: Array, u: Array) -> Array:
         """Return the largest component of each step, relative to its tolerance."""
         return (np.abs(step) / self._weight(u)).max(axis=0)
-
-
-def _singular(jacobian: Array, weight: Array) -> Array:
-    """Return a mask of the singular Jacobians, shape (n,), independent of the units of components."""
-    scaled = jacobian * weight.T[:, None]
-    rows = np.abs(scaled).max(axis=2, keepdims=True)
-    rows[rows == 0] = 1.0
-    values = np.linalg.svd(scaled / rows, compute_uv=False)
-    return values[:, -1] <= _SINGULAR * values[:, 0]
 
 
 # Derivatives of steady states, by the implicit function theorem.
@@ -527,7 +522,7 @@ def _checked(given: SimpleNamespace) -> SolveOptions:
 def _checked_together(used: Channel, given: SimpleNamespace) -> SolveOptions:
     """Return the result of `_checked`; raise errors, also about differences between ranks, on all ranks."""
 
-    def described(options: SolveOptions) -> list[Any]:
+    def described(options: SolveOptions) -> list[object]:
         shown = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
         shown += f", {type(given.problem).__name__}, {options.trajectories} of them"
         tolerances = [np.asarray(given, float) for given in (options.rtol, options.atol)]

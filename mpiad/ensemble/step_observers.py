@@ -158,13 +158,11 @@ class EventColumns:
         u, t = self.at(rows)
         after = affected(self._acting.events[e], self._batch, *self._arguments(rows, (u, t)))[:, : len(rows)]
         finite = np.isfinite(after).all(axis=0)
-        if not finite.all():
-            self.codes[rows[~finite]] = ReturnCode.Unstable.code
-            slot = None if slot is None else slot[finite]
-            rows, u, t, after = rows[finite], u[:, finite], t[finite], after[:, finite]
+        self.codes[rows[~finite]] = ReturnCode.Unstable.code
+        rows, u, t, after = rows[finite], u[:, finite], t[finite], after[:, finite]
         if self._jumps is not None:
-            at = np.full(len(rows), FOUND) if slot is None else slot
-            self._jumps.append(Jump(self.ids[rows], self._number[rows], e, at, t.copy(), u.copy(), after))
+            at = np.full(len(rows), FOUND) if slot is None else slot[finite]
+            self._jumps.append(Jump(self.ids[rows], self._number[rows], e, at, t, u, after))
         self.u[:, rows] = after
         return finite
 
@@ -199,10 +197,10 @@ class Resumed(NamedTuple):
 
 
 class ActingEvents:
-    """The events that act on the columns of a working set; `watch` evaluates conditions; None if no event has one."""
+    """The events that act on the columns of a working set; `watch` evaluates conditions."""
 
     def __init__(
-        self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
+        self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch
     ):
         self._batch, self._settings, self._watch, self._initialization = batch, settings, watch, initialization
         self._acting: Acting = settings.acting  # type: ignore[assignment]
@@ -227,12 +225,10 @@ class ActingEvents:
         self._short_count = joined(self._short_count, np.zeros(len(new.t), int))
         for e, side in self.sides.items():
             side = joined(side, np.full(len(new.t), np.nan))
-            self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)  # type: ignore[union-attr]
+            self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)
 
     def crossed(self, step: Step, p: Tree) -> list[Array]:
         """Return for each event a mask of the columns in which its condition changed sign."""
-        if self._watch is None:
-            return []
         watch = self._watch
         near = [np.abs(value) <= LEAST for value in watch.values]
         if not any(map(np.count_nonzero, near)):
@@ -260,12 +256,7 @@ class ActingEvents:
     def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
         """Store the steps of some columns, which end at given times or, with `at_roots`, at roots of conditions."""
         # `h`, the sizes of the next steps, and `crossed` are for all columns.
-        if self._watch is None:
-            empty = np.empty((0, len(columns)))
-            kept = CrossedSteps(empty, empty, empty, step.at(columns))
-        else:
-            kept = self._watch.extracted(step, columns, crossed)
-        self._suspended[at_roots].append((columns, h[columns], kept))
+        self._suspended[at_roots].append((columns, h[columns], self._watch.extracted(step, columns, crossed)))
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
         """Apply events at the ends of suspended steps; yield the columns, and their steps with the changed states."""
@@ -277,7 +268,7 @@ class ActingEvents:
 
     def _resumed_columns(self, columns: Array, h: Array, kept: CrossedSteps, at_roots: bool) -> tuple[Resumed, Step]:
         step = kept.step
-        found = self._watch.cut(kept) if at_roots else None  # type: ignore[union-attr]
+        found = self._watch.cut(kept) if at_roots else None
         span, every = self._span(step.ids), np.arange(len(columns))
         at = step.ids, step.new, step.actual(step.t_new), step.number + 1
         at_event = EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
@@ -325,7 +316,7 @@ class ActingEvents:
             missed[rows] = False
             if missed.any():
                 more = np.flatnonzero(missed)
-                self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
+                self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])
                 rows = np.union1d(rows, more)
             occurred.append((e, rows))
         return occurred
@@ -385,7 +376,7 @@ class ActingEvents:
             value, replacement = at_event.condition(event, rows), assigned[e, rows]
             unchanged = (value == reached[e, rows]) & ~np.isnan(replacement)
             value = np.where(unchanged, replacement, value)
-            self._watch.values[e][own] = value  # type: ignore[union-attr]
+            self._watch.values[e][own] = value
             if e in self.sides:
                 side = np.where(unchanged, self.sides[e][own], np.sign(value))
                 left = at_event.left[e][rows]
@@ -408,9 +399,8 @@ class StepObservers:
     ):
         self._outcome, self._batch, self._settings = outcome, batch, settings
         self._log = Log(settings.checkpoints) if settings.record else None
-        self._events = self._saves = self._acting = None
-        if settings.events:
-            self._events = EventWatch(settings.events, coefficients, batch.parameters)
+        self._saves = self._acting = None
+        self._events = EventWatch(settings.events, coefficients, batch.parameters)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, initialization.signs, batch.start, outcome, coefficients)
         if settings.acting is not None:
@@ -420,8 +410,7 @@ class StepObservers:
         """Add the next working set: its new trajectories, and the arrays of all of its trajectories."""
         if self._saves is not None:
             self._saves.enter(new.ids, new.u, joined)
-        if self._events is not None:
-            self._events.enter(u, p, t if sign is None else t * sign)
+        self._events.enter(u, p, t if sign is None else t * sign)
         if self._acting is not None:
             self._acting.enter(new, joined)
 
@@ -431,8 +420,7 @@ class StepObservers:
         if self._log is not None:
             self._log.note(step)
         acting = self._acting
-        watch = self._events if acting is None else acting
-        crossed = [] if watch is None else watch.crossed(step, p)
+        crossed = (self._events if acting is None else acting).crossed(step, p) if self._settings.events else []
         at_roots = at_times = NONE
         terminated = None
         if acting is not None:
@@ -463,7 +451,7 @@ class StepObservers:
 
     def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array | None:
         """Store the events of some columns, and shorten steps that end at terminal events; return a mask of them."""
-        watch: EventWatch = self._events  # type: ignore[assignment]
+        watch = self._events
         ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
         ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
         if not ended.all():
@@ -481,7 +469,7 @@ class StepObservers:
 
     def close(self, results: Array) -> None:
         """Write the recorded steps and the sorted table of events to the outcome; `results` is used on a device."""
-        rows = None if self._events is None else self._events.rows()
+        rows = self._events.rows()
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]
         if self._log is not None:

@@ -179,7 +179,7 @@ def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
 def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
     """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
     x = right.copy()
-    (lu.solve_transposed if transposed else lu.solve)(x)
+    lu.solve(x, transposed)
     return x
 
 
@@ -267,10 +267,10 @@ def sum_of_stages(u: Array, h: Array | float, weights: Array | Sequence[Array], 
     return advanced(u, h, weights, *k)
 
 
-def _whole(x: Any, tape: Any) -> Array | None:
+def _whole(x: Any, tape: object) -> Array | None:
     """Return x and its tangents on a tape as one array; None if some are zero, traced, or on another tape."""
     node = getattr(x, "_node", None)
-    if type(node) is not BundleNode or node.tape is not tape or tape.record is None:
+    if type(node) is not BundleNode or node.tape is not tape or node.tape.record is None:
         return None
     if not hasattr(node, "whole"):
         if any(type(part) is not np.ndarray for part in (x._value, *node.g)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
@@ -15,7 +15,7 @@ from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Shape, Tree
 from mpiad.device import to_host
-from mpiad.differentiation import make_jvp
+from mpiad.differentiation import SecondOrder, make_jvp
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
@@ -33,7 +33,8 @@ from mpiad.transport.exits.user_failures import WrongValueError, common_error
 
 _CALL = "drive"
 # After this number of values in a row, without a derivative at one of their points, forward passes aren't stored: tracing
-# takes longer than the evaluation of a short function. A line search may reject several points.
+# takes longer than the evaluation of a short function. A line search may reject several points. At the start one value
+# suffices, since methods that use derivatives compute one at the first point.
 _MAX_WITHOUT_DERIVATIVE = 8
 
 
@@ -62,7 +63,7 @@ class DrivenEvaluation(Evaluation):
         self._forward = forward
         return np.array(found)
 
-    def _not_a_number(self) -> Any:
+    def _not_a_number(self) -> np.ndarray | float:
         return np.full(self.shape or (), math.nan)[()]
 
     def value_at(self, x: Tree) -> Any:
@@ -131,7 +132,7 @@ class DrivenEvaluation(Evaluation):
             self._hessian, self._cotangent = None, w.copy()
         return self.attempted(lambda: super(DrivenEvaluation, self).product(vector, v), lambda: v * math.nan)
 
-    def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> Any:
+    def differentiated(self, fun: Function, x: Tree) -> SecondOrder:
         """Return value, gradient and Hessian products of the function, or of its product with the cotangent."""
         if not self._cotangent.size:
             return super().differentiated(fun, x)
@@ -196,7 +197,8 @@ class DrivenFunction:
         self._driver, self._number, self._bar = driver, number, bar
         self.evaluations: dict[str, int] = dict.fromkeys(("value", "gradient", "both", "product", "jvp", "vjp"), 0)
         self.seconds: dict[str, float] = dict.fromkeys(self.evaluations, 0.0)
-        self._without_derivative = 0  # number of values since the last derivative that can use a stored forward pass
+        # The number of values since the last derivative that can use a stored forward pass.
+        self._without_derivative = _MAX_WITHOUT_DERIVATIVE - 1
 
     def __call__(self, x: Tree) -> Any:
         """Return the function's value at x: a number or an array."""
@@ -292,7 +294,7 @@ class DrivenFunction:
             self._bar.update(count)
         return found
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"{_CALL}: {ELSEWHERE}")
 
 

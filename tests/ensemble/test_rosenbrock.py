@@ -305,9 +305,9 @@ def test_factors_beside_numpy():
     matrices[0, 0, ::3] = 0.0
     by_columns = np.moveaxis(matrices, -1, 0)
     lu = ColumnLU(matrices.copy())
-    for solution, flat in ((lu.solve, by_columns), (lu.solve_transposed, np.swapaxes(by_columns, 1, 2))):
+    for transposed, flat in ((False, by_columns), (True, np.swapaxes(by_columns, 1, 2))):
         x = right.copy()
-        solution(x)
+        lu.solve(x, transposed)
         np.testing.assert_allclose(x, np.linalg.solve(flat, right.T[..., None])[..., 0].T, rtol=1e-10)
 
 

@@ -127,25 +127,6 @@ def test_64_bits_are_refused_while_they_are_off_in_jax():
             fun(X.astype(np.float32), 2**40)
 
 
-def test_large_intermediate_values_are_kept_for_the_adjoint():
-    """A function with large intermediate values is evaluated once for a gradient; with small ones, again in the adjoint."""
-    counts = []
-
-    def counted(x):
-        jax.debug.callback(lambda: counts.append(1))
-        return jnp.sum(jnp.sin(x) ** 2)
-
-    for size, expected in ((10, 2), (100_000, 1)):
-        loss, x = mpiad.value_and_grad(from_jax(counted), objective="sum"), np.linspace(0, 1, size)
-        loss(x)
-        jax.effects_barrier()
-        counts.clear()
-        _, gradient = loss(x)
-        jax.effects_barrier()
-        assert np.allclose(gradient, np.sin(2 * x))
-        assert len(counts) == expected
-
-
 def test_parameters_of_a_module_are_variables_by_functional_call():
     torch.manual_seed(3)
     module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
@@ -173,12 +154,12 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "fun, found",
         [
-            (from_jax(lambda x: jnp.argmax(x)), "an array of int64"),
-            (from_torch(lambda x: torch.argmax(x)), r"a tensor of torch.int64"),
-            (from_torch(lambda x: torch.ones(3, dtype=torch.bfloat16)), "a tensor of torch.bfloat16"),
-            (from_torch(lambda x: torch.ones(3, device="meta")), r"a tensor of torch.float32 \(meta\)"),
-            (from_torch(lambda x: (x, None)), "returned NoneType"),
-            (from_torch(lambda x: 3.0), "returned float"),
+            (from_jax(lambda x: jnp.argmax(x)), "an array of int64 on cpu"),
+            (from_torch(lambda x: torch.argmax(x)), "an array of torch.int64 on cpu"),
+            (from_torch(lambda x: torch.ones(3, dtype=torch.bfloat16)), "an array of torch.bfloat16 on cpu"),
+            (from_torch(lambda x: torch.ones(3, device="meta")), "an array of torch.float32 on meta"),
+            (from_torch(lambda x: (x, None)), "returned NoneType None"),
+            (from_torch(lambda x: 3.0), "returned float 3.0"),
         ],
     )
     def test_results_of_another_kind(self, fun, found):

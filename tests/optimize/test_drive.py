@@ -175,10 +175,12 @@ def test_values_alone_are_not_traced(rank: int) -> None:
     def program(f: Any) -> None:
         assert [f(float(k)) for k in range(12)] == [WORLD.size * k**2 for k in range(12)]
         assert f.gradient(11.0) == 22.0 * WORLD.size and f.evaluations["both"] == 1
+        assert [f(float(k)) for k in range(12)] == [WORLD.size * k**2 for k in range(12)]
+        assert f(3.0) == 9.0 * WORLD.size and f.gradient(3.0) == 6.0 * WORLD.size and f.evaluations["both"] == 2
         assert f(3.0) == 9.0 * WORLD.size and f.gradient(3.0) == 6.0 * WORLD.size and f.evaluations["gradient"] == 1
 
     drive(program, fun)
-    assert traced == [True] * 8 + [False] * 4 + [True, True]
+    assert traced == [True] + [False] * 11 + [True] + [True] * 8 + [False] * 5 + [True, True]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
