@@ -33,7 +33,7 @@ SLOW = (
 # Their programs import one another, and packages of `make recipes`.
 RECIPES = ("docs/howto/samplers_and_optimizers.md", "docs/howto/other_frameworks.md")
 TUTORIAL = "docs/start/pde_tutorial.md"  # all of its programs run on one number of ranks, and on another
-TOGETHER = 60  # programs of one job, which all end without an error or all with one
+TOGETHER = 70  # programs of one job, which all end without an error or all with one
 
 # What every program takes its time for, on a busy machine too.
 PROLOGUE = "import autograd.numpy\nimport mpiad\n"
