@@ -248,9 +248,9 @@ def _runs_here(config: pytest.Config, item: pytest.Item) -> bool:
     """Return whether the whole suite runs a test on this number of ranks, which isn't one."""
     also, other = ([n for mark in item.iter_markers(name) for n in mark.args] for name in ("also_on", "not_on"))
     several = max([_several(config, item.path), *(mark.kwargs.get("min_size", 0) for mark in item.iter_markers("mpi"))])
-    if WORLD.size in (several, *also):
-        return True
-    return WORLD.size not in other and _is_in(config, item.path, ALSO_ON.get(WORLD.size, ()))
+    if WORLD.size in other:
+        return False
+    return WORLD.size in (several, *also) or _is_in(config, item.path, ALSO_ON.get(WORLD.size, ()))
 
 
 @pytest.fixture(autouse=True)

@@ -78,14 +78,18 @@ def test_paths_may_be_off_and_not_on(monkeypatch, tmp_path):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("word, debug", [("true", True), ("YES", True), ("no", False)])
+@pytest.mark.parametrize("word, debug", [
+    ("YES", True), ("no", False), pytest.param("true", True, marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_what_one_rank_switches_on_is_on_on_all(mpirun, word, debug):
     done = mpirun(2, SHOW, "MPIAD_DEBUG", word, env={"MPIAD_DEBUG": None})
     assert done.stdout.splitlines() == [f"debug {debug}"] * 2, done.stdout + done.stderr
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("name, value", [("MPIAD_DEBUG", "2"), ("MPIAD_ABORT", "never"), ("MPIAD_TRACE", "1")])
+@pytest.mark.parametrize("name, value", [
+    ("MPIAD_DEBUG", "2"), ("MPIAD_TRACE", "1"), pytest.param("MPIAD_ABORT", "never", marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_an_unknown_value_on_one_rank_is_refused_on_all(mpirun, name, value):
     done = mpirun(2, SHOW, name, value)
     first, second = sorted(done.stdout.splitlines())

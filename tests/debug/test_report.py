@@ -267,7 +267,9 @@ def test_where_nothing_was_recorded(rank, capsys, monkeypatch):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("setting", [{"MPIAD_DEBUG": "1"}, {"MPIAD_TRACE": "t.json"}, {}])
+@pytest.mark.parametrize("setting", [
+    {"MPIAD_DEBUG": "1"}, {"MPIAD_TRACE": "t.json"}, pytest.param({}, marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_of_the_whole_program(setting, mpirun, tmp_path):
     program = "import mpiad\nmpiad.mpi_barrier()\nmpiad.debug.report()\n"
     done = mpirun(2, program, env={"MPIAD_DEBUG": None, "MPIAD_TRACE": None} | setting, cwd=tmp_path)

@@ -266,8 +266,10 @@ if sys.argv[2] == "finalizes":
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("end", ["exits", "finalizes"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("ranks", "end"), [
+    (1, "finalizes"), (3, "exits"),
+    pytest.param(1, "exits", marks=pytest.mark.thorough), pytest.param(3, "finalizes", marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_of_the_whole_program(ranks, end, mpirun, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     done = mpirun(ranks, PROGRAM, tmp_path / "elsewhere", end, env={"MPIAD_TRACE": "t.json"}, cwd=tmp_path)

@@ -56,7 +56,7 @@ def test_random_programs_that_are_jitted(size, request):
 @pytest.mark.interpreted
 def test_random_programs_in_which_ranks_leave_their_traces(size, request):
     """At any place, after whatever communicates: they make all communications of the others, backwards too."""
-    count = 60 if request.config.getoption("thorough") else 3
+    count = 60 if request.config.getoption("thorough") else 2
     found = [(program, checked(program)) for program in programs(size, BATCHES + 4, count, ("some", "all"), True)]
     wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
     assert not wrong, "\n\n".join(wrong)

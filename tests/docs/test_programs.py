@@ -26,12 +26,14 @@ SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in sn
 ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raises while the other waits
 # These take more than a second. They run with `--thorough`: alone, like all others.
 SLOW = (
-    "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "correlated.py", "cubic.py", "currents.py",
-    "implicit_heat.py", "line.py", "outbreak_fit.py", "time_loop.py", "weight.py", "wells.py",
+    "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "correlated.py", "counted.py", "cubic.py",
+    "currents.py", "four_d_var.py", "implicit_heat.py", "line.py", "outbreak_fit.py", "rod_samples.py", "time_loop.py",
+    "weight.py", "wells.py",
 )  # fmt: skip
 # Their programs import one another, and packages of `make recipes`.
 RECIPES = ("docs/howto/samplers_and_optimizers.md", "docs/howto/other_frameworks.md")
-TOGETHER = 60  # programs of one job, which all end without an error or all with one
+TUTORIAL = "docs/start/pde_tutorial.md"  # all of its programs run on one number of ranks, and on another
+TOGETHER = 70  # programs of one job, which all end without an error or all with one
 
 # What every program takes its time for, on a busy machine too.
 PROLOGUE = "import autograd.numpy\nimport mpiad\n"
@@ -110,7 +112,7 @@ def in_turn() -> list[list[shown_programs.Program]]:
     """Return the programs that end, at most `TOGETHER` to a job: those on as many ranks, and with errors or without."""
     alike: dict[tuple, list[shown_programs.Program]] = {}
     for program in PROGRAMS:
-        if not is_alone(program) and program.name not in SLOW:
+        if not is_alone(program) and program.name not in SLOW and program.page != TUTORIAL:
             alike.setdefault((program.ranks, bool(program.error)), []).append(program)
     return [group[i : i + TOGETHER] for _, group in sorted(alike.items()) for i in range(0, len(group), TOGETHER)]
 
@@ -150,7 +152,7 @@ def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3)), 4])
 def test_the_pde_tutorial_prints_the_same_on_any_number_of_ranks(ranks, mpirun, tmp_path):
-    programs, _ = SHOWN["docs/start/pde_tutorial.md"]
+    programs, _ = SHOWN[TUTORIAL]
     paths = [tmp_path / program.name for program in programs]
     for program, path in zip(programs, paths):
         path.write_text(program.text)

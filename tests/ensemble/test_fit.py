@@ -81,11 +81,10 @@ def by_scipy(i, upper=None):
 BOX = (1.4, np.inf, np.inf, 0.95)
 
 
-# By columns with bounds alone, since it takes a while.
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
     "compiled, upper",
-    [pytest.param(True, None, marks=pytest.mark.thorough), (True, BOX), (False, BOX)],
+    [*(pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((True, None), (False, BOX))), (True, BOX)],
     indirect=["compiled"],
 )
 def test_as_scipys_least_squares(compiled, upper):

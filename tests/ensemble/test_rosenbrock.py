@@ -334,6 +334,7 @@ def test_steps_on_a_device_are_those_of_the_host(name):
         np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize(("alg", "rtol"), [(Rosenbrock23(), 1e-2), (Rodas5P(), 1e-3)])  # 38 and 14 steps
 def test_second_derivatives_on_a_device_are_those_of_the_host(alg, rtol):
     stiff, found = problem_of(SYSTEMS["forced"]), []

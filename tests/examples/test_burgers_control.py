@@ -28,6 +28,7 @@ def test_amplitudes_are_recovered(mpirun: Run, tmp_path: Path) -> None:
     assert "relative error of the amplitudes 0.0" in done.stdout
 
 
+@pytest.mark.thorough
 def test_amplitudes_that_are_not_recovered_fail(mpirun: Run, tmp_path: Path) -> None:
     done = mpirun(1, PROGRAM, "--cells", 12, "--steps", 3, "--iterations", 1, timeout=60, cwd=tmp_path)
     assert done.returncode != 0 and "the amplitudes were not recovered" in done.stderr

@@ -40,7 +40,7 @@ def test_own_heads_do_not_depend_on_the_ranks(mpirun: Run, tmp_path: Path, rank_
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 4]
+    "ranks", [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(4, marks=pytest.mark.thorough)]
 )
 def test_the_quickstart_trains_as_one_process_does(mpirun: Run, tmp_path: Path, ranks: int) -> None:
     done = mpirun(ranks, "examples/regression_quickstart.py", timeout=60, cwd=tmp_path)

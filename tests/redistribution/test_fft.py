@@ -224,6 +224,7 @@ def spectral_model(shape):
 each_model = pytest.mark.parametrize("shape", [(60,), (8, 10), (4, 6, 5)], ids=str)
 
 
+@pytest.mark.not_on(4)
 @each_model
 def test_taylor_rates(rank_rng, shape):
     fft, step = spectral_model(shape)
@@ -231,6 +232,7 @@ def test_taylor_rates(rank_rng, shape):
     check_grads(lambda u: anp.sum(step(u) ** 3), u, order=2, objective="sum")
 
 
+@pytest.mark.not_on(4)
 @each_model
 def test_compiled_derivatives(rank_rng, shape, caplog):
     fft, step = spectral_model(shape)
@@ -253,6 +255,7 @@ def test_compiled_derivatives(rank_rng, shape, caplog):
     assert "isn't compiled" not in caplog.text
 
 
+@pytest.mark.not_on(4)
 @pytest.mark.parametrize("jit", [False, True], ids=["interpreted", "jitted"])
 def test_loops_with_checkpoints(rank_rng, jit):
     fft, step = spectral_model((8, 10))
