@@ -38,7 +38,7 @@ from mpiad.transport.resources import cores, huge_pages
 from mpiad.transport.watch.call_agreement import rank_ranges
 
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
-_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py")
+_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "petsc4py")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -202,9 +202,7 @@ _FAMILY_NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """A mistake in starting a program, which causes errors or slowness."""
 
-    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": the program may fail when
-    # started differently, for example with more ranks.
-    severity: str
+    severity: str  # "error": results are wrong or missing; "warning": the program is slow or may fail
     text: str  # description and remedy
 
 
@@ -238,36 +236,19 @@ def _mpiexec_of(library: Library) -> str:
     return mpiexec_of_library(library.path) or f"the mpiexec of {library.vendor}"
 
 
-def mpiexec_mistakes(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
-    """Return the mistakes that would occur if this program were started with the `mpiexec` in the search path."""
+def mpiexec_mistakes(library: Library, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
+    """Return a mistake if the `mpiexec` in the search path belongs to another MPI than the library."""
     program = shutil.which("mpiexec", path=environment.get("PATH"))
     if not program:
         return []
     family, expected = _family_of_mpiexec(program), family_of(library.vendor)
-    if family and expected and family != expected:
-        text = (
-            f"`mpiexec` is {program}, of {_FAMILY_NAMES[family]}, but mpi4py loads {library.vendor}: "
-            f"processes started by this `mpiexec` won't find each other. Use {_mpiexec_of(library)}."
-        )
-        return [Mistake("warning", text)]
-    mistakes: list[Mistake] = []
-    if family != "openmpi":
-        return mistakes
-    allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-    if hasattr(os, "getuid") and os.getuid() == 0 and not all(environment.get(name) == "1" for name in allowed):
-        text = (
-            "Open MPI's mpiexec refuses to start for the user root. To allow it, for example in a container: "
-            f"export {allowed[0]}=1 {allowed[1]}=1."
-        )
-        mistakes.append(Mistake("warning", text))
-    policy = environment.get("PRTE_MCA_rmaps_default_mapping_policy", "")
-    if "oversubscribe" not in policy.lower() and environment.get("OMPI_MCA_rmaps_base_oversubscribe") != "1":
-        text = (
-            f"Open MPI's mpiexec refuses to start more ranks than there are slots, {cores} here unless a host file says "
-            "otherwise. To start more: mpiexec --oversubscribe."
-        )
-        mistakes.append(Mistake("note", text))
-    return mistakes
+    if not family or not expected or family == expected:
+        return []
+    text = (
+        f"`mpiexec` is {program}, of {_FAMILY_NAMES[family]}, but mpi4py loads {library.vendor}: "
+        f"processes started by this `mpiexec` won't find each other. Use {_mpiexec_of(library)}."
+    )
+    return [Mistake("warning", text)]
 
 
 def _family_of_mpiexec(program: str) -> str:
@@ -400,7 +381,7 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
     mistakes += [Mistake("warning", text) for text in unknown_variables()]
     # If no launcher started the program, check the `mpiexec` in the search path.
     if not started_by.name:
-        mistakes += mpiexec_mistakes(mpi, len(places[0].cores))
+        mistakes += mpiexec_mistakes(mpi)
     # All ranks get rank 0's result, because the exit code must be the same on all ranks.
     return Environment(*group.data.bcast((mpi, started_by, places, speed, selftest, mistakes), 0))
 

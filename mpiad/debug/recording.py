@@ -22,7 +22,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.checkpoint_files import create_part
-from mpiad.debug.recorder import Event, Message, Recorder
+from mpiad.debug.recorder import Event, Recorder
 from mpiad.environment_variables import path
 from mpiad.transport import channel, world
 from mpiad.transport.exits.abort import before_abort
@@ -264,7 +264,12 @@ def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[floa
         for start, end, event in spans:
             yield _complete(rank, number, start, end, event)
             for message in event.messages:
-                yield _flow(rank, number, start, end, message)
+                # Perfetto draws an arrow between two events with the same id. Sender and receiver compute the id from the
+                # fields of the message. Python's hash of strings isn't used, since it differs between processes.
+                key = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
+                fields = {"pid": rank, "tid": number, "id": key, "name": "message", "cat": "message"}
+                ends = {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
+                yield json.dumps(fields | ends)
         # Between two calls, other threads may be waiting instead of computing.
         for began, ended, _ in gaps(recorder, [event for _, _, event in spans]) if number == 0 else ():
             start, end = tick(began), tick(ended)
@@ -293,15 +298,6 @@ def _trace_fields(event: Event) -> tuple[str, str, dict[str, Any]]:
     # An adjoint executes other operations; each of these inner events is named after its operation.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
-
-
-def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
-    # Perfetto draws an arrow between two events with the same id. Sender and receiver compute the id from the fields of
-    # the message. Python's hash of strings isn't used, since it differs between processes.
-    number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
-    fields: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
-    fields |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
-    return json.dumps(fields)
 
 
 _log = logging.getLogger("mpiad")

@@ -387,7 +387,12 @@ def _text(result: Report) -> str:
     ratio = f"max/mean: computing {over_mean(result.elapsed - communicating):.2f}, waiting {over_mean(waiting):.2f}"
     advice_lines = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in result.advice]
     parts = [_table(_communication(result.rows), 2), [*_table(_ranks(result), 0), ratio]]
-    parts += [_table(_computation(result), 3), advice_lines]
+    lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], result.computing[:_MAX_ROWS]
+    if rest := result.computing[_MAX_ROWS:]:
+        shown.append(Computation(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
+    for (phase, after, until), seconds in shown:
+        lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{over_mean(seconds):.2f}"))
+    parts += [_table(lines, 3), advice_lines]
     return "\n\n".join([head, *map("\n".join, parts)])
 
 
@@ -411,15 +416,6 @@ def _ranks(result: Report) -> list[tuple[str, ...]]:
 
 
 _MAX_ROWS = 8  # rows of computation; the remaining rows are summed in one row
-
-
-def _computation(result: Report) -> list[tuple[str, ...]]:
-    lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], result.computing[:_MAX_ROWS]
-    if rest := result.computing[_MAX_ROWS:]:
-        shown.append(Computation(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
-    for (phase, after, until), seconds in shown:
-        lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{over_mean(seconds):.2f}"))
-    return lines
 
 
 def _longest(seconds: np.ndarray) -> str:

@@ -138,12 +138,12 @@ def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable
                     z = ufunc(x, y)
                     if type(node.g) is type(partner.g) is _ndarray and x.shape == y.shape:
                         return bundle_box(z, both(node.g, partner.g, x, y, z), node.tape, self._trace)
-                    tangents = [
-                        both(g, h, x, y, z) if g is not None and h is not None
-                        else first(g, x, y, z) if g is not None
-                        else None if h is None else second(h, x, y, z)
-                        for g, h in zip(node.g, partner.g)
-                    ]  # fmt: skip
+                    tangents = []
+                    for g, h in zip(node.g, partner.g):
+                        if g is None:
+                            tangents.append(None if h is None else second(h, x, y, z))
+                        else:
+                            tangents.append(first(g, x, y, z) if h is None else both(g, h, x, y, z))
                     return bundle_box(z, tangents, node.tape, self._trace)
         return fun(self, other)
 

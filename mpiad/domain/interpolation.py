@@ -324,10 +324,11 @@ def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
     if (counts == 1.0).all():
         return
     wrong = np.flatnonzero(counts != 1.0)
-    raise agreed(channel, ValueError(
+    text = (
         f"{call}: {_SAME_POINTS}, but they differ: {wrong.size} of {counts.size} points aren't owned by exactly one rank. "
         f"For example, point {wrong[0]} is owned by {counts[wrong[0]].real:.0f} ranks. {_REMEDY}"
-    ))  # fmt: skip
+    )
+    raise agreed(channel, ValueError(text))
 
 
 def _require_same_device(u: LocalArray, points: Array, call: str) -> None:

@@ -67,9 +67,10 @@ def lengths(block: tuple[slice, ...]) -> Shape:
 
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
     """Return the grid of ranks with the smallest halos, or None if in each grid a rank has too few cells."""
-    fitting = [
-        dims for dims in _factorizations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
-    ]
+    divisors = [k for k in range(1, size + 1) if size % k == 0]
+    firsts = [first for first in itertools.product(divisors, repeat=len(shape) - 1) if size % math.prod(first) == 0]
+    grids = [(*first, size // math.prod(first)) for first in firsts]
+    fitting = [dims for dims in grids if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))]
 
     def cost(dims: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
@@ -79,12 +80,3 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
         return exchanged, tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)
-
-
-def _factorizations(size: int, ndim: int) -> list[tuple[int, ...]]:
-    divisors = [k for k in range(1, size + 1) if size % k == 0]
-    return [
-        (*first, size // math.prod(first))
-        for first in itertools.product(divisors, repeat=ndim - 1)
-        if size % math.prod(first) == 0
-    ]

@@ -69,10 +69,10 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
     if isbox(u) and rank == 0 and not solve.warned and any(_ends_in(array, shape) for array in solve.arrays):
         solve.warned = True
         _log.warning(
-            "%s: the block was computed from variables that the root of the solve holds, and of which all ranks have the "
-            "same copies. One of them has the shape of a block, %s. If each rank should have its own variables, the result "
-            "is wrong: %s.", call, shape, _ADVICE,
-        )  # fmt: skip
+            f"{call}: the block was computed from variables that the root of the solve holds, and of which all ranks have "
+            f"the same copies. One of them has the shape of a block, {shape}. If each rank should have its own variables, "
+            f"the result is wrong: {_ADVICE}."
+        )
 
 
 def _is_view_of(block: Array, array: Array, shape: Shape) -> bool:

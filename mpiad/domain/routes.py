@@ -10,7 +10,7 @@ All cells that a rank needs from another rank in one stage form one message, eve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Rank, Shape
@@ -85,35 +85,30 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
     """Return the stages of a scheme: `BY_AXIS`, `AT_ONCE` or `FACES_ONLY`."""
     ndim = len(geometry.shape)
     if scheme == BY_AXIS:
-        return tuple(_stage_along(geometry, axis) for axis in range(ndim) if geometry.widths[axis])
+        stages = []
+        for axis in [axis for axis in range(ndim) if geometry.widths[axis]]:
+            # The layers include the halo of earlier dimensions, so corners need no separate messages.
+            extents = (*[slice(None)] * axis, *geometry.block[axis:])
+            steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
+            sides = tuple((along, end, extents) for along, end in _physical_sides(geometry) if along == axis)
+            stages.append(_stage(geometry, steps, extents, sides))
+        return tuple(stages)
     adjacent = list(geometry.steps(diagonal=False))
     diagonal = list(geometry.steps(diagonal=True))
     if scheme == FACES_ONLY:
-        sides = _physical_sides(geometry, lambda axis: geometry.block)
+        sides = tuple((axis, end, geometry.block) for axis, end in _physical_sides(geometry))
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
         return (_stage(geometry, adjacent, geometry.block, sides, empty),)
     extents = [geometry.extent(axis) for axis in range(ndim)]
     # The layers of a side include the whole halo along earlier dimensions. Along later dimensions, they exclude the halo
     # beyond physical sides.
-    sides = _physical_sides(geometry, lambda axis: (*[slice(None)] * axis, *extents[axis:]))
+    sides = tuple((axis, end, (*[slice(None)] * axis, *extents[axis:])) for axis, end in _physical_sides(geometry))
     return (_stage(geometry, adjacent + diagonal, geometry.block, sides),)
 
 
-def _stage_along(geometry: Geometry, axis: int) -> Stage:
-    # The layers include the halo of earlier dimensions, so corners need no separate messages.
-    extents = (*[slice(None)] * axis, *geometry.block[axis:])
-    steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
-    sides = tuple(side for side in _physical_sides(geometry, lambda _: extents) if side[0] == axis)
-    return _stage(geometry, steps, extents, sides)
-
-
-def _physical_sides(geometry: Geometry, extents: Callable) -> tuple[tuple[int, int, tuple[slice, ...]], ...]:
-    return tuple(
-        (axis, end, extents(axis))
-        for axis, (pair, h) in enumerate(zip(geometry.neighbours, geometry.widths))
-        for end in (0, 1)
-        if h and pair[end] is None
-    )
+def _physical_sides(geometry: Geometry) -> list[tuple[int, int]]:
+    pairs = enumerate(zip(geometry.neighbours, geometry.widths))
+    return [(axis, end) for axis, (pair, h) in pairs for end in (0, 1) if h and pair[end] is None]
 
 
 def _stage(

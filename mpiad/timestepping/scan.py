@@ -153,11 +153,6 @@ class _Cotangents:
         return [cotangents[k] if k in cotangents else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
 
 
-def _is_for_products(tape: Any) -> bool:
-    """Return whether the current tape is that of `linearize`, or that of a gradient in `make_hvp`."""
-    return tape is not None and (tape.passes == "recorded" or tape.outer is not None and tape.outer.passes == "kept")
-
-
 # A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
 #
 # Let L(x) be the Jacobian of the loop. The adjoint L(x)ᵀ g is another operator, which runs the loop backwards from stored
@@ -181,7 +176,9 @@ class Loop:
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
         # Whether further reverse passes use the stored states again; files are removed by a reverse pass.
-        self._keeps = _is_for_products(tracing.tape) and not schedule.disk
+        # They do for the current tape if it is that of `linearize`, or that of a gradient in `make_hvp`.
+        passes = [tape.passes for tape in (tracing.tape, tracing.tape and tracing.tape.outer) if tape is not None]
+        self._keeps = (passes[:1] == ["recorded"] or passes[1:] == ["kept"]) and not schedule.disk
         self._state = [spec_like(leaf) for leaf in args.state]
         # The vector of cotangents contains active arguments only, since those of all inputs could need much memory.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])

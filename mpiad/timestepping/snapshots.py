@@ -62,8 +62,12 @@ class Coded(NamedTuple):
         if _pays_off(kind, differences.size, differences.size // len(differences)):
             head = differences[: max(self.order, 1)].astype(np.int32)
             self._add_up(head, axes)
-            weights = _weights(self.order)
-            _write_sums(differences, before, self.step, weights, head.astype(float), entries)
+            flat, width, ring, weights = entries.reshape(-1), entries[0].size, np.zeros(_RING), _weights(self.order)
+            relative = (flat, 0) if before is None else (before.reshape(-1), 1)
+            first_rows = head.astype(float).reshape(-1)
+            _functions()[2](
+                differences.reshape(-1), *relative, self.step, weights, len(head), width, first_rows, ring, flat
+            )
         else:
             numbers = differences.astype(np.int32)
             self._add_up(numbers, axes)
@@ -117,10 +121,13 @@ def _by_compiled_passes(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the result of `_by_numpy`, computed by compiled loops except for the first few rows."""
     numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
-    largest = _write_differences(entries, before, step, _weights(order), numbers)
+    largest, flat, width, ring = np.zeros(1, np.int64), entries.reshape(-1), entries.size // len(entries), np.zeros(_RING)
+    relative, weights = (flat, 0) if before is None else (before.reshape(-1), 1), _weights(order)
+    nonzero = np.count_nonzero(weights)
+    _functions()[1](flat, *relative, 1.0 / step, weights, nonzero, width, ring, numbers.reshape(-1), largest)
     first, corner, first_largest = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
     numbers[:rows] = first
-    return numbers, corner, max(largest, first_largest)
+    return numbers, corner, max(int(largest[0]), first_largest)
 
 
 def _by_numpy(
@@ -212,26 +219,6 @@ def _compiled_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray,
     maxima = np.zeros((2, len(field)), np.int64)
     _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), maxima[0], maxima[1])
     return maxima[0].view(np.float64), maxima[1].view(np.float64)
-
-
-def _write_differences(
-    field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
-) -> int:
-    """Write differences of rows (not of the first) minus `before`, in units of `step`; return the largest one."""
-    largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
-    relative = (flat, 0) if before is None else (before.reshape(-1), 1)
-    width, ring = field.size // len(field), np.zeros(_RING)
-    _functions()[1](flat, *relative, 1.0 / step, weights, order, width, ring, out.reshape(-1), largest)
-    return int(largest[0])
-
-
-def _write_sums(
-    differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
-) -> None:
-    """Write the field with given differences; `head` contains the first rows (minus `before`), in units of `step`."""
-    flat, width, ring = out.reshape(-1), out.size // len(out), np.zeros(_RING)
-    relative = (flat, 0) if before is None else (before.reshape(-1), 1)
-    _functions()[2](differences.reshape(-1), *relative, step, weights, len(head), width, head.reshape(-1), ring, flat)
 
 
 @functools.cache

@@ -131,18 +131,14 @@ def _einsum(*args: Any, **kwargs: Any) -> Array:
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """For each operand, multiply the cotangent by the other operands, and sum over the indices that the operand lacks."""
     places = [i - 1 if isinstance(args[0], str) else i // 2 for i in argnums]
-    subscripts, *operands = _with_string(args)
+    if isinstance(args[0], str):
+        subscripts, *operands = args
+    else:  # subscripts as lists of numbers
+        texts = ["".join(["..." if k is Ellipsis else _LETTERS[k] for k in part]) for part in [*args[1::2], *args[-1:]]]
+        operands, out = list(args[0 : len(args) // 2 * 2 : 2]), f"->{texts[-1]}" if len(args) % 2 else ""
+        subscripts = f"{','.join(texts[: len(operands)])}{out}"
     inputs, out = letters_of(subscripts, [len(anp.shape(operand)) for operand in operands])
     return lambda g: tuple([_part(g, k, inputs, out, operands) for k in places])
-
-
-def _with_string(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of `einsum` with the subscripts in a string instead of lists of numbers."""
-    if isinstance(args[0], str):
-        return args
-    texts = ["".join(["..." if k is Ellipsis else _LETTERS[k] for k in part]) for part in [*args[1::2], *args[-1:]]]
-    operands, out = args[0 : len(args) // 2 * 2 : 2], f"->{texts[-1]}" if len(args) % 2 else ""
-    return f"{','.join(texts[: len(operands)])}{out}", *operands
 
 
 def _part(g: Array, k: int, inputs: list[str], out: str, operands: Sequence[Any]) -> Array:

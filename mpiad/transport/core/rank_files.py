@@ -25,7 +25,7 @@ class RankFiles:
     `description`: of the state that was read.
     """
 
-    def __init__(self, path: Path, used: Channel, problem: dict[str, Any], call: str):
+    def __init__(self, path: Path, used: Channel, problem: dict[str, object], call: str):
         self._path, self._used, self._problem, self._call = path, used, problem, call
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures(call)
         self.description: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class RankFiles:
             )
         return max(common, default=None)
 
-    def write(self, iteration: int, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> bool:
+    def write(self, iteration: int, description: dict[str, object], arrays: Iterable[tuple[str, np.ndarray]]) -> bool:
         """Write a state with a description besides the problem's; return whether all ranks could, or warn; collective."""
         error_here = None
         try:

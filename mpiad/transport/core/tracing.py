@@ -28,7 +28,7 @@ class ProgramRecorder(Protocol):
     def communicate(self, operation: object, x: Array, params: object) -> Any:
         """Run an operation on plain arrays, and record it."""
 
-    def operate(self, operator: object, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def operate(self, operator: object, args: tuple, kwargs: dict[str, object]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and record it."""
 
     def settle(self, fun: Callable[..., T], args: tuple) -> T:
@@ -39,11 +39,11 @@ class ProgramRecorder(Protocol):
         """Run a function that is called once per communicator, and don't record it."""
         ...
 
-    def opaque(self, fun: Callable[..., tuple], args: tuple, specs: Any = None) -> tuple:
+    def opaque(self, fun: Callable[..., tuple], args: tuple, specs: object = None) -> tuple:
         """Run a function that returns arrays followed by one other object, and record it as one step."""
         ...
 
-    def call_as_it_is(self, fun: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
+    def call_as_it_is(self, fun: Callable[..., T], args: tuple, kwargs: dict[str, object]) -> T:
         """Run a function without tracing inside, and record it as one step."""
         ...
 
@@ -98,7 +98,7 @@ class restoring_state:
             restore_state(self._kept, error)
 
 
-def restore_state(kept: dict[str, Any], error: BaseException) -> None:
+def restore_state(kept: dict[str, object], error: BaseException) -> None:
     """Restore a copy of the thread's state, and end contexts and tapes opened since; faster than `restoring_state`."""
     left = tracing.__dict__.copy()
     tracing.__dict__.update(kept)
@@ -120,7 +120,7 @@ def once(fun: Callable[..., T], *args: Any) -> T:
     return fun(*args) if recorder is None else recorder.once(fun, args)
 
 
-def opaque_step(fun: Callable[..., tuple], *args: Any, specs: Any) -> tuple:
+def opaque_step(fun: Callable[..., tuple], *args: Any, specs: object) -> tuple:
     """Return ``fun(*args)``, new arrays with these specs followed by one other object: a step of compiled programs."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.opaque(fun, args, specs)

@@ -169,7 +169,7 @@ class CupyLauncher:
         with self._arrays.current():
             return CupyKernel(cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(name))
 
-    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Sequence[object]) -> None:
         """Queue a run."""
         given = tuple([np.uintp(0) if x is None else x for x in arguments])
         with self._arrays.current():

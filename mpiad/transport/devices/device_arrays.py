@@ -304,7 +304,7 @@ class Launcher(Protocol):
         """Compile CUDA C for this device, and return the kernel with this name; may be cached per text."""
         ...
 
-    def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+    def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[object]) -> None:
         """Queue a kernel with C-contiguous device arrays, None (null pointer), int, float or NumPy scalars."""
 
     def free_bytes(self) -> int:

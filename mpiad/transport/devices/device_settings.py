@@ -27,13 +27,13 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.environment_variables import switch
 
-_CUDA, _ROCM = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
+_CUDA = Path("/proc/driver/nvidia/gpus")
 _ANSWER_SECONDS = 3
 
 
 def gpus_of_node() -> list[str]:
-    """Return the names of this node's GPUs, including those hidden by the environment."""
-    return _of_the_driver() or _of_nvidia_smi() or _of_rocm()
+    """Return the names of this node's NVIDIA GPUs, including those hidden by the environment."""
+    return _of_the_driver() or _of_nvidia_smi()
 
 
 def _of_the_driver() -> list[str]:
@@ -56,28 +56,18 @@ def _of_nvidia_smi() -> list[str]:
     return [line.partition(":")[2].partition("(")[0].strip() for line in lines if line.startswith("GPU ")]
 
 
-def _of_rocm() -> list[str]:
-    names = []
-    for file in sorted(_ROCM.glob("*/properties")):
-        facts = dict(line.split(maxsplit=1) for line in file.read_text(errors="replace").splitlines() if " " in line)
-        if facts.get("simd_count", "0") != "0":  # the others are CPUs
-            names.append(f"AMD GPU (gfx {facts.get('gfx_target_version', '?')})")
-    return names
-
-
 def may_use_gpu() -> bool:
     """Return whether this process might use a GPU, without running a program."""
     # In WSL and some containers the driver shows no folder, but nvidia-smi is installed.
-    return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi") or _of_rocm()))
+    return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi")))
 
 
 def visible(count: int) -> list[str]:
     """Return the GPUs that this process may use, as named in the environment, by default the numbers below `count`."""
-    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        if name in os.environ:
-            chosen = [word.strip() for word in os.environ[name].split(",")]
-            return [word for word in chosen if word not in ("", "-1", "NoDevFiles")]
-    return [str(number) for number in range(count)]
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return [str(number) for number in range(count)]
+    chosen = [word.strip() for word in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+    return [word for word in chosen if word not in ("", "-1", "NoDevFiles")]
 
 
 def device_of(local_rank: int, count: int) -> str:

@@ -72,12 +72,8 @@ def columns(head: Row, rows: list[Row]) -> str:
 
 
 # Calls whose lines may differ between ranks: those with a root, at the start or end of the program, and after an exception.
-_ROOTED = frozenset(
-    (
-        "mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize", "mpi_init", "reset",
-        "the end of the program", "comm.Free",
-    )
-)  # fmt: skip
+_ROOTED = {"mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize"}
+_ROOTED |= {"mpi_init", "reset", "the end of the program", "comm.Free"}
 
 
 class Description(NamedTuple):
@@ -132,9 +128,8 @@ def describe(label: str, step: str, array: np.ndarray | None, op: Op | None, roo
     reduction = None if op is None else name_of(op) or "user-defined"
     shape, dtype = (None, None) if array is None else (array.shape, str(array.dtype))
     line = None if rooted or not watch_settings.present().compares_lines or site.line == 0 else site.text
-    return Description(
-        name, label, root, reduction, shape, dtype, line, step, shown_arguments(call, label), where(call, site),
-    )  # fmt: skip
+    given = shown_arguments(call, label)
+    return Description(name, label, root, reduction, shape, dtype, line, step, given, where(call, site))
 
 
 def shown_arguments(call: Call | None, label: str) -> str:

@@ -64,10 +64,8 @@ class CollectiveWait(_Wait):
 
     def report(self) -> dict[str, Any]:
         """Return the entries of a table of waits."""
-        return {
-            "call": self.name, "arguments": self.arguments, "place": self.place, "key": self.key, "number": self.number,
-            "members": self.comm.members, "hint": "",
-        }  # fmt: skip
+        report = {"call": self.name, "arguments": self.arguments, "place": self.place, "hint": ""}
+        return report | {"key": self.key, "number": self.number, "members": self.comm.members}
 
 
 class MessageWait(_Wait):
@@ -97,9 +95,8 @@ class MessageWait(_Wait):
         tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
         direction = "to" if self.sends else "from"
         arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
-        return {
-            "call": self.name, "arguments": arguments, "place": self.place, "peers": self._peers(), "hint": self._hint(),
-        }  # fmt: skip
+        report = {"call": self.name, "arguments": arguments, "place": self.place, "hint": self._hint()}
+        return report | {"peers": self._peers()}
 
     def _hint(self) -> str:
         """Return a sentence about a message that has arrived instead of the expected one."""

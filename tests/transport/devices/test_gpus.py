@@ -11,11 +11,9 @@ pytestmark = pytest.mark.serial
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch, tmp_path):
-    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(device_settings, "_CUDA", tmp_path / "cuda")
-    monkeypatch.setattr(device_settings, "_ROCM", tmp_path / "rocm")
     monkeypatch.delitem(device_settings.sys.modules, "cupy", raising=False)
 
 
@@ -56,14 +54,6 @@ def test_an_nvidia_smi_that_fails_or_hangs_tells_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(device_settings, "_ANSWER_SECONDS", 0.2)
     program(tmp_path / "nvidia-smi", "#!/bin/sh\nexec /bin/sleep 20\n")
     assert device_settings.gpus_of_node() == []
-
-
-def test_as_the_kernel_tells_of_amd(tmp_path):
-    for number, (units, target) in enumerate([(0, 0), (304, 90402)]):
-        folder = tmp_path / "rocm" / str(number)
-        folder.mkdir(parents=True)
-        (folder / "properties").write_text(f"simd_count {units}\ngfx_target_version {target}\n")
-    assert device_settings.gpus_of_node() == ["AMD GPU (gfx 90402)"]
 
 
 @pytest.mark.parametrize(
