@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Shape
 from mpiad.programs.array_program import IndexMap, beginning_at
 from mpiad.programs.fusion import Loop, Schedule, root_of
-from mpiad.programs.loops import Box, LoopText, as_rows, cut
+from mpiad.programs.loops import LoopText, divided
 from mpiad.programs.memory_plan import Allocation
 from mpiad.programs.overlap import Action
 
@@ -45,20 +45,6 @@ class _Memory(NamedTuple):
         return self.pool == other.pool and self.start < other_stop and other.start < stop
 
 
-class _Access(NamedTuple):
-    # A read or write of a loop. At index i along its first axis, the loop uses plane i + offset; -inf: it uses others, too.
-    memory: _Memory
-    offset: float
-    writes: bool
-
-
-class _Span(NamedTuple):
-    # The planes that loops in tiles use at a time, relative to the end of a tile.
-    lowest: float
-    highest: float
-    lowest_written: float  # inf if no loop writes to this memory
-
-
 class _Tiler:
     # Collects consecutive loops, with the ends of their tiles relative to those of the first loop.
     def __init__(self, schedule: Schedule, texts: Sequence[LoopText | None], allocations: dict[int, Allocation]):
@@ -66,7 +52,9 @@ class _Tiler:
         self.actions: list[Action] = []
         self.loops: list[tuple[Action, int]] = []
         self.height = 1  # the number of planes in a tile
-        self.spans: dict[_Memory, _Span] = {}
+        # For each memory the first and last plane in use, and the first one that is written, relative to the end of a tile;
+        # inf if no plane is written.
+        self.spans: dict[_Memory, tuple[float, float, float]] = {}
         self.early = self._early()
 
     def append(self, action: Action) -> None:
@@ -74,10 +62,9 @@ class _Tiler:
         if self.loops and self.schedule.part(at) != self.schedule.part(self.loops[0][0].at):
             self.flush()
         if text is not None and text.divisible and len(action.shares) == 1 and len(text.loop.shape) > 1:
-            accesses = self._accesses(text)
-            if not self._collected(action, accesses):
+            if not self._collected(action, text):
                 self.flush()
-                self._collected(action, accesses)
+                self._collected(action, text)
             return
         if at not in self.early:
             self.flush()
@@ -91,26 +78,29 @@ class _Tiler:
             end += self.height if len(shapes) > 1 else shapes[0][0]
             for k, ((action, shift), shape) in enumerate(zip(self.loops, shapes)):
                 start, done[k] = done[k], min(max(end + shift, 0), shape[0])
-                boxes = [_cut(rows, start, done[k], shape) for rows in action.shares[0]]
+                inner = [(start, done[k]), *[(0, n) for n in shape[1:]]]
+                boxes = [divided(rows, inner)[0] for rows in action.shares[0]]
                 if any(map(len, boxes)):
                     self.actions.append(Action("loop", action.at, (tuple(boxes),)))
         self.loops, self.spans = [], {}
 
-    def _collected(self, action: Action, accesses: Sequence[_Access]) -> bool:
+    def _collected(self, action: Action, text: LoopText) -> bool:
         """Collect a loop, if it can be computed in tiles together with the collected loops, and these use little memory."""
-        shift = 0.0
+        shift, accesses = 0.0, self._accesses(text)
         for memory, offset, writes in accesses:
-            for other, span in self.spans.items():
-                bound = span.lowest if writes else span.lowest_written
+            for other, (lowest, _, written) in self.spans.items():
+                bound = lowest if writes else written
                 if bound < math.inf and memory.overlaps(other):
                     shift = min(shift, bound - offset if memory == other and offset > -math.inf else -math.inf)
         spans = dict(self.spans)
         for memory, offset, writes in accesses:
-            at = shift + offset
-            lowest, highest, lowest_written = spans.get(memory, (math.inf, -math.inf, math.inf))
-            written = min(lowest_written, at) if writes else lowest_written
-            spans[memory] = _Span(min(lowest, at), max(highest, at), written)
-        used = sum(memory.plane * (span.highest - span.lowest + self.height) for memory, span in spans.items())
+            lowest, highest, written = spans.get(memory, (math.inf, -math.inf, math.inf))
+            at, last = shift + offset, shift + max(offset, 0)
+            spans[memory] = min(lowest, at), max(highest, last), min(written, at) if writes else written
+        used = sum(
+            x.plane * min(highest - lowest + self.height, math.prod(x.shape[:1]))
+            for x, (lowest, highest, _) in spans.items()
+        )
         if self.loops and (shift == -math.inf or used > _CACHE):
             return False
         if not self.loops:
@@ -126,16 +116,17 @@ class _Tiler:
             return _Memory(2 + b, 0, found.shape, found.dtype, math.prod(found.shape[-1:]))
         return _Memory(int(place.is_scratch), place.start, found.shape, found.dtype, place.pitch)
 
-    def _accesses(self, text: LoopText) -> list[_Access]:
+    def _accesses(self, text: LoopText) -> list[tuple[_Memory, float, bool]]:
+        """Return reads and writes: at index i, a loop uses plane i + offset of a memory; -inf if it uses other planes."""
         used = [(b, map, False) for b, map in text.loads]
         used += [(item.place.buffer, item.place.map, True) for item in text.loop.items]
         made = []
         for b, map, writes in used:
             axis, memory = map[0] if map else None, self._memory(b)
             by_planes = axis is not None and axis[:2] == (0, 1) and self.schedule.buffers[b].shape == memory.shape
-            made.append(_Access(memory, axis.offset if by_planes else -math.inf, writes))  # type: ignore[union-attr]
+            made.append((memory, axis.offset if by_planes else -math.inf, writes))  # type: ignore[union-attr]
         looked_up = set(text.buffers) - {b for b, *_ in used}  # arrays of indices
-        return made + [_Access(self._memory(b), -math.inf, False) for b in looked_up]
+        return made + [(self._memory(b), -math.inf, False) for b in looked_up]
 
     def _early(self) -> set[int]:
         """Return the exchanges that may run before a sequence of loops, since they only set halos to constants."""
@@ -159,14 +150,6 @@ class _Tiler:
             if operator.in_place.constant(*rest) and all(call == calls[0] for call in calls) and writes[memory] <= inside:
                 early.update(steps)
         return early
-
-
-def _cut(rows: np.ndarray, start: int, stop: int, shape: Shape) -> np.ndarray:
-    """Return the parts of boxes (see `LoopText`) whose first index is in a range."""
-    inside: list[Box] = []
-    for row in rows.tolist():
-        cut(list(zip(row[::2], row[1::2])), [(start, stop), *[(0, n) for n in shape[1:]]], inside, [])
-    return as_rows(inside, rows.shape[1])
 
 
 def tiled(
