@@ -54,8 +54,8 @@ WORLD = MPI.COMM_WORLD
 ON_TWO = (
     "ensemble", "inverse", "linalg", "optimize", "primitives/test_device.py", "programs/test_falling_back.py",
     "programs/test_memory_plan.py", "programs/test_opaque_calls.py", "programs/test_overlap.py",
-    "programs/test_shape_recorder.py", "programs/test_transforms.py", "redistribution/test_fft.py", "test_memory.py",
-    "timestepping", "vi",
+    "programs/test_shape_recorder.py", "programs/test_tiling.py", "programs/test_transforms.py",
+    "redistribution/test_fft.py", "test_memory.py", "timestepping", "vi",
 )  # fmt: skip
 
 # What runs on a number of ranks in addition. Two ranks exchange what more send round, and each is the other's neighbour on

@@ -280,15 +280,23 @@ def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: s
     ]
 
 
+def _is_constant(halo: Halo, sides: Sides, scheme: str = BY_AXIS) -> bool:
+    """Return whether no entry of the halo depends on a block."""
+    copies = any(cells.copied is not None for local in halo.local(sides, scheme) for cells in local)
+    return not copies and not any(stage.routes for stage in halo.stages(scheme))
+
+
 fill_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _zero_widths, fill_in_place,
     _prepared,
-    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
+    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: width, sides, scheme), _is_constant,
+    changes_given=False,
 )  # fmt: skip
 # The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the outermost
 # layer and the h layers of the halo, these are 2 h + 1 layers.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
     functools.partial(_prepared, backwards=True),
-    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
+    lambda halo, sides, scheme=BY_AXIS: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), _is_constant,
+    changes_given=True,
 )  # fmt: skip

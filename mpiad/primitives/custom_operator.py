@@ -40,6 +40,8 @@ class InPlace(NamedTuple):
     still : callable
         The part of the buffer that doesn't change while messages are active: (start, stop) for each axis, or None if the
         operator doesn't communicate.
+    constant : callable
+        Whether the operator does no more than set entries outside of its argument to constants.
     changes_given : bool
         Whether the operator overwrites the argument in the buffer.
     """
@@ -51,6 +53,7 @@ class InPlace(NamedTuple):
     run: Callable[..., None]
     prepared: Callable[..., Callable[[], Iterator[None]]]
     still: Callable[..., Sequence[tuple[int, int]] | None]
+    constant: Callable[..., bool]
     changes_given: bool
 
 

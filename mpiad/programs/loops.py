@@ -257,6 +257,15 @@ def as_rows(boxes: Sequence[Box], width: int) -> Array:
     return np.array([[place for pair in box for place in pair] for box in boxes], np.int64).reshape(len(boxes), width)
 
 
+def divided(rows: Array, inner: Box) -> tuple[Array, Array]:
+    """Return the intersections of boxes with `inner`, and boxes that make up the rest, as rows (see `as_rows`)."""
+    inside: list[Box] = []
+    outside: list[Box] = []
+    for row in rows.tolist():
+        cut(list(zip(row[::2], row[1::2])), inner, inside, outside)
+    return as_rows(inside, rows.shape[1]), as_rows(outside, rows.shape[1])
+
+
 class _LoopBody:
     """A scalar program that computes the stores and folds of a loop at one index; for `box` see `LoopText._nest`."""
 

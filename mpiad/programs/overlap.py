@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.programs.array_program import Lookup
 from mpiad.programs.fusion import Loop, Schedule, root_of
-from mpiad.programs.loops import Box, LoopText, as_rows, cut
+from mpiad.programs.loops import LoopText, divided
 from mpiad.programs.traced_array import Step
 from mpiad.transport.resources import loop_threads
 
@@ -132,15 +132,8 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
     entries = math.prod([max(last - first, 0) for first, last in inner])
     if 2 * entries < math.prod(schedule.steps[at + 1].shape):
         return None
-    before, after = [], []
-    for boxes in text.boxes:
-        inside: list[Box] = []
-        outside: list[Box] = []
-        for row in boxes.tolist():
-            cut(list(zip(row[::2], row[1::2])), inner, inside, outside)
-        before.append(as_rows(inside, boxes.shape[1]))
-        after.append(as_rows(outside, boxes.shape[1]))
-    return tuple(before), tuple(after)
+    before, after = zip(*[divided(rows, inner) for rows in text.boxes])
+    return before, after
 
 
 def _inner(

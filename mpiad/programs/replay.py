@@ -28,6 +28,7 @@ from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, span
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.playback import logged
+from mpiad.programs.tiling import tiled
 from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
@@ -56,7 +57,10 @@ class Replays:
         self.read_later = {buffer.data for buffer in late if buffer.kind == "input"}  # inputs for later parts
         # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
         self.last_check = max((at for at in range(len(schedule.steps)) if _is_checked(schedule, at)), default=-1)
-        self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays; the key is `Replay.prepared`
+        # The keys of the following dicts are `Replay.prepared`.
+        actions, overlapping = (actions_of(schedule, self.texts, overlaps) for overlaps in (False, True))
+        self.actions = {False: actions, True: tiled(schedule, self.texts, self.allocations, overlapping)}
+        self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays
 
     def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
         try:
@@ -138,7 +142,8 @@ class _KernelBlocks:
                     words += [self._held[-1].ctypes.data, *array.shape]
         self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
         alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
-        self.linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.part_starts}
+        parts = [schedule.part(action.at) for action in actions]
+        self.linked = {k for k in alone if k - 1 in alone and parts[k] == parts[k - 1]}
         for k in self.linked:
             start = self._starts[k - 1, 0]
             self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
@@ -220,7 +225,7 @@ class Replay:
     def __init__(self, replays: Replays, prepared: bool):
         self.replays, self.schedule, self.prepared = replays, replays.schedule, prepared
         self.nodes: list[Node] = self.schedule.program.nodes
-        self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
+        self._actions = replays.actions[prepared]
         self._blocks = _KernelBlocks(replays, self._actions)
         self._numbers = MessageNumbers()
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
