@@ -2,7 +2,7 @@
 
 With x = n log 2 + r and |r| ≤ log(2) / 2 (Cody and Waite, 1980), exp(x) = 2^n (1 + s), where s is a polynomial near
 exp(r) - 1. The error is below one unit in the last place. With y = 2|x|, tanh(x) = ± e / (e + 2) where e = exp(y) - 1 =
-2^n s + (2^n - 1); the error is below four units.
+2^n s + (2^n - 1); the error is below three units.
 
 The C library's functions aren't vector instructions, and would take most of the time of a neural network. A number gets the
 same bits in a vector and alone, since all products that are added to something are fused explicitly.

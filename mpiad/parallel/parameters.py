@@ -46,28 +46,23 @@ def described(spec: Spec) -> str:
 
 
 def matching_leaves(
-    tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
+    tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params"
 ) -> list[Any]:
-    """Return the leaves of a tree; raise unless they match the parameters (leaves: `expected`), or their real parts."""
+    """Return a tree's leaves; raise a TypeError or ValueError unless they match `expected`, those of the parameters."""
     found = flatten(tree)[0]
-    if same_form(tree, params) and all(map(_matches, found, map(_real, expected) if real else expected)):
+    if same_form(tree, params) and all(map(_matches, found, expected)):
         return found
     named, paths = named_leaves(tree, name), named_leaves(params, of)
     prefix = f"{call}: the {name} must have the structure of the parameters, "
     if len(named) != len(paths):
         raise TypeError(f"{prefix}which have {len(paths)} leaves, but has {len(named)}.")
     for (path, g), (param_path, leaf) in zip(named, paths):
-        leaf = _real(leaf) if real else leaf
         if path[len(name) :] != param_path[len(of) :]:
             raise TypeError(f"{prefix}but has {path} instead of {param_path}.")
         if not _matches(g, leaf):
             got = described(spec_like(g)) if is_variable(g) else f"{type(g).__name__} {g!r:.60}"
             raise ValueError(f"{call}: {path} must have the {described(spec_like(leaf))} of {param_path}, but has {got}.")
     return found
-
-
-def _real(leaf: Array) -> Array:
-    return np.real(leaf) if np.iscomplexobj(leaf) else leaf
 
 
 def _matches(g: Array, leaf: Array) -> bool:

@@ -214,8 +214,9 @@ class Jitted:
     True Jitted
     """
 
-    def __init__(self, fun: Function, strict: bool = False):
-        self.fun, self.strict = fun, strict
+    def __init__(self, fun: Function, strict: bool = False, exact: bool = False):
+        # `exact`: whether results have the same bits as those of the interpreted function, if it is elementwise arithmetic.
+        self.fun, self.strict, self._exact = fun, strict, exact
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
         self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
@@ -257,12 +258,15 @@ class Jitted:
                 return self.fun(*args, **kwargs)
             if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
                 return called_on_tape(cache, given, self.derived)
-            entry, watch = cache.entry_or_watch(given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch))
+            entry, watch = cache.entry_or_watch(
+                given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch, self._exact)
+            )
             if entry is not None:
                 return self._replayed(entry, given)
             if watch is None:
                 return cache.interpreted(given.key, given)
             recorder = Recorder()
+            recorder.exact = self._exact
             try:
                 parts, build = traced_parts(self.fun, given, recorder)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
