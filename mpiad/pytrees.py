@@ -22,6 +22,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Shape, Tree
+from mpiad.compiling.closure import FunctionReader
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 __all__ = ["register"]  # the other names are internal
@@ -80,6 +81,7 @@ def register(cls: Any) -> Any:
             "above @dataclass."
         )
     FIELDS[cls] = tuple(fields)
+    FunctionReader.containers.add(cls)
     _CLASSES[_class_name(cls)] = cls
     return cls
 

@@ -1,12 +1,15 @@
 """Pytrees; formulas applied to many leaves at once, against NumPy leaf by leaf."""
 
 from collections import namedtuple
+from dataclasses import dataclass
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 
+from mpiad import jit
 from mpiad.parallel import SGD, Adam
-from mpiad.pytrees import flatten, join, map_leaves, named_leaves, places_by_kind, refuse_objects, split
+from mpiad.pytrees import flatten, join, map_leaves, named_leaves, places_by_kind, refuse_objects, register, split
 
 pytestmark = pytest.mark.serial
 
@@ -108,3 +111,27 @@ def test_what_is_joined_is_split_again():
 def test_the_path_of_another_object_is_named():
     with pytest.raises(TypeError, match=r"fit: x\['w'\]\[1\] is object <object .*strings and None are expected"):
         refuse_objects({"w": [1.0, object()]}, "x", "fit")
+
+
+@register
+@dataclass(frozen=True)
+class Line:
+    slope: np.ndarray
+    offset: float = 2.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "offset", factor * self.offset)
+
+
+factor = 3.0
+
+
+def test_a_compiled_function_creates_objects_of_a_registered_class(monkeypatch):
+    doubled = jit(lambda x: Line(2 * x, anp.sum(x)), strict=True)
+    for value in (3.0, 5.0):
+        monkeypatch.setitem(globals(), "factor", value)  # which `__post_init__` reads
+        for _ in range(2):
+            made = doubled(np.ones(4))
+            assert type(made) is Line
+            np.testing.assert_array_equal(made.slope, 2 * np.ones(4))
+            assert made.offset == 4 * value

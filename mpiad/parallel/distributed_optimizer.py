@@ -120,7 +120,7 @@ def _evaluation(
         used = channel(comm, "parallel.value_and_grad")
         with _raising_in_totals(used, call):
             variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
-            count = count_samples(samples, params, batch)
+            count = count_samples(samples, params, batch, call)
         leaves, places, build = variables.leaves, variables.places, variables.build
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
@@ -195,7 +195,7 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
         used = channel(comm, call)
         with _raising_in_totals(used, call):
             variables = variables_of(params, call, required=False)
-            count = count_samples(samples, params, batch)
+            count = count_samples(samples, params, batch, call)
         with restoring_state(), suspended():
             total = totals(used, Plan([], 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
         return total.loss / total.batch
@@ -470,7 +470,7 @@ class DistributedOptimizer:
             params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
         with _raising_in_totals(used, call):
             variables, specs, accumulated = self._checked(state, params, call)
-            count, accumulated = count_samples(samples, params, batch), accumulated or [None] * len(specs)
+            count, accumulated = count_samples(samples, params, batch, call), accumulated or [None] * len(specs)
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
         parts: list[Any] = [None] * len(specs)

@@ -22,17 +22,22 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """Return a pytree's leaves, trained ones as variables; raise a TypeError if unsupported, or `required` and none is."""
     leaves, build = flatten(tree)
     places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-    if any(map(isbox, leaves)):
-        raise TypeError(
-            f"{call}: got traced values, but a training step isn't differentiable. Call it outside of the differentiated "
-            "function, or pass mpiad.stop_gradient(x)."
-        )
+    refuse_traced(leaves, call)
     if len(places) < len(leaves):
         refuse_objects(tree, "params" if required else "tree", call)
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: expected floats or arrays of floats to train, but got {kinds}.")
     return Variables(leaves, places, build, range(len(places)))
+
+
+def refuse_traced(leaves: Iterable[Any], call: str) -> None:
+    """Raise a TypeError if a leaf is traced."""
+    if any(map(isbox, leaves)):
+        raise TypeError(
+            f"{call}: got traced values, but a training step isn't differentiable. Call it outside of the differentiated "
+            "function, or pass mpiad.stop_gradient(x)."
+        )
 
 
 def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:

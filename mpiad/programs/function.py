@@ -156,6 +156,7 @@ def _result(entry: Entry, made: Any) -> str:
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
 _MOST_FAST_CALLS = 4
+_MOST_DERIVED = 16  # for example for the optimizers of a sweep; the least recently used ones are removed
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
@@ -311,10 +312,14 @@ class Jitted:
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
         """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""
-        if key not in self._derived:
-            made = self._derived[key] = Jitted(make(), self.strict and not optional)
+        made = self._derived.pop(key, None)
+        if made is None:
+            made = Jitted(make(), self.strict and not optional)
             made._cache.warned = optional
-        return self._derived[key]
+        self._derived[key] = made
+        if len(self._derived) > _MOST_DERIVED:
+            del self._derived[next(iter(self._derived))]
+        return made
 
     def _replayed(self, entry: Entry, given: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None
