@@ -37,10 +37,11 @@ class Rule:
 
     def factors(self, rate: float, updates: int) -> list[float]:
         """Return the numbers in the formula that depend on the learning rate and the number of previous updates."""
-        raise NotImplementedError
+        return [rate]
 
     def __post_init__(self) -> None:
-        name, rate, decay = type(self).__name__, self.learning_rate, getattr(self, "weight_decay", 0.0)
+        name, rate = type(self).__name__, self.learning_rate
+        decay: float = getattr(self, "weight_decay", 0.0)
         if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
             allowed = "above zero, or a function of the number of updates"
             raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
@@ -188,10 +189,6 @@ class SGD(Rule):
     def moments(self) -> tuple[str, ...]:
         """The velocity, if there is momentum."""
         return ("velocity",) if self.momentum else ()
-
-    def factors(self, rate: float, updates: int) -> list[float]:
-        """Return the learning rate."""
-        return [rate]
 
     def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
         """Return new parameters and velocities."""
