@@ -46,7 +46,7 @@ _SINGLE = {"high": -0.693145751953125, "low": -1.42860677e-06, "least": -104, "l
 def definitions(kind: str) -> dict[str, ast.FunctionDef]:
     """Return the functions for LLVM's type "double" or "float", by name."""
     single = kind == "float"
-    bits, degree, literal = (23, 7, "np.float32({!r})") if single else (52, 13, "{!r}")
+    bits, degree, literal = (23, 8, "np.float32({!r})") if single else (52, 13, "{!r}")
     numbers = {"inverse": 1 / math.log(2), "shift": 1.5 * 2**bits, "half": 0.5, "one": 1, "two": 2}
     numbers |= {"first": 1 / math.factorial(degree), **(_SINGLE if single else _DOUBLE)}
     names = {name: literal.format(float(value)) for name, value in numbers.items()} | {"kind": kind, "bits": str(bits)}
