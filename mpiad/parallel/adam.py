@@ -126,7 +126,7 @@ def _updated(rule: Rule, columns: list[list[Array]], factors: list[float], compi
 
 
 def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bool) -> list[Array]:
-    dtype, size, on_host = inputs[0].dtype, len(inputs[0]), type(inputs[0]) is np.ndarray
+    dtype, on_host = inputs[0].dtype, type(inputs[0]) is np.ndarray
     if dtype.kind == "c":
         inputs[1] = inputs[1].conj()
         inputs = [x.view(x.real.dtype) for x in inputs]
@@ -134,6 +134,7 @@ def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bo
         return [x.view(dtype) for x in _program(replace(rule, learning_rate=1.0))(*inputs, *factors)]
     # Long arrays are processed in blocks whose temporaries fit into the cache, except on devices.
     outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1]
+    size = len(inputs[0])
     step = _BLOCK_SIZE if on_host else max(size, 1)
     for block in [slice(start, start + step) for start in range(0, size, step)]:
         rule.formula(*[x[block] for x in inputs], *factors, out=[x[block] for x in outputs])
