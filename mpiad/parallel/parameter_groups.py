@@ -67,13 +67,14 @@ class ParameterGroups:
         refuse_objects(params, "params", f"{_CALL}.setup")
         return {name: self.groups[name].setup(part) for name, part in self._parts(params).items()}
 
-    def check(self, state: dict[str, Any], params: Tree) -> None:
-        """Raise a TypeError or ValueError if a state doesn't match the parameters."""
+    def check(self, state: dict[str, Any], params: Tree) -> dict[str, dict[str, Any]]:
+        """Return each group's leaves by path; raise a TypeError or ValueError if a state doesn't match the parameters."""
         parts = self._parts(params)
         require_state(state, parts, _CALL)
         for name, part in parts.items():
             if isinstance(self.groups[name], Rule):
                 self.groups[name].check(state[name], part)
+        return parts
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
@@ -98,8 +99,7 @@ class ParameterGroups:
         TypeError, ValueError
             As in `setup` and `Adam.update`.
         """
-        parts = self._parts(params)
-        require_state(state, parts, _CALL)
+        parts = self.check(state, params)
         if not same_form(gradient, params):
             raise TypeError(f"{_CALL}: the gradient must have the structure of the parameters.")
         paths = leaf_paths(params, "params")
