@@ -187,8 +187,8 @@ class WorkerGroup:
 
 
 # The root sends batches and receives results. If there are few workers it evaluates batches, too: while it does so, other
-# ranks may wait for it, which with many workers would lose more time than the root saves. With exponentially distributed
-# times (`time.sleep`, 20 ms on average), the gain was 27 % on 4 ranks, 6 % on 6, and 1 % on 8.
+# ranks may wait for it. With exponentially distributed times (`time.sleep`, 20 ms on average), this gained 27 % on 4 ranks,
+# 6 % on 6, and 1 % on 8; with equal times, for which nobody waits, it gained on 6 and 8 ranks, too (about 50 %).
 #
 # A rank gets its next batch when it returns a result. If batches are short or the root evaluates batches, each worker has
 # an additional batch in its queue, so that it needn't wait for the root. Otherwise long batches aren't queued, since
@@ -385,7 +385,7 @@ def mpi_map(
     fun : callable
         ``fun(item)`` is called once for each item, on one rank. Communication on `comm` inside `fun` raises a
         CommunicatorError; use MPI.COMM_SELF instead. On up to four ranks the root evaluates items, too; on more ranks it
-        only distributes them, since free ranks would wait for it.
+        only distributes them.
     items : iterable
         Used on the root only. A generator of unknown length is allowed; items are taken from it when they are sent. Items
         and results must support pickling; arrays of 64 KiB or more are sent without pickling.
