@@ -13,12 +13,12 @@ from pathlib import Path
 
 import autograd.numpy as np
 import numpy
-from digits_training import BATCH, digits
+from digits_training import BATCH, digits, train
 
 import mpiad
-from mpiad.parallel import AdamW, DistributedDataContainer, DistributedOptimizer
+from mpiad.parallel import DistributedDataContainer
 
-PATCHES, PIXELS, WIDTH, HEADS, HIDDEN, RATE = 16, 4, 32, 4, 64, 1e-2
+PATCHES, PIXELS, WIDTH, HEADS, HIDDEN = 16, 4, 32, 4, 64
 
 parser = argparse.ArgumentParser(description="Train a block of attention on scikit-learn's digits.")
 parser.add_argument("--epochs", type=int, default=30)
@@ -73,20 +73,6 @@ def loss(params, patches, chosen):
     return -np.mean(np.sum(chosen * np.log(softmax(scores(params, patches)) + 1e-30), axis=1))
 
 
-def train(data, test, epochs):
-    """Return trained parameters, the loss of each step and the accuracy after each epoch."""
-    params, steps = initial(), epochs * len(data)
-    optimizer = DistributedOptimizer(AdamW(lambda k: RATE / 2 * (1 + numpy.cos(numpy.pi * k / steps))))
-    state, losses, accuracies = optimizer.setup(params), [], []
-    for epoch in range(epochs):
-        data.set_epoch(epoch)
-        for patches, chosen in data:
-            state, params, mean = optimizer.step(state, params, loss, patches, chosen)
-            losses.append(mean)
-        accuracies.append(numpy.mean(scores(params, test[0]).argmax(axis=1) == test[1]))
-    return params, losses, accuracies
-
-
 def draw_picture(path, losses, accuracies, params, test):
     """Write the learning curve, and images with the attention that each patch receives on average."""
     import matplotlib
@@ -120,7 +106,7 @@ def main():
     training, test = ((in_patches(images), labels) for images, labels in digits())
     arrays = training[0], numpy.eye(10)[training[1]]
     data = DistributedDataContainer(arrays, batch_size=BATCH, shuffle=True, seed=2)
-    params, losses, accuracies = train(data, test, options.epochs)
+    params, losses, accuracies = train(initial(), loss, scores, data, test, options.epochs)
     if mpiad.mpi_rank() != 0:
         return
     print(f"{len(losses)} steps on {mpiad.mpi_size()} rank(s): loss {losses[0]:.4f} -> {losses[-1]:.6f}")

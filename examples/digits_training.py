@@ -53,15 +53,15 @@ def loss(params, images, labels):
     return np.mean(np.log(np.sum(np.exp(found), axis=1)) - found[np.arange(len(labels)), labels])
 
 
-def train(data, test, epochs):
+def train(params, loss, scores, data, test, epochs):
     """Return trained parameters, the loss of each step and the accuracy after each epoch."""
-    params, steps = initial(), epochs * len(data)
+    steps = epochs * len(data)
     optimizer = DistributedOptimizer(AdamW(lambda k: RATE / 2 * (1 + numpy.cos(numpy.pi * k / steps))))
     state, losses, accuracies = optimizer.setup(params), [], []
     for epoch in range(epochs):
         data.set_epoch(epoch)
-        for images, labels in data:
-            state, params, mean = optimizer.step(state, params, loss, images, labels)
+        for batch in data:
+            state, params, mean = optimizer.step(state, params, loss, *batch)
             losses.append(mean)
         accuracies.append(numpy.mean(scores(params, test[0]).argmax(axis=1) == test[1]))
     return params, losses, accuracies
@@ -99,7 +99,7 @@ def main():
     options = parser.parse_args()
     training, test = digits()
     data = DistributedDataContainer(training, batch_size=BATCH, shuffle=True, seed=2)
-    params, losses, accuracies = train(data, test, options.epochs)
+    params, losses, accuracies = train(initial(), loss, scores, data, test, options.epochs)
     if mpiad.mpi_rank() != 0:
         return
     print(f"{len(losses)} steps on {mpiad.mpi_size()} rank(s): loss {losses[0]:.4f} -> {losses[-1]:.6f}")

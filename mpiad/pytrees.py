@@ -22,6 +22,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Shape, Tree
+from mpiad.compiling.closure import FunctionReader
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 __all__ = ["register"]  # the other names are internal
@@ -29,8 +30,6 @@ __all__ = ["register"]  # the other names are internal
 LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-_MIN_LONG_SIZE = 1 << 13  # entries; `in_blocks` concatenates shorter arrays
-_BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 FIELDS: dict[type, tuple[str, ...]] = {}  # the fields of registered dataclasses and named tuples
 _CLASSES: dict[str, type] = {}  # registered classes by their names in checkpoints
 
@@ -82,6 +81,7 @@ def register(cls: Any) -> Any:
             "above @dataclass."
         )
     FIELDS[cls] = tuple(fields)
+    FunctionReader.containers.add(cls)
     _CLASSES[_class_name(cls)] = cls
     return cls
 
@@ -279,47 +279,6 @@ def _moved(
         for k, part in zip(indices, split(move(arrays, join(parts)), [part.shape for part in parts])):
             moved[k] = part
     return moved
-
-
-def in_blocks(
-    formula: Callable[..., None], columns: Sequence[Sequence[Array]], results: Sequence[int]
-) -> list[list[Array]]:
-    """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list of leaves for each result.
-
-    ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. `columns`: the leaves of each
-    pytree. `results`: for each result, the column with the same shapes and dtypes, from which leaves that aren't variables
-    are taken.
-    """
-    # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries. Long
-    # arrays are processed in blocks whose temporaries fit into the cache.
-    out, short = [list(columns[k]) for k in results], list[int]()
-    for index, leaf in enumerate(columns[0]):
-        plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
-        if plain and leaf.size >= _MIN_LONG_SIZE:
-            inputs = [np.ravel(column[index]) for column in columns]
-            for new, flat in zip(out, _applied(formula, inputs, results)):
-                new[index] = flat.reshape(leaf.shape)
-        elif plain or is_variable(leaf):
-            short.append(index)
-    for indices in places_by_kind(columns[0], short):
-        inputs = [join([column[k] for k in indices]) for column in columns]
-        shapes = [np.shape(columns[0][k]) for k in indices]
-        for new, flat in zip(out, _applied(formula, inputs, results)):
-            for index, part in zip(indices, split(flat, shapes)):
-                new[index] = part
-    return out
-
-
-def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Sequence[int]) -> list[np.ndarray]:
-    outputs = [np.empty_like(inputs[k]) for k in results]
-    arrays = inputs + outputs
-    if len(inputs[0]) <= _BLOCK_SIZE or type(inputs[0]) is not np.ndarray:  # device arrays aren't divided into blocks
-        formula(*arrays)
-        return outputs
-    for start in range(0, len(inputs[0]), _BLOCK_SIZE):
-        block = slice(start, start + _BLOCK_SIZE)
-        formula(*[array[block] for array in arrays])
-    return outputs
 
 
 def described(value: Tree, path: str, arrays: dict[str, np.ndarray], call: str) -> list[Any]:

@@ -1,12 +1,15 @@
 """Pytrees; formulas applied to many leaves at once, against NumPy leaf by leaf."""
 
 from collections import namedtuple
+from dataclasses import dataclass
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 
+from mpiad import jit
 from mpiad.parallel import SGD, Adam
-from mpiad.pytrees import flatten, in_blocks, join, map_leaves, named_leaves, places_by_kind, refuse_objects, split
+from mpiad.pytrees import flatten, join, map_leaves, named_leaves, places_by_kind, refuse_objects, register, split
 
 pytestmark = pytest.mark.serial
 
@@ -21,50 +24,54 @@ LEAVES = [
     RNG.normal(size=(200, 300)).T,  # longer than a piece, and not in the order of its axes
     np.zeros((0, 4)),
     RNG.normal(size=4) * (1 + 2j),
+    RNG.normal(size=9000) * (1 + 2j),
     7,
     "a name",
     np.arange(3),
 ]
 
 
-def test_results_are_those_of_each_leaf_by_itself():
+class Counted(SGD):
+    """Notes the lengths of the arrays that the formula gets."""
+
+    sizes = []  # noqa: RUF012
+
+    def formula(self, x, *others, out):
+        self.sizes.append(len(x))
+        return super().formula(x, *others, out=out)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_updates_are_those_of_each_leaf_by_itself(compiled):
+    Counted.sizes.clear()
+    rule = Counted(0.5, momentum=0.25)
     seconds = [leaf if isinstance(leaf, (str, int)) or np.asarray(leaf).dtype.kind == "i" else 2 * leaf for leaf in LEAVES]
-    sizes = []
-
-    def formula(x, y, total, product):
-        sizes.append(len(x))
-        np.add(x, y, out=total)
-        np.multiply(x, y, out=product)
-
-    totals, products = in_blocks(formula, [LEAVES, seconds], results=(0, 1))
-    for x, y, total, product in zip(LEAVES[:9], seconds, totals, products):
-        np.testing.assert_array_equal(total, x + y)
-        np.testing.assert_array_equal(product, x * y)
-        assert (np.shape(total), total.dtype) == (np.shape(x), np.asarray(x).dtype)
-    assert isinstance(totals[1], np.float64)  # numbers stay numbers
-    assert totals[9:] == LEAVES[9:]
-    assert max(sizes) == 16384
+    state, moved = rule.update({"updates": 0, "velocity": LEAVES}, LEAVES, seconds, compiled=compiled)
+    for x, v, new in zip(LEAVES[:10], state["velocity"], moved):
+        np.testing.assert_array_equal(v, x / 4 + np.conj(2 * x))
+        np.testing.assert_array_equal(new, x - (x / 4 + np.conj(2 * x)) / 2)
+        assert (np.shape(new), new.dtype) == (np.shape(x), np.asarray(x).dtype)
+    assert isinstance(moved[1], np.float64)  # numbers stay numbers
+    assert moved[10:] == LEAVES[10:]
+    assert compiled or max(Counted.sizes) == 16384
 
 
 def test_many_small_arrays_are_one_call():
-    calls = []
-
-    def formula(x, out):
-        calls.append(len(x))
-        np.negative(x, out=out)
-
-    in_blocks(formula, [[np.ones(k) for k in range(100)]], results=(0,))
-    assert calls == [99 * 50]
+    Counted.sizes.clear()
+    params = [np.ones(k) for k in range(100)]
+    Counted(0.5).update({"updates": 0}, params, params)
+    assert Counted.sizes == [99 * 50]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_updates_are_the_same_bits_as_those_of_whole_arrays(dtype):
+def test_updates_are_the_same_bits_as_those_of_whole_arrays(dtype, compiled):
     params = [RNG.normal(size=n).astype(dtype) for n in (5, 40_000, 8192, 300)]
     gradient = [RNG.normal(size=len(x)).astype(dtype) for x in params]
     adam, sgd = Adam(0.1, 0.8, 0.95, 1e-3), SGD(0.1, 0.9, nesterov=True)
-    state, new = adam.update(adam.setup(params), params, gradient)
-    state, new = adam.update(state, new, gradient)
-    _, moved = sgd.update(sgd.setup(params), params, gradient)
+    state, new = adam.update(adam.setup(params), params, gradient, compiled)
+    state, new = adam.update(state, new, gradient, compiled)
+    _, moved = sgd.update(sgd.setup(params), params, gradient, compiled)
     for k, (x, g) in enumerate(zip(params, gradient)):
         m = v = 0 * g
         y = x
@@ -105,3 +112,27 @@ def test_what_is_joined_is_split_again():
 def test_the_path_of_another_object_is_named():
     with pytest.raises(TypeError, match=r"fit: x\['w'\]\[1\] is object <object .*strings and None are expected"):
         refuse_objects({"w": [1.0, object()]}, "x", "fit")
+
+
+@register
+@dataclass(frozen=True)
+class Line:
+    slope: np.ndarray
+    offset: float = 2.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "offset", factor * self.offset)
+
+
+factor = 3.0
+
+
+def test_a_compiled_function_creates_objects_of_a_registered_class(monkeypatch):
+    doubled = jit(lambda x: Line(2 * x, anp.sum(x)), strict=True)
+    for value in (3.0, 5.0):
+        monkeypatch.setitem(globals(), "factor", value)  # which `__post_init__` reads
+        for _ in range(2):
+            made = doubled(np.ones(4))
+            assert type(made) is Line
+            np.testing.assert_array_equal(made.slope, 2 * np.ones(4))
+            assert made.offset == 4 * value

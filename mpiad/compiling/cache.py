@@ -212,7 +212,7 @@ def _checksum(content: bytes) -> bytes:
 _log = logging.getLogger("mpiad")
 
 # The source files that determine a kernel's machine code; any change of these files changes all keys.
-_COMPILER = ("translation.py", "block_builder.py", "arguments.py", "cache.py")
+_COMPILER = ("translation.py", "elementary.py", "block_builder.py", "arguments.py", "cache.py")
 
 _lock = threading.RLock()
 # The least recently used kernels are removed, since functions that change at each call would otherwise fill the memory.

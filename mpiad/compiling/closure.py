@@ -32,7 +32,7 @@ from types import (
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from autograd.tracer import Box
@@ -58,6 +58,7 @@ class FunctionReader:
     """A traversal of the objects that a function reads; subclasses record the objects."""
 
     constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections"})
+    containers: ClassVar[set[type]] = set()  # classes of which a function may create objects, besides named tuples
 
     def __init__(self) -> None:
         self.reading = ""  # the expression in the user's code that is being read
@@ -193,12 +194,12 @@ class FunctionReader:
         self.constant(value)
         if self.is_constant(value) or issubclass(value, BaseException):
             return
-        if not issubclass(value, tuple) or not hasattr(value, "_fields"):
+        if value not in self.containers and not (issubclass(value, tuple) and hasattr(value, "_fields")):
             raise Unknown(f"class {value.__name__}")
         for base in value.__mro__:
-            for member in vars(base).values():
+            for name, member in vars(base).items():
                 member = getattr(member, "fget", getattr(member, "__func__", member))
-                if isinstance(member, FunctionType) and member.__module__ == base.__module__:
+                if isinstance(member, FunctionType) and member.__module__ == base.__module__ and name != "__repr__":
                     self.read(member)
 
     def _builtin(self, value: BuiltinFunctionType) -> None:

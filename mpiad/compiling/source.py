@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.program import OPERATIONS, Builder, Program, copy_program
-from mpiad.compiling.rerolling import SHORT, Stored, rerolled
+from mpiad.compiling.rerolling import Stored, rerolled
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Lowering: the replacement of operations without a machine instruction by other operations.
@@ -173,33 +173,10 @@ def function_source(
     stored, single, simpler = stored or {}, np.dtype(dtype) == np.float32, lowered(program)
     loops = rerolled(simpler, leaf_texts(simpler, names, single), outputs, stored, single)
     added = (one.statement.format(one.place, outputs[i]) for i, one in stored.items())
-    text, body = [], loops or [*lines(program, names, outputs, dtype), *added]
-    if program.cost > SHORT and not single and any("math.tanh(" in line for line in body):
-        text, body = [_TANH], [line.replace("math.tanh(", "vector_tanh(") for line in body]
+    body = loops or [*lines(program, names, outputs, dtype), *added]
     results = [x for i, x in enumerate(outputs) if i not in stored]
-    return "\n\n".join([*text, (_function if loops else _in_pieces)(name, arguments, body, results)])
+    return (_function if loops else _in_pieces)(name, arguments, body, results)
 
-
-# In long functions the hyperbolic tangent, e / (e + 2) with e = exp(2|x|) - 1, is computed by vector instructions: with
-# 2|x| = n log 2 + r, e = 2^n s + (2^n - 1), where s is the power series of exp(r) - 1. The error is a few units in the last
-# place. The C library's function would take most of the time of a neural network.
-_LOG_2 = 0.693147180369123816490  # the first 32 bits of log 2; the remainder follows
-_TANH = f"""
-def vector_tanh(x):
-    y = 2.0 * abs(x)
-    y = where(y > 44.0, 44.0, y)
-    w = {1 / math.log(2)!r} * y + 6755399441055744.0
-    n = w - 6755399441055744.0
-    r = fma(n, -1.90821492927058770002e-10, fma(n, {-_LOG_2!r}, y))
-    s = {1 / math.factorial(14)!r}
-""".lstrip()
-for _k in range(13, 1, -1):
-    _TANH += f"    s = fma(s, r, {1 / math.factorial(_k)!r})\n"
-_TANH += """    s = fma(s, r * r, r)
-    scale = number_of((bits_of(w) << 52) + bits_of(1.0))
-    e = fma(scale, s, scale - 1.0)
-    return math.copysign(e / (e + 2.0), x)
-"""
 
 # LLVM's time grows faster than linearly with the length of straight-line code, so longer functions are divided. Values pass
 # from piece to piece through memory, as values that don't fit into registers do in any case.

@@ -1,11 +1,11 @@
 """Translation of kernels from the kernel language, a small typed subset of Python, to LLVM's intermediate representation.
 
 A kernel is a function of numbers and contiguous arrays. It consists of assignments, loops over ranges, `while`, `if`,
-indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions
-of numbers and arrays in the same text, which are inlined if they are short. It allocates no memory and raises no
-exceptions. Indices aren't checked, and negative indices don't count from the end. A range counts down if its step is a
-negative constant, otherwise it counts up. Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows
-reassociation or contraction.
+indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function` and of
+`elementary`, and functions of numbers and arrays in the same text, which are inlined if they are short. It allocates no
+memory and raises no exceptions. Indices aren't checked, and negative indices don't count from the end. A range counts down
+if its step is a negative constant, otherwise it counts up. Arithmetic follows IEEE 754 in the order of the text, unless
+`fast` allows reassociation or contraction.
 
 The type ("kind") of a variable is the widest type of the values assigned to it. If an assignment widens a variable that
 was used before, the function is translated again.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import NoReturn
 
 from mpiad.compiling.arguments import Argument
@@ -45,13 +45,14 @@ from mpiad.compiling.block_builder import (
     literal_value,
     type_of,
 )
+from mpiad.compiling.elementary import definitions
 
 # The functions that a kernel may call: some of Python's, of `math` and of NumPy, and some machine instructions.
 
 # Elementary functions of `math` and NumPy with the same name in C. LLVM turns its intrinsic functions into instructions or
 # into calls of the C library.
-_INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
-_LIBRARY = frozenset("expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split())
+_INTRINSIC = frozenset("sqrt log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
+_LIBRARY = frozenset("expm1 log1p cbrt tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc hypot".split())
 _CONVERSIONS = {
     "np.float64": DOUBLE, "float": DOUBLE, "np.float32": SINGLE, "np.int64": INTEGER, "np.int32": INTEGER, "int": INTEGER,
     "bool": BOOLEAN,
@@ -125,14 +126,25 @@ def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
     return build.call(f"llvm.fma.{'f32' if kind == SINGLE else 'f64'}", kind, *operands, fast=False)
 
 
+def _bits(build: BlockBuilder, x: Value) -> Value:
+    kind = "i32" if x.kind == SINGLE else INTEGER
+    x = build.value(kind, f"bitcast {x.type} {x.text} to {type_of(kind, x.width)}", x.width)
+    return x if kind == INTEGER else build.value(INTEGER, f"zext {x.type} {x.text} to {type_of(INTEGER, x.width)}", x.width)
+
+
+def _float_of_bits(kind: str, build: BlockBuilder, i: Value) -> Value:
+    if kind == SINGLE:
+        i = build.value("i32", f"trunc {i.type} {i.text} to {type_of('i32', i.width)}", i.width)
+    return build.value(kind, f"bitcast {i.type} {i.text} to {type_of(kind, i.width)}", i.width)
+
+
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "fma": _fma,
     "np.fmod": lambda build, *given: build.floating("frem", *(build.converted(x, _float_kind(given)) for x in given)),
     # Both values are computed, so loops can be vectorized.
     "where": lambda build, condition, *given: build.selected(condition, *_promoted(build, *given)),
-    # Conversions between a double and the integer with the same bits.
-    "bits_of": lambda build, x: build.value(INTEGER, f"bitcast {x.type} {x.text} to {type_of(INTEGER, x.width)}", x.width),
-    "number_of": lambda build, i: build.value(DOUBLE, f"bitcast {i.type} {i.text} to {type_of(DOUBLE, i.width)}", i.width),
+    # Conversions between a float and the integer with the same bits.
+    "bits_of": _bits, "number_of": partial(_float_of_bits, DOUBLE), "single_of": partial(_float_of_bits, SINGLE),
     # Atomically adds n to the first entry of a row, and returns the previous value.
     "claimed": lambda build, row, n: build.value(INTEGER, f"atomicrmw add ptr {row.data}, i64 {n.text} monotonic"),
 }  # fmt: skip
@@ -440,8 +452,13 @@ class _Function:
         results = self._inlined(node)
         if results is not None:
             return results[0] if len(results) == 1 else refuse(node)
+        given: list[Value] = [self._any(a) for a in node.args]  # type: ignore[misc]
+        if name in ("math.exp", "math.tanh"):
+            kind = _float_kind(given)
+            self._module.defined.update(definitions(kind))
+            return self._results(f"{name.removeprefix('math.')}_{kind}", [self._build.converted(given[0], kind)])[0]
         try:
-            return called_function(self._build, name, [self._any(a) for a in node.args])  # type: ignore[misc]
+            return called_function(self._build, name, given)
         except KeyError:
             refuse(node)
 
@@ -572,9 +589,12 @@ class _Function:
         """Return the results of a call of a function in the same text, None for other calls."""
         if not _calls(node, self._module.defined):
             return None
-        given, build, name = [self._any(a) for a in node.args], self._build, node.func.id  # type: ignore[attr-defined]
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
-        symbol, results = self._module.call(name, given, next(lanes, None))
+        return self._results(node.func.id, [self._any(a) for a in node.args], next(lanes, None))  # type: ignore[attr-defined]
+
+    def _results(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None = None) -> list[Value]:
+        """Return the results of a function of the text."""
+        build, (symbol, results) = self._build, self._module.call(name, given, lane)
         passed = [_parameter(x).replace("noalias ", "") for x in given]
         if not self._module.is_long(name):
             made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -12,11 +13,144 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.parallel.parameters import map_trained, matching_leaves, require_state
-from mpiad.pytrees import flatten, in_blocks, refuse_objects
+from mpiad.programs.function import Jitted
+from mpiad.pytrees import flatten, is_variable, join, places_by_kind, refuse_objects, split
+
+_MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated
+_BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 
 
 @dataclass(frozen=True)
-class SGD:
+class Rule:
+    """An optimizer whose update is an elementwise formula of parameters, gradients and moments, all real."""
+
+    learning_rate: float | Callable[[int], float]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of pytrees in the state, which begin with zeros."""
+        raise NotImplementedError
+
+    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+        """Return new parameters and moments, written to `out`; `others`: the moments, and the numbers of `factors`."""
+        raise NotImplementedError
+
+    def factors(self, rate: float, updates: int) -> list[float]:
+        """Return the numbers in the formula that depend on the learning rate and the number of previous updates."""
+        return [rate]
+
+    def __post_init__(self) -> None:
+        name, rate = type(self).__name__, self.learning_rate
+        decay: float = getattr(self, "weight_decay", 0.0)
+        if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
+            allowed = "above zero, or a function of the number of updates"
+            raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
+        if not (isinstance(decay, Real) and 0 <= decay < math.inf):
+            raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
+
+    def setup(self, params: Tree) -> dict[str, Any]:
+        """Return the state before the first update.
+
+        Parameters
+        ----------
+        params : pytree of arrays
+
+        Returns
+        -------
+        dict
+            `updates`, the number of updates, and running means in the structure of the parameters: `first` and `second` of
+            `Adam`, the `velocity` of `SGD` with momentum.
+        """
+        refuse_objects(params, "params", f"{type(self).__name__}.setup")
+        return {"updates": 0, **{name: map_trained(np.zeros_like, params) for name in self.moments}}
+
+    def check(self, state: dict[str, Any], params: Tree) -> list[list[Any]]:
+        """Return the leaves of the moments; raise a TypeError or ValueError if a state doesn't match the parameters."""
+        leaves, call = flatten(params)[0], type(self).__name__
+        require_state(state, ("updates", *self.moments), call)
+        return [matching_leaves(state[name], params, leaves, call, f"state[{name!r}]") for name in self.moments]
+
+    def update(
+        self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
+    ) -> tuple[dict[str, Any], Tree]:
+        """Return the state and the parameters after one update; the arguments are unchanged.
+
+        Parameters
+        ----------
+        state : dict
+            The result of `setup` or of the last update.
+        params, gradient : pytree of arrays
+            Leaves that aren't floats remain unchanged. The gradient is that of `value_and_grad`: with respect to a complex
+            parameter a + ib it is ∂/∂a - i ∂/∂b, whose conjugate is the direction of steepest ascent. A complex parameter
+            is updated like the two real ones a and b.
+        compiled : bool
+            Whether the update is a compiled program; the results have the same bits.
+
+        Returns
+        -------
+        (dict, pytree of arrays)
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the gradient or the state doesn't match the parameters, or the state is another optimizer's.
+        """
+        leaves, build = flatten(params)
+        moments = self.check(state, params)
+        gradients = matching_leaves(gradient, params, leaves, type(self).__name__)
+        updates = state["updates"]
+        columns, factors = [leaves, gradients, *moments], self.factors(rate_at(self, updates), updates)
+        new, *others = map(build, _updated(self, columns, factors, compiled))
+        return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
+
+
+def _updated(rule: Rule, columns: list[list[Array]], factors: list[float], compiled: bool) -> list[list[Array]]:
+    """Apply a formula to the leaves of pytrees, in few calls; return the new parameters and moments."""
+    # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries.
+    out, short = [list(columns[0]), *map(list, columns[2:])], list[int]()
+    for index, leaf in enumerate(columns[0]):
+        plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
+        if plain and leaf.size >= _MIN_LONG_SIZE:
+            inputs = [np.ravel(column[index]) for column in columns]
+            for new, flat in zip(out, _applied(rule, inputs, factors, compiled)):
+                new[index] = flat.reshape(leaf.shape)
+        elif plain or is_variable(leaf):
+            short.append(index)
+    for indices in places_by_kind(columns[0], short):
+        inputs = [join([column[k] for k in indices]) for column in columns]
+        shapes = [np.shape(columns[0][k]) for k in indices]
+        for new, flat in zip(out, _applied(rule, inputs, factors, compiled)):
+            for index, part in zip(indices, split(flat, shapes)):
+                new[index] = part
+    return out
+
+
+def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bool) -> list[Array]:
+    dtype, on_host = inputs[0].dtype, type(inputs[0]) is np.ndarray
+    if dtype.kind == "c":
+        inputs[1] = inputs[1].conj()
+        inputs = [x.view(x.real.dtype) for x in inputs]
+    if compiled and on_host:
+        return [x.view(dtype) for x in _program(replace(rule, learning_rate=1.0))(*inputs, *factors)]
+    # Long arrays are processed in blocks whose temporaries fit into the cache, except on devices.
+    outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1]
+    size = len(inputs[0])
+    step = _BLOCK_SIZE if on_host else max(size, 1)
+    for block in [slice(start, start + step) for start in range(0, size, step)]:
+        rule.formula(*[x[block] for x in inputs], *factors, out=[x[block] for x in outputs])
+    return [x.view(dtype) for x in outputs]
+
+
+@lru_cache(64)
+def _program(rule: Rule) -> Jitted:
+    # All replicas must have the same bits, whether they run this program or interpret the formula.
+    made = Jitted(lambda *args: rule.formula(*args, out=[None] * (1 + len(rule.moments))), exact=True)
+    made._cache.warned = True
+    return made
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
     """Gradient descent with momentum: v ← μ v + g + λ x, x ← x - η v.
 
     Parameters
@@ -46,54 +180,26 @@ class SGD:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rates(self, self.learning_rate, self.weight_decay)
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError(f"SGD: nesterov=True needs a momentum above zero, but got {self.momentum!r}.")
 
-    def setup(self, params: Tree) -> dict[str, Any]:
-        """Return the initial state: `updates`, the number of updates, and with momentum the `velocity`."""
-        refuse_objects(params, "params", "SGD.setup")
-        return {"updates": 0, **({"velocity": map_trained(np.zeros_like, params)} if self.momentum else {})}
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The velocity, if there is momentum."""
+        return ("velocity",) if self.momentum else ()
 
-    def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
-        """Return the state and the parameters after one update, with the arguments and exceptions of `Adam.update`."""
-        leaves, build = flatten(params)
-        require_state(state, ("updates", "velocity") if self.momentum else ("updates",), "SGD")
-        gradients = matching_leaves(gradient, params, leaves, "SGD")
-        rate = rate_at(self, state["updates"])
-        new: dict[str, Any] = {"updates": state["updates"] + 1}
-        if not self.momentum:
-
-            def plain_formula(x: Array, g: Array, new_x: Array) -> None:
-                np.subtract(x, rate * self._decayed(x, g), out=new_x)
-
-            return new, build(in_blocks(plain_formula, [leaves, gradients], [0])[0])
-
-        velocities = matching_leaves(state["velocity"], params, leaves, "SGD", "state['velocity']")
-
-        def formula(x: Array, g: Array, v: Array, new_x: Array, velocity: Array) -> None:
-            g = self._decayed(x, g)
-            np.add(self.momentum * v, g, out=velocity)
-            step = g + self.momentum * velocity if self.nesterov else velocity
-            np.subtract(x, rate * step, out=new_x)
-
-        new_leaves, velocity = in_blocks(formula, [leaves, gradients, velocities], results=(0, 2))
-        return {**new, "velocity": build(velocity)}, build(new_leaves)
-
-    def _decayed(self, x: Array, g: Array) -> Array:
-        """Return the direction of steepest ascent of the loss with its penalty."""
-        return g.conj() + self.weight_decay * x if self.weight_decay else g.conj()
-
-
-def _check_rates(optimizer: Any, rate: float | Callable[[int], float], decay: float) -> None:
-    name = type(optimizer).__name__
-    if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
-        allowed = "above zero, or a function of the number of updates"
-        raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
-    if not (isinstance(decay, Real) and 0 <= decay < math.inf):
-        raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
+    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+        """Return new parameters and velocities."""
+        *velocity, rate = others
+        g = g + self.weight_decay * x if self.weight_decay else g
+        if not velocity:
+            return (np.subtract(x, rate * g, out=out[0]),)
+        v = np.add(self.momentum * velocity[0], g, out=out[1])
+        step = g + self.momentum * v if self.nesterov else v
+        return np.subtract(x, rate * step, out=out[0]), v
 
 
 def rate_at(optimizer: Any, updates: int) -> float:
@@ -109,7 +215,7 @@ def rate_at(optimizer: Any, updates: int) -> float:
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Rule):
     """Adaptive moment estimation (Kingma and Ba, 2015, Algorithm 1).
 
     Parameters
@@ -120,10 +226,6 @@ class Adam:
         Decay rates of the running means of gradients and of their squares.
     epsilon : float
         Added to the square root of the mean of squares.
-
-    Notes
-    -----
-    The square of a complex derivative is |g|², as in optax; PyTorch squares real and imaginary parts separately.
 
     Examples
     --------
@@ -141,76 +243,28 @@ class Adam:
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        _check_rates(self, self.learning_rate, getattr(self, "weight_decay", 0.0))
+        super().__post_init__()
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= value < 1:
                 raise ValueError(f"{type(self).__name__}: {name} must lie in [0, 1), but got {value!r}.")
 
-    def setup(self, params: Tree) -> dict[str, Any]:
-        """Return the state before the first update.
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The means of gradients and of their squares."""
+        return "first", "second"
 
-        Parameters
-        ----------
-        params : pytree of arrays
+    def factors(self, rate: float, updates: int) -> list[float]:
+        """Return factors that correct the bias of the means, which start at zero (the paper's m̂ and v̂)."""
+        # The correction of the first mean is applied to the learning rate, which saves a pass over the array.
+        return [rate / (1 - self.beta1 ** (updates + 1)), 1 - self.beta2 ** (updates + 1)]
 
-        Returns
-        -------
-        dict
-            `updates`, the number of updates, and the means `first` and `second` in the structure of the parameters.
-        """
-        refuse_objects(params, "params", f"{type(self).__name__}.setup")
-        # |g|² is real, also for complex parameters.
-        second = map_trained(lambda x: np.zeros_like(np.real(x)), params)
-        return {"updates": 0, "first": map_trained(np.zeros_like, params), "second": second}
-
-    def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
-        """Return the state and the parameters after one update; the arguments are unchanged.
-
-        Parameters
-        ----------
-        state : dict
-            The result of `setup` or of the last update.
-        params, gradient : pytree of arrays
-            Leaves that aren't floats remain unchanged. The gradient is that of `value_and_grad`: with respect to a complex
-            parameter a + ib it is ∂/∂a - i ∂/∂b, whose conjugate is the direction of steepest ascent.
-
-        Returns
-        -------
-        (dict, pytree of arrays)
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the gradient or the state doesn't match the parameters, or the state is another optimizer's.
-        """
-        leaves, build = flatten(params)
-        call = type(self).__name__
-        require_state(state, ("updates", "first", "second"), call)
-        gradients = matching_leaves(gradient, params, leaves, call)
-        moments = [
-            matching_leaves(state[name], params, leaves, call, f"state[{name!r}]", real=name == "second")
-            for name in ("first", "second")
-        ]
-        number = state["updates"] + 1
-        rate = rate_at(self, number - 1)
-        # The bias of the means, which start at zero, is corrected (the paper's m̂ and v̂). The correction of the
-        # first mean is applied to the learning rate, which saves a pass over the array.
-        scale = rate / (1 - self.beta1**number)
-        correction = 1 - self.beta2**number
-
-        def formula(x: Array, g: Array, m: Array, v: Array, new_x: Array, first: Array, second: Array) -> None:
-            g = g.conj()  # no copy if g is real
-            np.add(self.beta1 * m, (1 - self.beta1) * g, out=first)
-            squares = np.square(g) if g.dtype.kind == "f" else np.abs(g) ** 2
-            np.add(self.beta2 * v, (1 - self.beta2) * squares, out=second)
-            step = scale * first / (np.sqrt(second / correction) + self.epsilon)
-            np.subtract(self._decayed(x, rate), step, out=new_x)
-
-        new, first, second = in_blocks(formula, [leaves, gradients, *moments], results=(0, 2, 3))
-        return {"updates": number, "first": build(first), "second": build(second)}, build(new)
-
-    def _decayed(self, x: Array, rate: float) -> Array:
-        return x  # overridden by AdamW
+    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+        """Return new parameters and means."""
+        m, v, scale, correction, *kept = others
+        first = np.add(self.beta1 * m, (1 - self.beta1) * g, out=out[1])
+        second = np.add(self.beta2 * v, (1 - self.beta2) * np.square(g), out=out[2])
+        step = scale * first / (np.sqrt(second / correction) + self.epsilon)
+        return np.subtract(x * kept[0] if kept else x, step, out=out[0]), first, second
 
 
 @dataclass(frozen=True)
@@ -235,5 +289,6 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    def _decayed(self, x: Array, rate: float) -> Array:
-        return x * (1 - rate * self.weight_decay)
+    def factors(self, rate: float, updates: int) -> list[float]:
+        """Return the factors of `Adam`, and that of the decay."""
+        return [*super().factors(rate, updates), 1 - rate * self.weight_decay]

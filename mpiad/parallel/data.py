@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
+from mpiad.parallel.parameters import refuse_traced
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten, is_variable, named_leaves
@@ -206,17 +207,14 @@ def _length(data: Tree, arrays: Sequence[Any] | None) -> int:
     return lengths[0]
 
 
-def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
-    """Return the number of this rank's samples."""
+def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any], call: str) -> int:
+    """Return the number of this rank's samples; raise a TypeError if they are traced."""
+    leaves = flatten([part for part in batch if not isinstance(part, Items)])[0]
+    refuse_traced(leaves, call)
     if samples is not None:
         return int(samples(params, *batch))
-    for part in batch:
-        if isinstance(part, Items):
-            return len(part)
-    for leaf in flatten(list(batch))[0]:
-        if np.ndim(leaf):
-            return np.shape(leaf)[0]
-    return 1
+    lengths = [len(part) for part in batch if isinstance(part, Items)]
+    return [*lengths, *(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), 1][0]
 
 
 def described_batch(batch: Sequence[Any], count: int) -> str:

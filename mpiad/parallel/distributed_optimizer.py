@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
-from mpiad.parallel.adam import SGD, Adam
+from mpiad.parallel.adam import Rule
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
 from mpiad.parallel.parameter_groups import ParameterGroups
@@ -31,7 +31,7 @@ from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
-from mpiad.transport.core.agreement import agreed
+from mpiad.transport.core.agreement import agreed, raising_together
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import opaque_step, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
@@ -120,7 +120,7 @@ def _evaluation(
         used = channel(comm, "parallel.value_and_grad")
         with _raising_in_totals(used, call):
             variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
-            count = count_samples(samples, params, batch)
+            count = count_samples(samples, params, batch, call)
         leaves, places, build = variables.leaves, variables.places, variables.build
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
@@ -195,7 +195,7 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
         used = channel(comm, call)
         with _raising_in_totals(used, call):
             variables = variables_of(params, call, required=False)
-            count = count_samples(samples, params, batch)
+            count = count_samples(samples, params, batch, call)
         with restoring_state(), suspended():
             total = totals(used, Plan([], 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
         return total.loss / total.batch
@@ -342,8 +342,18 @@ class DistributedOptimizer:
             `optimizer`, the inner optimizer's state; if `accumulate` exceeds 1, also this rank's accumulated gradient
             (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`); with `skip_nonfinite` the
             number of skipped batches and updates (`skipped`).
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if the inner optimizer's `setup` raises it on a rank, for example for a group without leaves.
+
+        Ranks
+        -----
+        All ranks of `comm` call it.
         """
-        return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
+        with raising_together(channel(self.comm, "DistributedOptimizer.setup")):
+            return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
@@ -370,10 +380,9 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if a rank's gradient or accumulated gradient doesn't match the parameters; if no rank has a
-            sample; if the ranks' parameters differ in number, shape or dtype; if no rank has a leaf that is `own`. On this
-            rank only, if its gradient doesn't match and no update is due yet; if its state is that of another optimizer or
-            of other parameters.
+            On all ranks, if a rank's gradient or state doesn't match the parameters, or the state is another optimizer's;
+            if no rank has a sample; if the ranks' parameters differ in number, shape or dtype; if no rank has an own leaf.
+            On this rank only, if its gradient or state doesn't match and no update is due yet.
         ReplicationError
             On all ranks, if shared parameters differ between ranks and are compared in this call.
 
@@ -382,24 +391,19 @@ class DistributedOptimizer:
         All ranks of `comm` call it.
         """
         call = "DistributedOptimizer.update"
-        variables = self._variables(params, call)
-        specs = [spec_like(variables.leaves[k]) for k in variables.places]
-        require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
-        problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
-        last = state.get("steps", 0) + 1 >= self.accumulate
-        try:
-            accumulated = _accumulated(state, specs, call)
+        used, count = channel(self.comm, call), 1 if samples is None else samples
+        # Before the last accumulated step, other ranks don't wait.
+        last = self.accumulate == 1 or (isinstance(state, dict) and state.get("steps", 0) + 1 >= self.accumulate)
+        with _raising_in_totals(used, call) if last else nullcontext():
+            variables, specs, accumulated = self._checked(state, params, call)
+            parts = [spec.zeros() for spec in specs]
             if samples != 0:
                 found = matching_leaves(gradient, params, variables.leaves, call)
-                leaves = [found[k] for k in variables.places]
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
-                parts = [g if count == 1 else g * s.dtype.type(count) for g, s in zip(leaves, specs)]
-        except (TypeError, ValueError) as error:
-            if not last:
-                raise  # other ranks don't wait before the last accumulated step
-            problem = PendingError(type(error), str(error))
-        if parts is None:
-            parts = [spec.zeros() for spec in specs]
+                parts = [
+                    found[k] if count == 1 else found[k] * spec.dtype.type(count)
+                    for k, spec in zip(variables.places, specs)
+                ]
         if self.accumulate > 1:
             # Copies, because the caller may write the next gradient into the same arrays.
             parts = list(map(_copied, parts)) if accumulated is None else list(map(np.add, accumulated, parts))
@@ -407,9 +411,8 @@ class DistributedOptimizer:
                 return self._accumulate(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
-            used = channel(self.comm, call)
             sum_up, plan = self._reduction(used, state, params, variables, specs, call)
-            total = sum_up(count, problem=problem)
+            total = sum_up(count)
             with Sums(used, plan) as sums:
                 sums.add_all([parts[k] for k in variables.shared])
                 return self._apply(used, state, params, variables, parts, *self._wait(sums, total))
@@ -430,7 +433,8 @@ class DistributedOptimizer:
         params : pytree of arrays
         loss : callable
             ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`. If it is a result of `jit`,
-            loss, reverse pass and sums are one compiled program, unless gradients are accumulated or leaves are `own`.
+            loss, reverse pass and sums are one compiled program, unless gradients are accumulated or leaves are `own`, and
+            an update of `Adam`, `AdamW` or `SGD` is another one.
         *batch : object
         samples : callable, optional
             As in `value_and_grad`.
@@ -465,10 +469,8 @@ class DistributedOptimizer:
             root_leaves = synchronize(shared, comm=self.comm)
             params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
         with _raising_in_totals(used, call):
-            variables = self._variables(params, call)
-            specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
-            require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
-            accumulated = _accumulated(state, specs, call) or [None] * len(specs)
+            variables, specs, accumulated = self._checked(state, params, call)
+            count, accumulated = count_samples(samples, params, batch, call), accumulated or [None] * len(specs)
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
         parts: list[Any] = [None] * len(specs)
@@ -478,7 +480,7 @@ class DistributedOptimizer:
             if not math.isfinite(mean) and self.skip_nonfinite:
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             leaves = flatten(gradient)[0]
-            return *self._apply(used, state, params, variables, parts, [leaves[k] for k in variables.places], 1), mean
+            return *self._apply(used, state, params, variables, parts, [leaves[k] for k in variables.places], 1, True), mean
         position = {k: index for index, k in enumerate(variables.shared)}
         with restoring_state(), suspended(), Sums(used, plan) as sums:
 
@@ -502,7 +504,23 @@ class DistributedOptimizer:
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             if not last:
                 return self._accumulate(state, parts, count), params, mean
-            return *self._apply(used, state, params, variables, parts, *self._wait(sums, total)), mean
+            return *self._apply(
+                used, state, params, variables, parts, *self._wait(sums, total), isinstance(loss, Jitted)
+            ), mean
+
+    def _checked(self, state: dict[str, Any], params: Tree, call: str) -> tuple[Variables, list[Spec], list[Array] | None]:
+        """Return the trained parameters with their specs, and the accumulated gradients; raise if the state is wrong."""
+        variables = self._variables(params, call)
+        specs = [spec_like(variables.leaves[k]) for k in variables.places]
+        require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
+        if isinstance(self.optimizer, (Rule, ParameterGroups)):
+            self.optimizer.check(state["optimizer"], params)
+        gradients = state.get("gradient")
+        if gradients is not None and [spec_like(g) for g in gradients] != specs:
+            got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
+            text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
+            raise ValueError(f"{call}: the accumulated gradients {text}")
+        return variables, specs, gradients
 
     def _variables(self, params: Tree, call: str) -> Variables:
         """Return the trained parameters, without frozen ones, and which of them all ranks share."""
@@ -527,7 +545,7 @@ class DistributedOptimizer:
         compared: dict[str, Tree] = {"params": params}
         if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
-            if isinstance(self.optimizer, (Adam, SGD)):
+            if isinstance(self.optimizer, Rule):
                 updates = settings["updates"] = state["optimizer"].get("updates", 0)
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
             compared["optimizer"], due = settings, True
@@ -554,7 +572,7 @@ class DistributedOptimizer:
 
     def _apply(
         self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, parts: list[Any],
-        found: list[Array], divisor: float,
+        found: list[Array], divisor: float, compiled: bool = False,
     ) -> tuple[dict[str, Any], Tree]:  # fmt: skip
         self._checks = _Checks(None, None)  # which may keep parameters and batch in memory
         new, factor, shared = {**state, **self._empty_accumulation}, 1.0, dict(zip(variables.shared, found))
@@ -570,19 +588,9 @@ class DistributedOptimizer:
         for k in every if factor < 1.0 else ():
             every[k] *= factor
         gradient = variables.filled([every[k][()] for k in range(len(every))], lambda leaf: None)
-        inner, params = self.optimizer.update(state["optimizer"], params, gradient)
+        options = {"compiled": True} if compiled and isinstance(self.optimizer, (Rule, ParameterGroups)) else {}
+        inner, params = self.optimizer.update(state["optimizer"], params, gradient, **options)
         return {**new, "optimizer": inner}, params
-
-
-def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
-    """Return the accumulated gradients; raise a ValueError if their shapes or dtypes don't match `specs`."""
-    gradients = state.get("gradient")
-    if gradients is not None and [spec_like(g) for g in gradients] != specs:
-        got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
-        raise ValueError(
-            f"{call}: the accumulated gradients must match the parameters, {expected:.200}, but the state has {got:.200}."
-        )
-    return gradients
 
 
 def _copied(part: Array) -> Array:

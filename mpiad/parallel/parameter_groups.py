@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpiad._typing import Tree
+from mpiad.parallel.adam import Rule
 from mpiad.parallel.parameters import require_optimizer, require_state
 from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects, same_form
 
@@ -66,7 +67,18 @@ class ParameterGroups:
         refuse_objects(params, "params", f"{_CALL}.setup")
         return {name: self.groups[name].setup(part) for name, part in self._parts(params).items()}
 
-    def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
+    def check(self, state: dict[str, Any], params: Tree) -> dict[str, dict[str, Any]]:
+        """Return each group's leaves by path; raise a TypeError or ValueError if a state doesn't match the parameters."""
+        parts = self._parts(params)
+        require_state(state, parts, _CALL)
+        for name, part in parts.items():
+            if isinstance(self.groups[name], Rule):
+                self.groups[name].check(state[name], part)
+        return parts
+
+    def update(
+        self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
+    ) -> tuple[dict[str, Any], Tree]:
         """Return the state and the parameters after one update of each group.
 
         Parameters
@@ -75,6 +87,8 @@ class ParameterGroups:
             The result of `setup` or of the last update.
         params, gradient : pytree of arrays
             As in `Adam.update`; gradients with respect to frozen leaves are ignored.
+        compiled : bool
+            Whether updates of `Adam`, `AdamW` and `SGD` are compiled programs.
 
         Returns
         -------
@@ -85,8 +99,7 @@ class ParameterGroups:
         TypeError, ValueError
             As in `setup` and `Adam.update`.
         """
-        parts = self._parts(params)
-        require_state(state, parts, _CALL)
+        parts = self.check(state, params)
         if not same_form(gradient, params):
             raise TypeError(f"{_CALL}: the gradient must have the structure of the parameters.")
         paths = leaf_paths(params, "params")
@@ -94,7 +107,8 @@ class ParameterGroups:
         new, updated = {}, {}
         for name, part in parts.items():
             found = {path: gradients[path] for path in part}
-            new[name], changed = self.groups[name].update(state[name], part, found)
+            options = {"compiled": True} if compiled and isinstance(self.groups[name], Rule) else {}
+            new[name], changed = self.groups[name].update(state[name], part, found, **options)
             updated |= changed
         leaves, build = flatten(params)
         return new, build([updated.get(path, leaf) for path, leaf in zip(paths, leaves)])

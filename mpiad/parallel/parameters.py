@@ -22,17 +22,22 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """Return a pytree's leaves, trained ones as variables; raise a TypeError if unsupported, or `required` and none is."""
     leaves, build = flatten(tree)
     places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-    if any(map(isbox, leaves)):
-        raise TypeError(
-            f"{call}: got traced values, but a training step isn't differentiable. Call it outside of the differentiated "
-            "function, or pass mpiad.stop_gradient(x)."
-        )
+    refuse_traced(leaves, call)
     if len(places) < len(leaves):
         refuse_objects(tree, "params" if required else "tree", call)
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: expected floats or arrays of floats to train, but got {kinds}.")
     return Variables(leaves, places, build, range(len(places)))
+
+
+def refuse_traced(leaves: Iterable[Any], call: str) -> None:
+    """Raise a TypeError if a leaf is traced."""
+    if any(map(isbox, leaves)):
+        raise TypeError(
+            f"{call}: got traced values, but a training step isn't differentiable. Call it outside of the differentiated "
+            "function, or pass mpiad.stop_gradient(x)."
+        )
 
 
 def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:
@@ -46,28 +51,23 @@ def described(spec: Spec) -> str:
 
 
 def matching_leaves(
-    tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
+    tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params"
 ) -> list[Any]:
-    """Return the leaves of a tree; raise unless they match the parameters (leaves: `expected`), or their real parts."""
+    """Return a tree's leaves; raise a TypeError or ValueError unless they match `expected`, those of the parameters."""
     found = flatten(tree)[0]
-    if same_form(tree, params) and all(map(_matches, found, map(_real, expected) if real else expected)):
+    if same_form(tree, params) and all(map(_matches, found, expected)):
         return found
     named, paths = named_leaves(tree, name), named_leaves(params, of)
     prefix = f"{call}: the {name} must have the structure of the parameters, "
     if len(named) != len(paths):
         raise TypeError(f"{prefix}which have {len(paths)} leaves, but has {len(named)}.")
     for (path, g), (param_path, leaf) in zip(named, paths):
-        leaf = _real(leaf) if real else leaf
         if path[len(name) :] != param_path[len(of) :]:
             raise TypeError(f"{prefix}but has {path} instead of {param_path}.")
         if not _matches(g, leaf):
             got = described(spec_like(g)) if is_variable(g) else f"{type(g).__name__} {g!r:.60}"
             raise ValueError(f"{call}: {path} must have the {described(spec_like(leaf))} of {param_path}, but has {got}.")
     return found
-
-
-def _real(leaf: Array) -> Array:
-    return np.real(leaf) if np.iscomplexobj(leaf) else leaf
 
 
 def _matches(g: Array, leaf: Array) -> bool:

@@ -156,6 +156,7 @@ def _result(entry: Entry, made: Any) -> str:
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
 _MOST_FAST_CALLS = 4
+_MOST_DERIVED = 16  # for example for the optimizers of a sweep; the least recently used ones are removed
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
@@ -214,8 +215,9 @@ class Jitted:
     True Jitted
     """
 
-    def __init__(self, fun: Function, strict: bool = False):
-        self.fun, self.strict = fun, strict
+    def __init__(self, fun: Function, strict: bool = False, exact: bool = False):
+        # `exact`: whether results have the same bits as those of the interpreted function, if it is elementwise arithmetic.
+        self.fun, self.strict, self._exact = fun, strict, exact
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
         self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
@@ -257,12 +259,15 @@ class Jitted:
                 return self.fun(*args, **kwargs)
             if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
                 return called_on_tape(cache, given, self.derived)
-            entry, watch = cache.entry_or_watch(given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch))
+            entry, watch = cache.entry_or_watch(
+                given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch, self._exact)
+            )
             if entry is not None:
                 return self._replayed(entry, given)
             if watch is None:
                 return cache.interpreted(given.key, given)
             recorder = Recorder()
+            recorder.exact = self._exact
             try:
                 parts, build = traced_parts(self.fun, given, recorder)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
@@ -307,10 +312,14 @@ class Jitted:
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
         """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""
-        if key not in self._derived:
-            made = self._derived[key] = Jitted(make(), self.strict and not optional)
+        made = self._derived.pop(key, None)
+        if made is None:
+            made = Jitted(make(), self.strict and not optional)
             made._cache.warned = optional
-        return self._derived[key]
+        self._derived[key] = made
+        if len(self._derived) > _MOST_DERIVED:
+            del self._derived[next(iter(self._derived))]
+        return made
 
     def _replayed(self, entry: Entry, given: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None

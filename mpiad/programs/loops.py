@@ -4,8 +4,8 @@ In a concatenation of arrays, the expression of an entry depends on the index of
 one without branches, for the largest box of indices in which one expression is valid, and one that branches on the indices,
 for the edges around this box.
 
-A reduction is a "fold". The fold of an array to one number uses sixteen partial results ("lanes"), so that the processor
-can vectorize it. For a given shape, the order of the operations is the same on all processors.
+A reduction is a "fold". The fold of an array, or of each of its rows, to one number uses sixteen partial results ("lanes"),
+so that the processor can vectorize it. For a given shape, the order of the operations is the same on all processors.
 """
 
 from __future__ import annotations
@@ -65,11 +65,16 @@ class LoopText:
         self.folds = [
             (item, part) for item in loop.items if item.reduction for part in range(parts_of(self.nodes[item.of].dtype))
         ]
-        by_lanes = bool(loop.shape) and all(item.fold == "number" for item, _ in self.folds)
-        self.lanes = LANES * len(self.folds) * by_lanes  # length of the array of partial results, the last argument if > 0
-        self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
-        shape = loop.shape
+        shape, last = loop.shape, len(loop.shape) - 1
+        self.divisible = divisible and bool(math.prod(shape)) and bool(shape) and not self.folds
         inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
+        # Folds along the last axis, of long rows, have partial results for each row.
+        sources = {axis.source for item, _ in self.folds for axis in item.place.map}
+        is_number = all(item.fold == "number" for item, _ in self.folds)
+        self._by_rows = bool(self.folds) and not is_number and edges is None and shape[-1] >= 2 * LANES
+        self._by_rows &= last not in sources and all(isinstance(source, int | None) for source in sources)
+        # Length of the array of partial results, the last argument if > 0.
+        self.lanes = LANES * len(self.folds) * (bool(shape) and is_number or self._by_rows)
         body = self._before()
         boxes: dict[str, Array] = {}
         if self.divisible:
@@ -81,7 +86,8 @@ class LoopText:
             boxes["e"] = edges
             count = "e.shape[0]" if self.divisible else str(len(edges))
             body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e")))]
-        body += self._after()
+        if self.lanes and not self._by_rows:
+            body += self._combined_lanes()
         # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array of a divisible
         # loop has the boxes without branches. If there are boxes at the edges, the last array has these.
         self.boxes = tuple(boxes.values())
@@ -163,6 +169,8 @@ class LoopText:
                 *indented([f"i{last} = j + l", *inner, *self._folded("l")], 2),
             ]
             rest = [f"for i{last} in range({whole}, {hi}):", *indented([*inner, *self._folded("0")])]
+            if self._by_rows:
+                return made + indented([*self._first_lanes(), *block, *rest, *self._combined_lanes()], last)
             return made + indented([*block, *rest], last)
         return made + indented([f"for i{last} in {ranges[-1]}:", *indented([*inner, *self._folded("0")])], last)
 
@@ -175,28 +183,36 @@ class LoopText:
         return made
 
     def _before(self) -> list[str]:
+        if self.lanes and not self._by_rows:
+            return self._first_lanes()
         made = []
-        for k, (fold, part) in enumerate(self.folds):
+        for fold, part in self.folds:
+            buffer = fold.place.buffer
+            shape = self.schedule.buffers[buffer].shape
+            for axis, n in enumerate(shape):
+                made += indented([f"for i{axis} in range({n}):"], axis)
             first = number(_FIRST[fold.reduction])
-            if self.lanes:
-                made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
-            else:
-                buffer = fold.place.buffer
-                shape = self.schedule.buffers[buffer].shape
-                for axis, n in enumerate(shape):
-                    made += indented([f"for i{axis} in range({n}):"], axis)
-                made += indented([f"{self.entry(buffer, identity(len(shape)), part)} = {first}"], len(shape))
+            made += indented([f"{self.entry(buffer, identity(len(shape)), part)} = {first}"], len(shape))
         return made
 
-    def _after(self) -> list[str]:
+    def _first_lanes(self) -> list[str]:
         made = []
-        for k, (fold, part) in enumerate(self.folds if self.lanes else ()):
-            width = LANES
+        for k, (fold, _) in enumerate(self.folds):
+            first = number(_FIRST[fold.reduction])
+            made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
+        return made
+
+    def _combined_lanes(self) -> list[str]:
+        """Return the lines that combine the partial results, for rows also with the result for earlier indices."""
+        made = []
+        for k, (fold, part) in enumerate(self.folds):
+            width, target, combined = LANES, self.entry(*fold.place, part), OPERATIONS[fold.reduction].text
             while width > 1:
                 width //= 2
-                both = OPERATIONS[fold.reduction].text.format(f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]")
+                both = combined.format(f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]")
                 made += [f"for l in range({width}):", *indented([f"w[{LANES * k} + l] = {both}"])]
-            made.append(f"{self.entry(*fold.place, part)} = w[{LANES * k}]")
+            result = f"w[{LANES * k}]"
+            made.append(f"{target} = {combined.format(target, result) if self._by_rows else result}")
         return made
 
     def entry(self, buffer: int, map: IndexMap, part: int = 0, clamped: bool = False) -> str:

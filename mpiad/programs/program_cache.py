@@ -46,7 +46,7 @@ class Entry:
     ):
         self.inside = in_program(parts[0])  # whether each leaf of the result is an output of the program
         outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
-        self.replays = Replays(Schedule(program_of(recorder, outputs)))
+        self.replays = Replays(Schedule(program_of(recorder, outputs)), recorder.exact)
         self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
         self.build, self.watch = build, watch  # `build` assembles the result from the first part's leaves
         # The number of communications in all parts together: a run of any part advances the counter by this number.
@@ -89,19 +89,20 @@ class Entry:
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
-def entry_by_shapes(fun: Function, given: Arguments, watch: Watch) -> Entry | None:
+def entry_by_shapes(fun: Function, given: Arguments, watch: Watch, exact: bool) -> Entry | None:
     """Compile a function from the shapes of its arguments, without running it; None if that fails or all are small."""
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
-    return _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder))
+    return _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder), exact)
 
 
 _Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
 
 
-def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None]) -> Entry | None:
+def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None], exact: bool = False) -> Entry | None:
     """Compile the trace made by ``traced(recorder)``, which returns `parts` and `build` of `Entry`; None if that fails."""
     recorder = ShapeRecorder()
+    recorder.exact = exact
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             found = traced(recorder)

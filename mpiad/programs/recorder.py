@@ -122,6 +122,7 @@ class Recorder:
     """The trace of a call, and the context that records it, entered again with another `part` for a reverse pass."""
 
     ended = False  # see `ProgramRecorder`
+    exact = False  # see `Replays`
 
     def __init__(self) -> None:
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number

@@ -40,10 +40,13 @@ _FAST = "contract arcp"
 
 
 class Replays:
-    """The replays of a program, and the data that they share. Several replays may be in use at a time."""
+    """The replays of a program, and the data that they share. Several replays may be in use at a time.
 
-    def __init__(self, schedule: Schedule):
-        self.schedule = schedule
+    `exact`: whether each operation is rounded as in NumPy, without fast-math flags.
+    """
+
+    def __init__(self, schedule: Schedule, exact: bool = False):
+        self.schedule, self._fast = schedule, "" if exact else _FAST
         self.texts: list[LoopText | None] = [  # of each step, None for calls
             LoopText(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
@@ -64,7 +67,7 @@ class Replays:
 
     def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
         try:
-            return None if text is None else kernel_of(text.text, NAME, text.signature, _FAST)
+            return None if text is None else kernel_of(text.text, NAME, text.signature, self._fast)
         except NotImplementedError as error:  # its message refers to the kernel's text, which the user doesn't know
             nodes = [self.schedule.program.nodes[item.node] for item in step.items]
             operations = ", ".join(dict.fromkeys(map(described, nodes)))

@@ -187,7 +187,8 @@ class WorkerGroup:
 
 
 # The root sends batches and receives results. If there are few workers it evaluates batches, too: while it does so, other
-# ranks may wait for it, which with many workers would lose more time than the root saves.
+# ranks may wait for it. With exponentially distributed times (`time.sleep`, 20 ms on average), this gained 27 % on 4 ranks,
+# 6 % on 6, and 1 % on 8; with equal times, for which nobody waits, it gained on 6 and 8 ranks, too (about 50 %).
 #
 # A rank gets its next batch when it returns a result. If batches are short or the root evaluates batches, each worker has
 # an additional batch in its queue, so that it needn't wait for the root. Otherwise long batches aren't queued, since

@@ -159,17 +159,3 @@ def test_long_functions_are_divided_into_pieces(monkeypatch):
     expected = evaluated(program, given)
     assert found[0] == found[1]
     np.testing.assert_allclose(found[0], [expected[0], expected[2], 1.0 + expected[1], 2.0 + expected[3]], rtol=1e-14)
-
-
-def test_the_hyperbolic_tangent_of_vectors():
-    rng = np.random.default_rng(6)
-    x = np.concatenate([rng.normal(size=2000), rng.uniform(-25, 25, 2000), 10 ** rng.uniform(-320, 2, 992)])
-    x = np.append(x, [0.0, -0.0, np.inf, -np.inf, np.nan, -1e-310, 22.0, -1e300])
-    text = f"{source._TANH}\ndef run(x, out):\n    for k in range(0, x.size, 8):\n        a = x[k : k + 8]\n"
-    text += "        b = out[k : k + 8]\n        for l in lanes(8):\n            b[l] = vector_tanh(a[l])\n"
-    signature, found = "void(float64[::1], float64[::1])", np.empty_like(x)
-    function_of(*code_of(text, "run", signature), "run", signature)(x, found)
-    expected = np.tanh(x)
-    np.testing.assert_array_max_ulp(found[:-4][np.isfinite(x[:-4])], expected[:-4][np.isfinite(x[:-4])], 4)
-    np.testing.assert_array_equal(found[-8:], expected[-8:])
-    np.testing.assert_array_equal(np.signbit(found[-8:-4]), np.signbit(expected[-8:-4]))

@@ -20,6 +20,7 @@ from mpiad.parallel import (
     DistributedDataContainer,
     DistributedOptimizer,
     ParameterGroups,
+    adam,
     buckets,
     value_and_grad,
 )
@@ -194,6 +195,16 @@ def test_compiled_and_interpreted_ranks_train_together():
         state, p, _ = optimizer.step(state, p, losses[COMM.rank % 3], x, y)
     agrees(p, in_one_process({})[0])
     assert has_the_same_bits_on_all_ranks(p)
+
+
+def test_updates_are_compiled_and_programs_of_many_optimizers_are_not_kept():
+    jitted, (x, y) = mpiad.jit(loss), next(batches())
+    for k in range(20):
+        optimizer = DistributedOptimizer(Adam(1e-3 * (k + 1), epsilon=1e-5))
+        optimizer.step(optimizer.setup(START), START, jitted, x, y)
+    assert len(jitted._derived) == 16
+    update = adam._program(Adam(1.0, epsilon=1e-5))
+    assert list(map(bool, update._cache.entries.values())) == [True]
 
 
 @primitive

@@ -312,6 +312,28 @@ WRONG = {
         lambda: step_with(state={"optimizer": {"updates": 0}, **({"skipped": 0} if ONLY_LAST else {})}), TypeError,
         rf"the state must be a dict of.*on rank {LAST}",
     ),
+    "inner state on one rank": (
+        lambda: step_with(state={"optimizer": SGD(0.1, 0.9 * ONLY_LAST).setup({"w": np.ones(3)})}), TypeError,
+        rf"SGD: the state must be a dict of \['updates'\].*on rank {LAST}",
+    ),
+    "inner state in update": (
+        lambda: DistributedOptimizer(ParameterGroups({"a": Adam(0.1)}, lambda path: "a")).update(
+            {"optimizer": {"a": Adam(0.1).setup({"params": np.ones(2 + ONLY_LAST)})}}, np.ones(2), np.ones(2)
+        ), ValueError, rf"Adam: state\['first'\].* must have the shape \(2,\).*on rank {LAST}",
+    ),
+    "gradient in update": (
+        lambda: DistributedOptimizer(SGD(0.1)).update({"optimizer": {"updates": 0}}, np.ones(2), np.ones(2 + ONLY_LAST)),
+        ValueError, rf"gradient must have the shape \(2,\).*on rank {LAST}",
+    ),
+    "groups in setup": (
+        lambda: DistributedOptimizer(
+            ParameterGroups({"a": SGD(0.1), "b": SGD(0.1)}, lambda path: "a" if ONLY_LAST else path[-3])
+        ).setup({"a": 1.0, "b": 2.0}), ValueError, "the group 'b' contains no leaf",
+    ),
+    "traced batch": (
+        lambda: mpiad.grad(lambda x: value(quadratic)({"w": np.ones(3)}, x[: 3 * ONLY_LAST]), objective="sum")(np.ones(3)),
+        TypeError, "parallel.value: got traced values",
+    ),
     "samples on one rank": (
         lambda: step_with(samples=lambda p, x: "x" if ONLY_LAST else 1), ValueError, rf"invalid literal.*on rank {LAST}"
     ),

@@ -67,3 +67,33 @@ def test_edges_at_every_length(n):
         assert abs(found[2] - second.max()) < 1e-14
         np.testing.assert_array_equal(found[3], np.concatenate([[0.0], y, [0.0]]) * 2)
         np.testing.assert_allclose(found[4], np.prod(1 + y / 1000), rtol=1e-13)
+
+
+def by_lanes(row):
+    """Return the sum of a row in the order of loops: sixteen partial sums, then halves onto halves."""
+    lanes, whole = np.zeros(16), len(row) // 16 * 16
+    for block in row[:whole].reshape(-1, 16):
+        lanes = lanes + block
+    for x in row[whole:]:
+        lanes[0] += x
+    for width in (8, 4, 2, 1):
+        lanes[:width] += lanes[width : 2 * width]
+    return lanes[0]
+
+
+@pytest.mark.parametrize("n", [31, 32, 47, 100])
+def test_folds_of_rows(n):
+    x = np.random.default_rng(n).normal(size=(3, 4, n))
+    x[1, 2, -1], x[0, 0, 5] = np.nan, np.inf
+    y = np.where(np.isfinite(x), x, 1.0)
+    folds = mpiad.jit(lambda x: [anp.max(x, axis=-1), anp.min(2 * x, axis=2), anp.prod(x, axis=-1)])
+    totals = mpiad.jit(lambda y: [anp.sum(y, axis=-1), anp.sum(y * (1 + 2j), axis=(0, 2))])
+    for _ in range(2):  # the first call is the trace
+        found, (sums, both) = folds(x), totals(y)
+        single = folds(x.astype(np.float32))[0]
+    assert_same(found, [np.max(x, axis=-1), np.min(2 * x, axis=2), np.prod(x, axis=-1)])
+    np.testing.assert_array_equal(single, np.max(x.astype(np.float32), axis=-1))
+    np.testing.assert_allclose(both, np.sum(y * (1 + 2j), axis=(0, 2)), rtol=1e-13, atol=1e-13)
+    if n > 31:
+        np.testing.assert_array_equal(sums, [[by_lanes(row) for row in rows] for rows in y])
+    check_jit(lambda y: anp.sum(anp.exp(y - anp.max(y, axis=-1, keepdims=True)), axis=-1) ** 2, y)
