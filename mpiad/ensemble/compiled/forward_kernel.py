@@ -265,7 +265,6 @@ def forward(
         jump_number: int64[:, ::1], jump_before: {real}[:, :, ::1],
     when events: crossings: float64[:, ::1],
 ):
-    # Fields of b: {fields}
     aligned_stack()
     when wide: wide_vectors()
     n_saved = times.shape[1]
@@ -509,7 +508,7 @@ def forward_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     fields, steps, names = layout_of(spec, FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
     full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
-    names |= {"wide": are_simple(programs), "fields": ", ".join(fields), "full": full, "stages": _stages(spec, steps)}
+    names |= {"wide": are_simple(programs), "full": full, "stages": _stages(spec, steps)}
     names |= {"row": "event_count", "stored": ""}
     lines = filled(_KERNEL, names | parts_of(spec, steps, names, power_lines))
     return fields.resolved(steps.with_arrays(lines))

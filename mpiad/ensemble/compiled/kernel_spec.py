@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,13 +212,6 @@ class Fields:
             return f"{buffer}[({offset}{variables}) * {self._lanes} + l]"
         return f"{buffer}[{offset * self._lanes} + l]" if offset else f"{buffer}[l]"
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield the offsets and the name of each field, for a comment in the kernel's source."""
-        for name, (buffer, first, shape) in self._offsets.items():
-            size = math.prod(shape)
-            offsets = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
-            yield f"{offsets}: {name}" if buffer == "b" else f"{buffer} {offsets}: {name}"
-
 
 class Registers(Fields):
     """The fields as variables of a GPU thread, which processes one trajectory: ``$name[0, 1]`` is the variable name_0_1."""
@@ -249,16 +242,10 @@ class Registers(Fields):
 #
 # - ``@name``, alone on a line: the lines of this name.
 # - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}``: a sum or a difference of numbers.
-# - ``each name:``: repeat the rest of the line, or the indented lines below, for each value of `name`. If it is a `Loop`,
-#   print them once, as the body of a loop.
+# - ``each name:``: repeat the rest of the line, or the indented lines below, for each value of `name`. If it is a text,
+#   such as ``range(7)``, print them once, as the body of a loop.
 # - ``when name:``, ``when not name:``: include the rest of the line, or the indented lines below, if `name` is (not) true.
 # - ``$name``, ``$name[0, 1]``: a field of a lane, replaced last, by `Fields.resolved`.
-class Loop(NamedTuple):
-    """The values 0, ..., count - 1 of a variable in the text."""
-
-    count: int
-
-
 _NAME = re.compile(r"\{(\w+)(?:([+-])(\w+))?\}")
 
 
@@ -279,8 +266,8 @@ def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
             while line.endswith(":") and n < len(lines) and _depth(lines[n]) > depth:
                 body.append(lines[n] if inline else lines[n][4:])
                 n += 1
-            if word == "each" and isinstance(names[name], Loop):
-                result.append(f"{' ' * depth}for {name} in range({names[name].count}):")
+            if word == "each" and isinstance(names[name], str):
+                result.append(f"{' ' * depth}for {name} in {names[name]}:")
                 result += ["    " + one for one in _filled(body, {**names, name: name})]
             elif word == "each":
                 result += [one for value in names[name] for one in _filled(body, {**names, name: value})]
@@ -301,7 +288,7 @@ def _value(match: re.Match[str], names: Mapping[str, Any]) -> str:
     value, sign, other = names[match[1]], match[2], match[3]
     if sign:
         other = int(other) if other.isdigit() else names[other]
-        if isinstance(value, str) or isinstance(other, str):
+        if isinstance(value, str) or isinstance(other, str):  # the variable of a loop
             return f"{value} {sign} {other}"
         value = value + other if sign == "+" else value - other
     return str(value)

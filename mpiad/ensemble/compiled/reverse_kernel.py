@@ -47,7 +47,6 @@ def reverse(
         jump_state: {real}[:, ::1], jump_time_bar: float64[::1],
     when events: event: int64[::1], event_first: int64[::1], crossings: float64[:, ::1],
 ):
-    # Fields of b: {fields}
     aligned_stack()
     when wide: wide_vectors()
     n_saved = save_step.shape[1]
@@ -302,7 +301,7 @@ def fields_of(spec: KernelSpec) -> Fields:
 def reverse_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     fields, steps, names = layout_of(spec, FIELDS)
-    names |= {"wide": are_simple(programs), "fields": ", ".join(fields)}
+    names["wide"] = are_simple(programs)
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
     names |= {"event_row": "event[l]", "next_event": "event[l] -= 1", "differentiated": ""}
     names["in_step"] = "event[l] >= event_first[i] and np.int64(crossings[event[l], 2]) == step[l]"

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpiad.compiling.source import indented, number, numbered
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec, Loop, filled
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.controller import LEAST_ERROR
 
 # Returns lines for a power, given the names of x, the exponent and the result.
@@ -73,9 +73,9 @@ class Steps:
     # ---- states
 
     @property
-    def components(self) -> Loop | range:
-        """The values of ``c`` in templates."""
-        return Loop(self.spec.d) if self.rolled else range(self.spec.d)
+    def components(self) -> str | range:
+        """The values of ``c`` in templates, or the text of a range."""
+        return f"range({self.spec.d})" if self.rolled else range(self.spec.d)
 
     def state(self, name: str) -> list[str]:
         """Return the names of the components of a state, or of its array."""
@@ -188,19 +188,20 @@ class Steps:
         if spec.tableau.error is None:
             # x - x is zero if x is finite, otherwise NaN.
             return [*self.summed("total", "(new_{c} - new_{c})"), f"q2 = {self.doubled('total')}"]
-        lines, error = [], self.quotient(f"({self.weighted(spec.tableau.error, 'k')}) * {self.h}", "scale")
+        lines, error = [], self.quotient(f"({self.weighted(spec.tableau.error, 'k')}) * {self.h}", "permitted")
         if not spec.in_pairs:
-            largest = ["low = abs(u_{c})", "high = abs(new_{c})", "largest = where(high > low, high, low)"]
-            lines = self.each(*largest, f"scale = {self.tolerance('largest', '{c}')}", f"error_{{c}} = {error}")
+            # Variables have one precision in a kernel, and the variables of `forward_kernel` are double.
+            modulus = ["before = abs(u_{c})", "after = abs(new_{c})", "modulus = where(after > before, after, before)"]
+            lines = self.each(*modulus, f"permitted = {self.tolerance('modulus', '{c}')}", f"error_{{c}} = {error}")
         for n, parts in enumerate(spec.numbers if spec.in_pairs else ()):
-            lines += [*self._modulus(parts), f"scale = {self.tolerance('largest', n)}"]
+            lines += [*self._modulus(parts), f"permitted = {self.tolerance('modulus', n)}"]
             lines += [f"error_{c} = {error.format(c=c)}" for c in parts]
         count = len(spec.numbers)
         lines += self.summed("total", "error_{c} * error_{c}")
         return [*lines, f"q2 = {self.doubled('total')} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
 
     def _modulus(self, parts: tuple[int, ...]) -> list[str]:
-        """Return lines for `largest`, the larger of the moduli of a complex number before and after the step."""
+        """Return lines for `modulus`, the larger of the moduli of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
         # Division by the largest part prevents overflow of squares. A call of hypot would prevent vectorization.
         lines = [f"largest = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
@@ -208,7 +209,7 @@ class Steps:
         lines.append(f"scale = {self.number(1.0)} / largest")
         lines += [f"r_{name} = {name} * scale" for name in names]
         low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
-        return [*lines, f"low = {low}", f"high = {high}", "largest = math.sqrt(where(high > low, high, low)) * largest"]
+        return [*lines, f"low = {low}", f"high = {high}", "modulus = math.sqrt(where(high > low, high, low)) * largest"]
 
     def factor(self, power: Power, before: str, rejected: str) -> list[str]:
         """Return lines for `factor`, as in `PIController.factor`; `before`: the name of the last accepted step's `q2`."""

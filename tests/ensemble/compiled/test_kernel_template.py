@@ -6,7 +6,7 @@ import pytest
 
 from mpiad.compiling.arguments import signature_in
 from mpiad.ensemble import Tsit5
-from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, Loop, filled
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 
 pytestmark = pytest.mark.serial
 
@@ -54,7 +54,7 @@ def test_each_rule():
 
 
 def test_loops():
-    names = {"c": Loop(3), "d": [7, 8], "j": 4}
+    names = {"c": "range(3)", "d": [7, 8], "j": 4}
     made = filled("each c: each d: x[{c}, {d}] = y[{c+2}, {j+c}]\neach c:\n    if z:\n        done", names)
     assert made == [
         "for c in range(3):", "    x[c, 7] = y[c + 2, 4 + c]", "    x[c, 8] = y[c + 2, 4 + c]",
