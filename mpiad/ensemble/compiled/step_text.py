@@ -187,7 +187,7 @@ class Steps:
         spec = self.spec
         if spec.tableau.error is None:
             # x - x is zero if x is finite, otherwise NaN.
-            return [*self.summed("total", "(new_{c} - new_{c})"), f"q2 = {self.doubled('total')}"]
+            return [*self.summed("square", "(new_{c} - new_{c})"), f"q2 = {self.doubled('square')}"]
         lines, error = [], self.quotient(f"({self.weighted(spec.tableau.error, 'k')}) * {self.h}", "permitted")
         if not spec.in_pairs:
             # Variables have one precision in a kernel, and the variables of `forward_kernel` are double.
@@ -197,8 +197,8 @@ class Steps:
             lines += [*self._modulus(parts), f"permitted = {self.tolerance('modulus', n)}"]
             lines += [f"error_{c} = {error.format(c=c)}" for c in parts]
         count = len(spec.numbers)
-        lines += self.summed("total", "error_{c} * error_{c}")
-        return [*lines, f"q2 = {self.doubled('total')} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
+        lines += self.summed("square", "error_{c} * error_{c}")
+        return [*lines, f"q2 = {self.doubled('square')} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
 
     def _modulus(self, parts: tuple[int, ...]) -> list[str]:
         """Return lines for `modulus`, the larger of the moduli of a complex number before and after the step."""
