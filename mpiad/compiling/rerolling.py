@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from re import Match, fullmatch
 from typing import NamedTuple
 
@@ -155,6 +155,8 @@ def rerolled(
     if program.cost <= SHORT or any(x.operation == "table" for x in program.instructions):
         return None
     arrays = {i: found for i, text in texts.items() if (found := fullmatch(r"(\w+)\[(\d+)\]", text))}
+    # Other inputs are copied to the array on the stack, so that they can be terms of the same sums as other values.
+    copied = {i: arrays.pop(i) for i in list(arrays) if arrays[i][1] != "s"}
     returned = {name: i for n, (name, i) in enumerate(zip(outputs, program.outputs, strict=True)) if n not in stored}
     kept = [(program.outputs[n], one) for n, one in stored.items()]
     irregular = list[int]()
@@ -173,10 +175,18 @@ def rerolled(
     printer = _Printer(trees.shapes, {**texts, _PLUS: f"{real}(1.0)", _MINUS: f"{real}(-1.0)"}, real)
     places, size = printer.places, 0
     for i, text in texts.items():
-        places[i] = int(arrays[i][2]) if i in arrays else size
-        if i not in arrays and program.instructions[i].operation == "input":
-            printer.lines.append(f"stack[{size}] = {text}")
-            size += 1
+        if i in arrays:
+            places[i] = int(arrays[i][2])
+        elif program.instructions[i].operation == "input" and i not in copied:
+            places[i], size = size, size + 1
+            printer.lines.append(f"stack[{places[i]}] = {text}")
+    for name, group in groupby(copied, key=lambda i: copied[i][1]):
+        members = list(group)
+        places.update((i, int(copied[i][2])) for i in members)
+        targets = [(size + n, [(i,)]) for n, i in enumerate(members)]
+        printer.group(trees.number("leaf", name), "stack[{0}] = {1}", targets)
+        places.update(zip(members, count(size)))
+        size += len(members)
     for (_, statement, shape), members in sorted(groups.items(), key=lambda group: group[0]):
         if not statement:
             places.update((i, size + n) for n, (i, _) in enumerate(members))

@@ -15,8 +15,8 @@ vectors: the loop computes `VECTOR` successive lanes at a time, by vector instru
 dependences. LLVM would vectorize the loop, too, but in a time that grows with the square of its length. If l is an argument
 of a function, the function is computed for the same lanes. Array arguments of a function mustn't overlap.
 
-An array ``on_stack(n, np.float64)`` has n entries, which are vectors if any argument of the function is a vector, and
-``constants(2, 3, 5)`` is an array that isn't written.
+An array ``on_stack(n, np.float64)`` has n entries, which are vectors in a loop over lanes, and in a function if any of its
+arguments is a vector, or an array of vectors. ``constants(2, 3, 5)`` is an array that isn't written.
 """
 
 from __future__ import annotations
@@ -238,14 +238,15 @@ class _Module:
 
     def call(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None) -> tuple[str, list[Value]]:
         """Return the symbol of a function for these types of arguments, and its results; `lane`: the index of the lane."""
-        types = tuple(f"{x.dtype} {len(x.shape)}" if isinstance(x, ArrayValue) else x.type for x in given)
+        types = tuple(f"{x.dtype} {len(x.shape)} {x.width}" if isinstance(x, ArrayValue) else x.type for x in given)
         known = name, types, lane
         if known not in self._made:
             node, symbol = self.defined[name], f"{name}.{len(self._made)}"
             names: dict[str, Value | ArrayValue] = {}
             for i, (argument, x) in enumerate(zip(node.args.args, given, strict=True)):
                 if isinstance(x, ArrayValue):
-                    names[argument.arg] = ArrayValue(x.dtype, f"%a{i}", tuple(f"%a{i}_{k}" for k in range(len(x.shape))))
+                    lengths = tuple(f"%a{i}_{k}" for k in range(len(x.shape)))
+                    names[argument.arg] = x._replace(data=f"%a{i}", shape=lengths)
                 else:
                     names[argument.arg] = x._replace(text=f"%a{i}")
             function = self._translated(node, names, None if lane is None else node.args.args[lane].arg)
@@ -312,7 +313,7 @@ class _Function:
         # time, without a gain.
         self._build = BlockBuilder(module.fast, module.declared, hides_rows=module.linked)
         self._variables = Variables(self._build, given, kinds)
-        self._vector = max((x.width for x in given.values() if isinstance(x, Value)), default=0)
+        self._vector = max((x.width for x in given.values()), default=0)
         self._ends_of_loops: list[Block] = []  # the targets of `break`
         for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
@@ -378,8 +379,9 @@ class _Function:
                 return self._constants([self.number(entry) for entry in entries])
             case ast.Call(func=ast.Name(id="on_stack"), args=[ast.Constant(value=length), kind]):
                 dtype = ast.unparse(kind).removeprefix("np.")
-                memory = self._build.slot(f"[{length} x {type_of(ELEMENTS[dtype], self._vector)}]")
-                return ArrayValue(dtype, memory, (str(length),), self._vector)
+                width = VECTOR if self._lane is not None else self._vector
+                memory = self._build.slot(f"[{length} x {type_of(ELEMENTS[dtype], width)}]")
+                return ArrayValue(dtype, memory, (str(length),), width)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             return self._view(node)
         if isinstance(node, ast.Name):

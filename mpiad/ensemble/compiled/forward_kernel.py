@@ -265,7 +265,6 @@ def forward(
         jump_number: int64[:, ::1], jump_before: {real}[:, :, ::1],
     when events: crossings: float64[:, ::1],
 ):
-    # Fields of b: {fields}
     aligned_stack()
     when wide: wide_vectors()
     n_saved = times.shape[1]
@@ -509,17 +508,18 @@ def forward_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     fields, steps, names = layout_of(spec, FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
     full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
-    names |= {"wide": are_simple(programs), "fields": ", ".join(fields), "full": full, "stages": _stages(spec, steps)}
+    names |= {"wide": are_simple(programs), "full": full, "stages": _stages(spec, steps)}
     names |= {"row": "event_count", "stored": ""}
-    return fields.resolved(filled(_KERNEL, names | parts_of(spec, steps, names, power_lines)))
+    lines = filled(_KERNEL, names | parts_of(spec, steps, names, power_lines))
+    return fields.resolved(steps.with_arrays(lines))
 
 
 def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power) -> dict[str, list[str]]:
     """Return the parts of a kernel for CPUs or GPUs; `names`: the values of the placeholders."""
     names = names | {"sided": spec.sided, "changed": "".join(f" + crossed{e}" for e in names["e"])}
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
-    unit = [(j, c, float(kind == "u" and i == c)) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
-    names["unit_tangents"] = [f"$du{j}[{c}] = {value}" for j, c, value in unit]
+    names["unit_tangents"] = [line for j in names["j"] for line in steps.each(f"$du{j}[{{c}}] = 0.0")]
+    names["unit_tangents"] += [f"$du{j}[{i}] = 1.0" for j, (kind, i) in enumerate(spec.directions) if kind == "u"]
     names |= {"crossed": _crossed(spec), "conditions": steps.conditions("condition", "u", "t")}
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
     names["factor"] = steps.factor(power, "$q2_before", "$rejected") if names["adaptive"] else []
@@ -529,17 +529,17 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power
 
 
 def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
-    components, lines = range(spec.d), steps.stages(separate=bool(spec.directions))
+    lines = steps.stages(separate=bool(spec.directions))
     # In this step the last stage's tangent is needed only for states inside the step.
     last = spec.stages - (not spec.inside)
     for j in range(len(spec.directions)):
-        lines += [*steps.tangents(j, 0, last), *(f"$dnew{j}[{c}] = dnew{j}_{c}" for c in components)]
-        lines += [f"$l{j}_{i}[{c}] = l{j}_{i}_{c}" for i in range(last + 1) for c in components if spec.inside]
+        lines += [*steps.tangents(j, 0, last), *steps.each(f"$dnew{j}[{{c}}] = dnew{j}_{{c}}")]
+        inside = [f"$l{j}_{i}[{{c}}] = l{j}_{i}_{{c}}" for i in range(last + 1)]
+        lines += steps.each(*inside) if spec.inside else []
     lines += steps.error()
     lines += ["$q2 = q2"] if spec.tableau.error is not None else []
-    lines += [f"$new[{c}] = new_{c}" for c in components]
     stored = [spec.stages, *(range(1, spec.stages) if spec.inside else ())]
-    return lines + [f"$k{i}[{c}] = k{i}_{c}" for i in stored for c in components]
+    return lines + steps.each("$new[{c}] = new_{c}", *(f"$k{i}[{{c}}] = k{i}_{{c}}" for i in stored))
 
 
 # Powers by series, since a call in the loop over lanes would prevent its vectorization. For x = m 2^n with m near 1,

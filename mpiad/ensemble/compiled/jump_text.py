@@ -90,7 +90,8 @@ each p: p{p} = $p{p}
 
 # Makes the result w of an affect the current state; ends the trajectory if w isn't finite.
 _ADOPT = """
-if {finite}:
+@finite
+if finite:
     each c: u_{c} = w_{c}
     each c: $new[{c}] = w_{c}
     @following
@@ -129,9 +130,9 @@ each c: y_{c} = u_{c} + ahead * k0_{c}
 {rate_later}
 each c: y_{c} = u_{c} + 0.5 * ahead * (k0_{c} + sign * k1_{c})
 {heun}
-linear = euler - now_
+linear = euler - value_now
 second = heun - euler
-if abs(now_) <= max({AT_ROOT} * abs(condition_before), {OF_WAY} * abs(linear * elapsed / ahead)):
+if abs(value_now) <= max({AT_ROOT} * abs(condition_before), {OF_WAY} * abs(linear * elapsed / ahead)):
     side = 1.0 if linear > 0.0 else (-1.0 if linear < 0.0 else (-1.0 if second > 0.0 else (1.0 if second < 0.0 else 0.0)))
     when both_directions: left{e} = side
     if side * second < 0.0{directed}:
@@ -145,7 +146,7 @@ if abs(now_) <= max({AT_ROOT} * abs(condition_before), {OF_WAY} * abs(linear * e
 
 def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel; `names`: the values of the placeholders."""
-    finite = " and ".join(f"np.isfinite(w_{c})" for c in range(spec.d))
+    finite = ["finite = True", *steps.each("finite = finite and np.isfinite(w_{c})")]
     names = vars(jumps) | names | {"state": filled(_STATE, names), "state_column": EVENT_COLUMNS, "finite": finite}
     names["conditions_after"], at_conditions, affects = [], [], []
     for e in range(len(spec.events)):
@@ -177,7 +178,7 @@ def _departure(spec: KernelSpec, steps: Steps, e: int, names: dict[str, Any]) ->
     direction = spec.events[e][1]
     directed = f" and side * {direction}.0 < 0.0" if direction else ""
     names = names | {"e": e, "both_directions": e in spec.sided, "directed": directed}
-    names |= {"rate_now": steps.called(steps.state("k0"), "f", "u", "t"), "now": steps.condition(e, "now_", "u", "t")}
+    names |= {"rate_now": steps.called(steps.state("k0"), "f", "u", "t"), "now": steps.condition(e, "value_now", "u", "t")}
     names |= {x: steps.condition(e, x, "y", "later") for x in ("euler", "heun")}
     return filled(_DEPARTURE, names | {"rate_later": steps.called(steps.state("k1"), "f", "y", "later")})
 
@@ -201,7 +202,7 @@ if {jump_step} == step[l] + 1:
             # If no step lies between the previous jump and this one, a shift of this jump's time moves the state along f.
             if at_given_time > 0.0 and j > jump_first[i] and jump_number[j - 1] == jump_number[j]:
                 {rate}
-                drift = {drift}
+                @drift
             @add_size_cotangent
             # The size of a step that ended at a root has no cotangent.
             jump_time_bar[j] += at_given_time * (time_bar + drift)
@@ -229,7 +230,6 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
     """Return the placeholders of the reverse kernel for events that acted; `names`: the other placeholders."""
     # The rows of `jump`, with an entry per lane: next jump of the backward sweep, last processed jump, and number of steps
     # before the next jump; -1 if none exists.
-    components = range(spec.d)
     last_jump, jump_step = (f"jump[{row * spec.lanes} + l]" for row in (1, 2))
     names = names | {"jumping": spec.jumps is not None, "jump_step": jump_step}
     names["next_jump"] = f"{jump_step} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
@@ -239,6 +239,6 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
     for k, (e, given) in enumerate(spec.jumps or ()):
         call = steps.called(back, f"back{e}", "u", time, steps.state("z"))
         affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    at_given_time = {float(given)}"]
-    drift = " + ".join(f"k0_{c} * $cotangent[{c}]" for c in components)
+    drift = steps.summed("drift", "k0_{c} * $cotangent[{c}]")
     jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
     return names | {"jump_back": filled(_JUMP_BACK, names | jump)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,9 @@ from mpiad.ensemble.tableaus import Tableau
 EVENT_COLUMNS = 5
 # Up to this number, CPU kernels pass shared parameters to f, and get cotangents of parameters from it, as scalars.
 MOST_SCALARS = 64
+# States of CPU kernels with more components are arrays on the stack, processed by loops; others are scalars. Loops compile
+# faster, but scalars remain in registers. The second number is that of Rosenbrock methods.
+MOST_UNROLLED = (32, 16)
 
 
 class KernelSpec(NamedTuple):
@@ -79,6 +82,11 @@ class KernelSpec(NamedTuple):
     def dtype(self) -> np.dtype:
         """The real dtype of the states."""
         return np.dtype(np.float32 if self.single else float)
+
+    @property
+    def rolled(self) -> bool:
+        """Whether states are arrays in CPU kernels."""
+        return self.d > MOST_UNROLLED[self.tableau.implicit] and not self.in_pairs
 
     @property
     def sided(self) -> list[int]:
@@ -193,19 +201,16 @@ class Fields:
 
     def _element(self, field: re.Match[str]) -> str:
         buffer, offset, shape = self._offsets[field[1]]
-        index = (field[2] or "").split(", ") if shape else []
-        if index and not index[0].isdigit():
-            return f"{buffer}[({offset} + {index[0]}) * {self._lanes} + l]"
-        for axis, i in enumerate(index):
-            offset += int(i) * math.prod(shape[axis + 1 :])
+        variables = ""
+        for axis, i in enumerate((field[2] or "").split(", ") if shape else []):
+            stride = math.prod(shape[axis + 1 :])
+            if i.isdigit():
+                offset += int(i) * stride
+            else:
+                variables += f" + {i}{f' * {stride}' if stride > 1 else ''}"
+        if variables:
+            return f"{buffer}[({offset}{variables}) * {self._lanes} + l]"
         return f"{buffer}[{offset * self._lanes} + l]" if offset else f"{buffer}[l]"
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the offsets and the name of each field, for a comment in the kernel's source."""
-        for name, (buffer, first, shape) in self._offsets.items():
-            size = math.prod(shape)
-            offsets = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
-            yield f"{offsets}: {name}" if buffer == "b" else f"{buffer} {offsets}: {name}"
 
 
 class Registers(Fields):
@@ -237,7 +242,8 @@ class Registers(Fields):
 #
 # - ``@name``, alone on a line: the lines of this name.
 # - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}``: a sum or a difference of numbers.
-# - ``each name:``: repeat the rest of the line, or the indented lines below, for each value of `name`.
+# - ``each name:``: repeat the rest of the line, or the indented lines below, for each value of `name`. If it is a text,
+#   such as ``range(7)``, print them once, as the body of a loop.
 # - ``when name:``, ``when not name:``: include the rest of the line, or the indented lines below, if `name` is (not) true.
 # - ``$name``, ``$name[0, 1]``: a field of a lane, replaced last, by `Fields.resolved`.
 _NAME = re.compile(r"\{(\w+)(?:([+-])(\w+))?\}")
@@ -260,7 +266,10 @@ def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
             while line.endswith(":") and n < len(lines) and _depth(lines[n]) > depth:
                 body.append(lines[n] if inline else lines[n][4:])
                 n += 1
-            if word == "each":
+            if word == "each" and isinstance(names[name], str):
+                result.append(f"{' ' * depth}for {name} in {names[name]}:")
+                result += ["    " + one for one in _filled(body, {**names, name: name})]
+            elif word == "each":
                 result += [one for value in names[name] for one in _filled(body, {**names, name: value})]
             elif bool(names[name.removeprefix("not ")]) != name.startswith("not "):
                 result += _filled(body, names)
@@ -279,5 +288,7 @@ def _value(match: re.Match[str], names: Mapping[str, Any]) -> str:
     value, sign, other = names[match[1]], match[2], match[3]
     if sign:
         other = int(other) if other.isdigit() else names[other]
+        if isinstance(value, str) or isinstance(other, str):  # the variable of a loop
+            return f"{value} {sign} {other}"
         value = value + other if sign == "+" else value - other
     return str(value)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program, simplify
 from mpiad.compiling.rerolling import Stored
-from mpiad.compiling.source import function_source, number, numbered
+from mpiad.compiling.source import function_source, number
 from mpiad.ensemble.compiled.cuda.cuda_kernels import PRELUDE, cuda_forward_text, cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
@@ -76,18 +76,29 @@ def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[s
     shares = spec.shares_array and fused
     loaded = dict.fromkeys(f"{kind}{i}" for kind in ("p" if shares else "ps") for i in spec.loaded(kind))
     arrays = {"p": "p[{}, column]", "s": "s[{}]"}  # for parameters that aren't passed as scalars
-    names = {"state": numbered("u", spec.d), "time": ["t"]}
+    rolled = spec.rolled and fused
+
+    def state(name: str, count: int) -> list[str]:
+        """Return the entries of an array, or scalars, and further scalars."""
+        return [f"{name}[{i}]" if rolled and i < spec.d <= count else f"{name}{i}" for i in range(count)]
+
+    names = {"state": state("u", spec.d), "time": ["t"]}
     names["parameter"] = [x if x in loaded else arrays[x[0]].format(x[1:]) for x in parameters]
     names["table of parameter"] = [arrays[x[0]].format(f"{x[1:]} + np.int64({{}})") for x in parameters]
-    names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
-    names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
-    names["direction"] = numbered("x", program.groups.get("direction", 0))
+    names["seed"] = state("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
+    names["cotangent"] = state("w", program.groups.get("cotangent", 0))
+    names["direction"] = state("x", program.groups.get("direction", 0))
     tables = ["p", "s", "column"] if spec.tables else ["s"] if shares else []
     if tables and not fused:
         tables = ["const real* p", "const real* s", "const long long column", "const long long n"]
     given = [*loaded, *tables, "t"]
-    arguments = [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]]
-    stored: dict[int, Stored] = {}
+    inputs = [*names["state"], *given, *names["seed"], *names["cotangent"], *names["direction"]]
+    arguments, stored = list(dict.fromkeys(x.partition("[")[0] for x in inputs)), dict[int, Stored]()
+    if rolled and not name.startswith("condition"):
+        # The results that are states, or all entries of a Jacobian, are stored in an array.
+        arguments.insert(0, "out")
+        count = len(program.outputs) if name == "jacobian" else spec.d
+        stored |= {k: Stored("out[{0}] = {1}", k) for k in range(count)}
     if spec.accumulates and fused and name in ("g", "curvature"):
         arguments += ["live", "bars", "l"]
         zero = number(0.0, spec.single)

@@ -47,7 +47,6 @@ def reverse(
         jump_state: {real}[:, ::1], jump_time_bar: float64[::1],
     when events: event: int64[::1], event_first: int64[::1], crossings: float64[:, ::1],
 ):
-    # Fields of b: {fields}
     aligned_stack()
     when wide: wide_vectors()
     n_saved = save_step.shape[1]
@@ -254,7 +253,7 @@ while {in_step}:
 # differentiated, its condition may have slope zero.
 _EVENT = """
 if crossings[{event_row}, 1] == {e}{differentiated}:
-    {gradient}
+    @gradient
     slope = {slope}
     factor = -({fraction_bar}) / slope
     when stops:
@@ -302,7 +301,7 @@ def fields_of(spec: KernelSpec) -> Fields:
 def reverse_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     fields, steps, names = layout_of(spec, FIELDS)
-    names |= {"wide": are_simple(programs), "fields": ", ".join(fields)}
+    names["wide"] = are_simple(programs)
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
     names |= {"event_row": "event[l]", "next_event": "event[l] -= 1", "differentiated": ""}
     names["in_step"] = "event[l] >= event_first[i] and np.int64(crossings[event[l], 2]) == step[l]"
@@ -311,7 +310,7 @@ def reverse_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     names |= jumps_back(spec, steps, names)
     names |= parts_of(spec, steps, names, {True: bar, False: "crossings[event[l], 5]"})
     names |= {"enter": filled(_ENTER, names), "fetch": filled(_FETCH, names), "leave": filled(_LEAVE, names)}
-    return fields.resolved(filled(_KERNEL, names))
+    return fields.resolved(steps.with_arrays(filled(_KERNEL, names)))
 
 
 def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: dict[bool, str]) -> dict[str, list[str]]:
@@ -334,23 +333,24 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
 def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: dict[bool, str]) -> list[str]:
     """Return the lines for the events of a step."""
     # The fraction of the step and the derivatives of a root are double, also if states are float32.
-    d, doubled, last, row = spec.d, steps.doubled, spec.stages, names["event_row"]
+    doubled, last, row = steps.doubled, spec.stages, names["event_row"]
     state = filled(_STEP_AGAIN, names | {"step_end": "$t + $h"}) if names["by_lanes"] else []
     state += [f"x = crossings[{row}, 3]"]
     if last in steps.used():
         state.append(steps.call(f"k{last}", f"y{last}", last))
     state += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
-    rates = [" + ".join(f"r{i} * {doubled(f'k{i}_{c}')}" for i in steps.used()) for c in range(d)]
+    rate = " + ".join(f"r{i} * {doubled(f'k{i}_{{c}}')}" for i in steps.used())
     outputs = [*steps.state("g"), *numbered("by", spec.wanted_varying + spec.wanted_shared), "by_time"]
-    state_bar = " + ".join(f"{doubled(f'$cotangent[{c}]')} * rate_{c}" for c in range(d))
-    slope = " + ".join(f"{doubled(f'g_{c}')} * rate_{c}" for c in range(d))
-    names = names | {"slope": f"{slope} + {doubled('by_time')} * h", "events": []}
-    names |= {"state": state, "rates": [f"rate_{c} = ({rate}) * h" for c, rate in enumerate(rates)]}
+    names = names | {"slope": f"slope + {doubled('by_time')} * h", "events": []}
+    names |= {"state": state, "rates": steps.each(f"rate_{{c}} = ({rate}) * h")}
     for e, (stops, _) in enumerate(spec.events):
         event = {"e": e, "stops": stops, "timed_value": spec.timed and not stops, "time_bar": time_bars[stops]}
         time = steps.rounded(f"crossings[{row}, 4]")
-        event["gradient"] = steps.called(outputs, f"slopes{e}", "at", time, [steps.number(1.0)])
-        event["fraction_bar"] = f"{f'{state_bar} + ' if stops else ''}{time_bars[stops]} * h"
+        gradient = [steps.called(outputs, f"slopes{e}", "at", time, [steps.number(1.0)])]
+        gradient += steps.summed("slope", f"{doubled('g_{c}')} * rate_{{c}}")
+        gradient += steps.summed("state_bar", f"{doubled('$cotangent[{c}]')} * rate_{{c}}") if stops else []
+        event["gradient"] = gradient
+        event["fraction_bar"] = f"{'state_bar + ' if stops else ''}{time_bars[stops]} * h"
         if not names["by_lanes"]:
             event["differentiated"] = " and ends" if stops else f" and {time_bars[False]} != 0.0"
         names["events"] += filled(_EVENT, names | event)
@@ -360,6 +360,6 @@ def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
 def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:
     """Return lines that propagate the cotangent of stage i to its argument, the parameters and time."""
     time = spec.tableau.c[i]
-    stage = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
+    stage = {"stage": steps.pulled(i, f"$arrival[{i}, {{c}}]"), "later": time, "time": number(time)}
     stage["accumulated"] = bool(steps.bars)
     return filled(_PULLED, names | stage | {"i": i, "between": 0 < i < spec.stages})

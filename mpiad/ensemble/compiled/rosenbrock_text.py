@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpiad.compiling.source import numbered
+from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.step_text import Steps
@@ -42,6 +42,7 @@ class UnrolledLU:
         # Per column, the rows below the pivot in which the entry may be nonzero.
         self._compared: list[list[int]] = []
         self.factors: list[str] = []
+        self.cleared: list[str] = []  # lines before the entries of the matrix are assigned
         self._remaining = set(range(d))
         self._order: list[int] = []
         while self._remaining:
@@ -49,6 +50,11 @@ class UnrolledLU:
             self._order.append(k)
             self._eliminate(k)
             self._remaining.remove(k)
+
+    @staticmethod
+    def entry(i: int, j: int) -> str:
+        """Return the variable of an entry of the matrix."""
+        return f"w{i}_{j}"
 
     def _below(self, k: int) -> list[int]:
         return [i for i in sorted(self._remaining) if i != k and k in self._rows[i]]
@@ -115,10 +121,12 @@ class UnrolledLU:
         return [f"v = {x}_{k}", f"{x}_{k} = where({choice}, {x}_{i}, v)", f"{x}_{i} = where({choice}, v, {x}_{i})"]
 
 
-_FACTORED = """
+_CLEARED = """
 for n_ in range({size}):
     {b}[{start} + n_] = zero
-@assigned
+"""
+
+_FACTORED = """
 for k_ in range({d}):
     below_ = min(k_ + {lower+1}, {d})
     right_ = min(k_ + {width+1}, {d})
@@ -154,7 +162,7 @@ if best_ != k_:
     $x[best_] = v
 """
 
-# The right-hand side is copied from scalars to the buffer, and the solution back.
+# The right-hand side is copied to the buffer, and the solution back.
 _SOLVED = """
 @read
 for k_ in range({d}):
@@ -191,9 +199,10 @@ class LoopedLU:
     """A factorization by loops over the band; the buffer contains the factors, a right-hand side, and the row exchanges.
 
     The factors are stored by columns, in the order of the unknowns of `Banded`, or in the given order if the band is wide.
+    `rolled`: whether right-hand sides are arrays.
     """
 
-    def __init__(self, d: int, entries: Iterable[tuple[int, int]], buffer: str, start: int):
+    def __init__(self, d: int, entries: Iterable[tuple[int, int]], buffer: str, start: int, rolled: bool = False):
         entries = list(entries)
         band, place = Banded(Places(*np.array(entries).T), d), list(range(d))
         # The entries of a column, with those of row exchanges, are consecutive; entry (i, j) is at w + j * stride + i.
@@ -201,21 +210,38 @@ class LoopedLU:
         if 2 * band.lower + band.upper + 1 < d:
             lower, width, place = band.lower, band.lower + band.upper, np.argsort(band.order).tolist()
             stride, first = lower + width, width
-        self.length = d * (lower + width + 1 if first else d) + 2 * d
+        self.length, self._rolled = d * (lower + width + 1 if first else d) + 2 * d, rolled
         self._names = {"b": buffer, "start": start, "d": d, "size": self.length - 2 * d, "w": start + first}
         self._names |= {"lower": lower, "width": width, "stride": stride, "place": place}
         self._names |= {"rhs": start + self.length - 2 * d, "swaps": start + self.length - d}
-        self._names["assigned"] = [
-            f"{buffer}[{start + first + place[j] * stride + place[i]}] = w{i}_{j}" for i, j in entries
-        ]
         self._names["exchanged"] = filled(_EXCHANGED, self._names)
-        self.factors = self._lines(_FACTORED)
+        self.cleared, self.factors = self._lines(_CLEARED), self._lines(_FACTORED)
+
+    def entry(self, i: int, j: int) -> str:
+        """Return the variable of an entry of the matrix."""
+        return f"{self._names['b']}[{self._place(i, j)}]"
+
+    def assigned(self, entries: Iterable[tuple[int, int]], assignment: str) -> list[str]:
+        """Return a loop that assigns to entries of the matrix; `assignment`: operator and value, with the counter n_."""
+        places = [self._place(i, j) for i, j in entries]
+        table = f"entry_ = constants({', '.join(map(str, places))})"
+        return [table, f"for n_ in range({len(places)}):", f"    {self._names['b']}[entry_[n_]] {assignment}"]
+
+    def _place(self, i: int, j: int) -> int:
+        place = self._names["place"]
+        return self._names["w"] + place[j] * self._names["stride"] + place[i]
 
     def _lines(self, template: str, x: str = "") -> list[str]:
-        elements = r"{b}[{w} + \2 * {stride} + \1]", r"{b}[{rhs} + \1]", r"{b}[{swaps} + \1]"
-        right = [f"{self._names['b']}[{self._names['rhs'] + k}]" for k in self._names["place"]]
+        right = r"right_[\1]" if self._rolled else r"{b}[{rhs} + \1]"
+        elements = r"{b}[{w} + \2 * {stride} + \1]", right, r"{b}[{swaps} + \1]"
+        places = self._names["place"]
+        right = [f"{self._names['b']}[{self._names['rhs'] + k}]" for k in places]
         read = [f"{element} = {x}_{c}" for c, element in enumerate(right)]
         written = [f"{x}_{c} = {element}" for c, element in enumerate(right)]
+        if self._rolled:
+            loop = f"for c in range({len(places)}):"
+            read = [f"place_ = constants({', '.join(map(str, places))})", loop, "    right_[place_[c]] = x[c]"]
+            written = [loop, "    x[c] = right_[place_[c]]"]
         text = "\n".join(filled(template, self._names | {"read": read, "written": written}))
         for mark, element in zip((r"\$w\[(\w+), (\w+)\]", r"\$x\[(\w+)\]", r"\$swap\[(\w+)\]"), elements):
             text = re.sub(mark, filled(element, self._names)[0], text)
@@ -223,11 +249,18 @@ class LoopedLU:
 
     def solved(self, x: str) -> list[str]:
         """Return lines that replace the right-hand side x_0, x_1, ... by the solution."""
-        return self._lines(_SOLVED, x)
+        return [f"solved({x}_, {self._names['b']})"] if self._rolled else self._lines(_SOLVED, x)
 
     def solved_transposed(self, x: str) -> list[str]:
         """Return lines that replace x_0, x_1, ... by the solution with the transposed matrix."""
-        return self._lines(_SOLVED_TRANSPOSED, x)
+        return [f"solved_transposed({x}_, {self._names['b']})"] if self._rolled else self._lines(_SOLVED_TRANSPOSED, x)
+
+    def functions(self, dtype: np.dtype) -> list[str]:
+        """Return the functions that are called with right-hand sides that are arrays; each one is compiled once."""
+        stack, lines = f"right_ = on_stack({self._names['d']}, np.{dtype.name})", list[str]()
+        for name, template in (("solved", _SOLVED), ("solved_transposed", _SOLVED_TRANSPOSED)):
+            lines += [f"def {name}(x, {self._names['b']}):", *indented([stack, *self._lines(template)])]
+        return lines if self._rolled else []
 
 
 LU: TypeAlias = "UnrolledLU | LoopedLU"
@@ -248,12 +281,13 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         # Functions that convert doubles to the precision of states, and the opposite.
         "rounded": "np.float32" if spec.single else "", "double": "np.float64" if spec.single else "",
         # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
-        "c": range(spec.d), "p": spec.loaded("p"), "s": [] if by_lanes and spec.shares_array else spec.loaded("s"),
+        "c": steps.components, "p": spec.loaded("p"), "s": [] if by_lanes and spec.shares_array else spec.loaded("s"),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "count": len(spec.events),
         "i": range(spec.stages + 1), "inner": range(1, spec.stages), "last": spec.stages, "used": steps.used(),
-        "tolerance": range(len(spec.numbers) * (1 + spec.relative) if spec.tolerances else 1), "lu_length": steps.lu_length,
+        "tolerance": range(len(spec.numbers) * (1 + spec.relative) if spec.tolerances and not steps.rolled else 1),
+        "lu_length": steps.lu_length,
         "lane_range": steps.lane_range, "adaptive": spec.tableau.error is not None, "remembers": spec.remembers,
         "acts": spec.acts, "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
@@ -283,23 +317,32 @@ class RosenbrockSteps(Steps):
         if fields is None:
             self.lu_length = lu.length
             return lu
-        return LoopedLU(d, entries, "b", fields.reserve("lu", lu.length))
+        lu = LoopedLU(d, entries, "b", fields.reserve("lu", lu.length), self.rolled)
+        self.functions = lu.functions(self.spec.dtype)
+        return lu
 
     def matrix(self, u: str = "u") -> list[str]:
         """Return lines for the LU factors of W (see `RosenbrockTableau`) at a state, and for h ∂f/∂t."""
-        spec, h = self.spec, self.h
-        entries = [f"j{i}_{j}" for i, j in spec.jacobian] + [f"slope_{i}" for i in spec.slopes]
-        lines = [self.called(entries, "jacobian", u, self.time(0))] if entries else []
-        lines += [f"zero = {self.number(0.0)}", f"one = {self.number(1.0)}"]
-        lines += [f"w{i}_{j} = j{i}_{j} * -{h}" for i, j in spec.jacobian]
-        for i, j, value in self._mass:
-            term = self.number(value / self._table.gamma)
-            lines.append(f"w{i}_{j} = w{i}_{j} + {term}" if (i, j) in spec.jacobian else f"w{i}_{j} = {term}")
-        # The factorization also reads structurally zero entries on the diagonal, as pivots.
-        zeros = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
-        lines += [f"w{i}_{i} = zero" for i, _ in sorted(zeros)]
-        lines += [f"time_term_{i} = slope_{i} * {h}" for i in spec.slopes]
-        return [*lines, *self._lu.factors]
+        spec, h, lu, count = self.spec, self.h, self._lu, len(self.spec.jacobian)
+        total = count + len(spec.slopes)
+        entries = ["j_"] if self.rolled else [f"j_{n}" for n in range(total)]
+        lines = [self.called(entries, "jacobian", u, self.time(0))] if total else []
+        lines += [f"zero = {self.number(0.0)}", f"one = {self.number(1.0)}", *lu.cleared]
+        terms = [(i, j, self.number(value / self._table.gamma)) for i, j, value in self._mass]
+        if isinstance(lu, LoopedLU) and self.rolled:
+            lines += lu.assigned([(i, j) for i, j in spec.jacobian], f"= j_[n_] * -{h}") if count else []
+            lines.append(f"term_ = constants({', '.join(term for _, _, term in terms)})")
+            lines += lu.assigned([(i, j) for i, j, _ in terms], "+= term_[n_]")
+        else:
+            lines += [f"{lu.entry(i, j)} = j_{n} * -{h}" for n, (i, j) in enumerate(spec.jacobian)]
+            # The factorization also reads structurally zero entries on the diagonal, as pivots.
+            zeros = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
+            lines += [f"{lu.entry(i, i)} = zero" for i, _ in sorted(zeros)]
+            for i, j, term in terms:
+                before = f"{lu.entry(i, j)} + " if (i, j) in spec.jacobian else ""
+                lines.append(f"{lu.entry(i, j)} = {before}{term}")
+        lines += [f"time_term_{i} = j_{n} * {h}" for n, i in enumerate(spec.slopes, count)]
+        return [*lines, *lu.factors]
 
     def stages(self, separate: bool = True) -> list[str]:
         """Return lines for all stages but the first, and for the new state."""
@@ -308,12 +351,12 @@ class RosenbrockSteps(Steps):
         for i in range(1, last):
             at_end = i == last - 1 and table.ends_at_new_state
             if i == 1:
-                lines += [f"k1_{c} = k0_{c}" for c in range(self.spec.d)]
+                lines += self.each("k1_{c} = k0_{c}")
             else:
                 y = "new" if at_end else self.argument_of(i, separate)
                 lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
             if at_end:
-                lines += [f"k{last}_{c} = k{i}_{c}" for c in range(self.spec.d)]
+                lines += self.each(f"k{last}_{{c}} = k{i}_{{c}}")
             lines += self.right_hand_side(i)
             lines += self._lu.solved(f"k{i}")
         if not table.ends_at_new_state:
@@ -323,12 +366,12 @@ class RosenbrockSteps(Steps):
     def right_hand_side(self, i: int) -> list[str]:
         """Return lines that add Σ C_ij k_j + d_i h ∂f/∂t, as in `RosenbrockTableau`, to f at the argument of stage i."""
         lines, slope = [], self._table.slopes[i - 1]
-        coupled, d = self._table.coupling[i - 1], self.spec.d
+        coupled = self._table.coupling[i - 1]
         if any(coupled) and self.spec.mass is None:
-            lines += [f"k{i}_{c} = k{i}_{c} + ({self.weighted(coupled, 'k', c)})" for c in range(d)]
+            lines += self.each(f"k{i}_{{c}} = k{i}_{{c}} + ({self.weighted(coupled, 'k')})")
         elif any(coupled):
-            lines += [f"c_{c} = {self.weighted(coupled, 'k', c)}" for c in range(d)]
-            lines += [f"k{i}_{r} = k{i}_{r} + {self.number(value)} * c_{c}" for r, c, value in self._mass]
+            lines += self.each(f"coupled_{{c}} = {self.weighted(coupled, 'k')}")
+            lines += [f"k{i}_{r} = k{i}_{r} + {self.number(value)} * coupled_{c}" for r, c, value in self._mass]
         if slope:
             lines += [f"k{i}_{c} = k{i}_{c} + time_term_{c} * {self.number(slope)}" for c in self.spec.slopes]
         return lines
@@ -344,12 +387,12 @@ class RosenbrockSteps(Steps):
 
     def again(self) -> list[str]:
         """Return lines that recompute the stages from y0 for the reverse sweep: arguments y1, ..., then the new state."""
-        spec, d = self.spec, self.spec.d
+        spec = self.spec
         lines = self.matrix("y0")
         for i in range(1, spec.stages):
             if i == 1:
-                lines += [f"y1_{c} = y0_{c}" for c in range(d)]
-                lines += [f"m1_{c} = {self.number(0.0)}" for c in range(d) if spec.timed]
+                lines += self.each("y1_{c} = y0_{c}")
+                lines += self.each(f"m1_{{c}} = {self.number(0.0)}") if spec.timed else []
             else:
                 lines += self.argument(f"y{i}", i, "k", "y0", f"m{i}" if spec.timed else "", fused=True)
             lines += [self.call(f"k{i}", f"y{i}", i), *self.right_hand_side(i), *self._lu.solved(f"k{i}")]
@@ -357,38 +400,43 @@ class RosenbrockSteps(Steps):
             lines += self.argument(f"y{spec.stages}", spec.stages, "k", "y0", f"m{spec.stages}", fused=True)
         return lines
 
-    def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
+    def pulled(self, i: int, arrival: str) -> list[str]:
         """Return lines that propagate the cotangent of stage i to the state and the parameters: see `Steps.pulled`."""
-        spec, table, d = self.spec, self._table, self.spec.d
+        spec, table = self.spec, self._table
         later = range(spec.stages - 1, i, -1)
         arguments = [(j, self.number(row[i])) for j, row in enumerate(table.a, 1) if j > i and row[i]]
         coupled = [(j, self.number(table.coupling[j - 1][i])) for j in later if table.coupling[j - 1][i]]
-        lines = []
-        for c in range(d):
-            lines += [f"m = {arrival(c) if spec.inside else self.number(0.0)}"]
-            lines += [f"m = fma({w}, z{j}_{c}, m)" for j, w in reversed(arguments)]
-            lines += [f"q{i}_{c} = {self.h} * m"]
-            lines += [f"q{i}_{c} = fma({w}, {'r' if spec.mass else 'q'}{j}_{c}, q{i}_{c})" for j, w in coupled]
-        lines += self._lu.solved_transposed(f"q{i}")
+        lines = [f"m = {arrival if spec.inside else self.number(0.0)}"]
+        lines += [f"m = fma({w}, z{j}_{{c}}, m)" for j, w in reversed(arguments)]
+        lines += [f"q{i}_{{c}} = {self.h} * m"]
+        lines += [f"q{i}_{{c}} = fma({w}, {'r' if spec.mass else 'q'}{j}_{{c}}, q{i}_{{c}})" for j, w in coupled]
+        lines = [*self.each(*lines), *self._lu.solved_transposed(f"q{i}")]
         if spec.mass:
             # The coupling terms are multiplied by the mass matrix, so the cotangents are multiplied by its transpose.
-            lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
+            lines += self.each(f"r{i}_{{c}} = {self.number(0.0)}")
             lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in spec.mass]
         wanted = self.wanted
         time = [["te"], ["tj"]] if spec.timed else [[], []]
         outputs = [*self.state(f"z{i}"), *numbered("e", wanted), *time[0]]
         lines.append(self.called(outputs, "g", f"y{i}", self.time(i), [*self.state(f"q{i}"), *self.bars]))
         # The derivatives of W and ∂f/∂t contain second derivatives of f at the state before the step.
-        direction = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
-        outputs = [*self.state("x"), *numbered("b", wanted), *time[1]]
-        lines.append(self.called(outputs, "curvature", "y0", self.time(0), [*self.state(f"q{i}"), *direction, *self.bars]))
+        lines += self.each(f"direction_{{c}} = {self.h} * k{i}_{{c}}")
+        seeds = [*self.state(f"q{i}"), *self.state("direction"), f"{self.h} * {self.number(table.slopes[i - 1])}"]
+        outputs = [*self.state("second"), *numbered("b", wanted), *time[1]]
+        lines.append(self.called(outputs, "curvature", "y0", self.time(0), [*seeds, *self.bars]))
         lines += [f"e{j} = e{j} + b{j}" for j in range(wanted)]
-        lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
+        lines += self.each(f"total_{{c}} = total_{{c}} + (z{i}_{{c}} + second_{{c}})")
         return lines + (self._size_cotangents(i) if spec.timed else [])
 
     def _size_cotangents(self, i: int) -> list[str]:
         """Return lines that add the contributions of W and h ∂f/∂t to the cotangents of h and t."""
         lines, slope = ["t_bar = t_bar + tj"], self.number(self._table.slopes[i - 1])
-        for row, column in self.spec.jacobian:
-            lines.append(f"h_bar = fma(q{i}_{row} * j{row}_{column}, k{i}_{column}, h_bar)")
-        return lines + [f"h_bar = fma(q{i}_{c} * slope_{c}, {slope}, h_bar)" for c in self.spec.slopes]
+        if self.rolled and self.spec.jacobian:
+            rows, columns = (", ".join(map(str, indices)) for indices in zip(*self.spec.jacobian))
+            lines += [f"row_ = constants({rows})", f"column_ = constants({columns})"]
+            lines += [f"for n_ in range({len(self.spec.jacobian)}):"]
+            lines += [f"    h_bar = fma(q{i}_[row_[n_]] * j_[n_], k{i}_[column_[n_]], h_bar)"]
+        for n, (row, column) in enumerate(() if self.rolled else self.spec.jacobian):
+            lines.append(f"h_bar = fma(q{i}_{row} * j_{n}, k{i}_{column}, h_bar)")
+        slopes = enumerate(self.spec.slopes, len(self.spec.jacobian))
+        return lines + [f"h_bar = fma(q{i}_{c} * j_{n}, {slope}, h_bar)" for n, c in slopes]

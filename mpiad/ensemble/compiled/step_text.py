@@ -3,17 +3,21 @@
 For GPUs the lines are translated to C++ (`mpiad.compiling.c_translation`). The variables are scalars: the components u_0,
 u_1, ... of the state before the step, new_0, ... of the state after the step, k0_0, ... of the stages, and y1_0, ... of
 the arguments of f. The times `t` and `tn` of both ends of the step, and its signed size `h`, are in double precision.
+
+In CPU kernels, states with many components are arrays, which are processed by loops over a variable c. Their entries are
+written u_c, or u_0; `Steps.with_arrays` replaces these names by entries of an array u_, and declares the array.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from mpiad.compiling.source import indented, number, numbered
-from mpiad.ensemble.compiled.kernel_spec import KernelSpec
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.controller import LEAST_ERROR
 
 # Returns lines for a power, given the names of x, the exponent and the result.
@@ -25,9 +29,12 @@ class Steps:
 
     lu_length = 0  # length of the array `lu` of a GPU kernel
     lane_range = "lanes"  # the range of the loop over lanes: "range" if a step has branches
+    _doubles = ("rate",)  # states in double precision
 
     def __init__(self, spec: KernelSpec, fused: bool = True):
-        self.spec, self.fused = spec, fused
+        self.spec, self.fused, self.rolled = spec, fused, fused and spec.rolled
+        self.functions: list[str] = []  # functions that a step calls, in addition to f and its derivatives
+        self._passed = set[str]()  # the states whose arrays are passed to functions
         # Times are double. `h_` and `rtol_`, which are multiplied by states, have the precision of states.
         self.h = "h_" if spec.single else "h"
         shares = fused and spec.shares_array
@@ -63,15 +70,53 @@ class Steps:
         """Return lines that convert the step size `h` to the precision of states."""
         return [f"{self.h} = np.float32(h)"] if self.spec.single else []
 
+    # ---- states
+
+    @property
+    def components(self) -> str | range:
+        """The values of ``c`` in templates, or the text of a range."""
+        return f"range({self.spec.d})" if self.rolled else range(self.spec.d)
+
     def state(self, name: str) -> list[str]:
-        """Return the names of the components of a state."""
-        return [f"{name}_{c}" for c in range(self.spec.d)]
+        """Return the names of the components of a state, or of its array."""
+        if not self.rolled:
+            return [f"{name}_{c}" for c in range(self.spec.d)]
+        self._passed.add(name)
+        return [f"{name}_"]
+
+    def each(self, *lines: str) -> list[str]:
+        """Return lines with ``{c}`` for every component, or a loop over them."""
+        return filled("\n".join(["each c:", *indented(list(lines))]), {"c": self.components})
+
+    def summed(self, out: str, term: str) -> list[str]:
+        """Return lines that assign the sum of a term with ``{c}`` over all components."""
+        if not self.rolled:
+            return [f"{out} = {' + '.join(term.format(c=c) for c in range(self.spec.d))}"]
+        added = f"{out} = {out} + {term.format(c='c')}"
+        return [f"{out} = {term.format(c=0)}", f"for c in range(1, {self.spec.d}):", f"    {added}"]
+
+    def with_arrays(self, lines: list[str]) -> list[str]:
+        """Return the lines of a kernel in which states are arrays, if `rolled`."""
+        if not self.rolled:
+            return lines
+        # j: the entries of the Jacobian
+        names = sorted({"j", *self._passed, *(name for line in lines for name in re.findall(r"\b(\w+)_c\b", line))})
+        entry, spec, result = re.compile(rf"\b({'|'.join(names)})_(c|\d+)\b"), self.spec, list(self.functions)
+        for line in lines:
+            result.append(entry.sub(r"\1_[\2]", line))
+            if line.endswith("aligned_stack()") or " in lanes(" in line:
+                depth = len(line) - len(line.lstrip()) + 4 * line.endswith(":")
+                for name in names:
+                    dtype = "np.float32" if spec.single and name not in self._doubles else "np.float64"
+                    length = len(spec.jacobian) + len(spec.slopes) if name == "j" else spec.d
+                    result.append(f"{' ' * depth}{name}_ = on_stack({length}, {dtype})")
+        return result
 
     # ---- stages
 
-    def weighted(self, weights: Sequence[float], name: str, c: int, fused: bool = False) -> str:
-        """Return the weighted sum of component c of the stages; the name of a stage consists of `name` and its index."""
-        terms = [(self.number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
+    def weighted(self, weights: Sequence[float], name: str, fused: bool = False) -> str:
+        """Return the weighted sum of component ``{c}`` of the stages, whose names are `name` with their indices."""
+        terms = [(self.number(w), f"{name}{j}_{{c}}") for j, w in enumerate(weights) if w]
         text = " * ".join(terms[0])
         for w, stage in terms[1:]:
             text = f"fma({w}, {stage}, {text})" if fused else f"{text} + {w} * {stage}"
@@ -80,14 +125,12 @@ class Steps:
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
         """Return lines for the argument of stage i, u + h Σ a_ij k_j; `slope`: the name of the sums, or empty."""
         lines, fused = [], fused and self.fused
-        for c in range(self.spec.d):
-            total = self.weighted(self.spec.tableau.a[i - 1], k, c, fused)
-            if slope:
-                lines.append(f"{slope}_{c} = {total}")
-                total = f"{slope}_{c}"
-            value = f"fma({total}, {self.h}, {u}_{c})" if fused else f"({total}) * {self.h} + {u}_{c}"
-            lines.append(f"{out}_{c} = {value}")
-        return lines
+        total = self.weighted(self.spec.tableau.a[i - 1], k, fused)
+        if slope:
+            lines.append(f"{slope}_{{c}} = {total}")
+            total = f"{slope}_{{c}}"
+        value = f"fma({total}, {self.h}, {u}_{{c}})" if fused else f"({total}) * {self.h} + {u}_{{c}}"
+        return self.each(*lines, f"{out}_{{c}} = {value}")
 
     def time(self, i: int) -> str:
         """Return the time of stage i."""
@@ -100,7 +143,11 @@ class Steps:
 
     def called(self, out: Sequence[str], function: str, state: str, time: str, more: Sequence[str] = ()) -> str:
         """Return a line that assigns ``function(state, parameters, time, more)`` to the names `out`."""
-        return f"{', '.join(out)}, = {function}({', '.join([*self.state(state), *self.parameters, time, *more])})"
+        # Functions write to the arrays among their results, which are their first arguments.
+        arrays = [x for x in out if x.endswith("_")]
+        results = ", ".join(x for x in out if x not in arrays)
+        given = ", ".join([*arrays, *self.state(state), *self.parameters, time, *more])
+        return f"{results}{', = ' * bool(results)}{function}({given})"
 
     def argument_of(self, i: int, separate: bool = True) -> str:
         """Return the name of the argument of stage i; unless `separate`, later arguments overwrite earlier ones."""
@@ -125,37 +172,36 @@ class Steps:
 
     # ---- errors
 
-    def atol(self, n: int) -> str:
-        """Return the name of the absolute tolerance of entry n of a state."""
-        return f"atol{n}" if self.spec.tolerances else "atol0"
-
-    def rtol(self, n: int) -> str:
-        """Return the name of the relative tolerance of entry n of a state."""
-        return f"atol{len(self.spec.numbers) + n}" if self.spec.relative else "rtol_" if self.spec.single else "rtol"
+    def tolerance(self, x: str, n: int | str) -> str:
+        """Return the tolerance of entry n of a state, an index or ``{c}``, given its modulus x."""
+        spec, count = self.spec, len(self.spec.numbers)
+        absolute, relative = "atol0", "rtol_" if spec.single else "rtol"
+        if spec.tolerances:
+            places = (n, n + count) if isinstance(n, int) else ("{c}", f"{{c+{count}}}")
+            names = [f"atol[{place}]" if self.rolled else f"atol{place}" for place in places]
+            absolute, relative = names[0], names[1] if spec.relative else relative
+        return f"{relative} * {x} + {absolute}"
 
     def error(self) -> list[str]:
         """Return lines for `q2`, the mean square of error over tolerance; for fixed steps 0, NaN if new isn't finite."""
         spec = self.spec
         if spec.tableau.error is None:
             # x - x is zero if x is finite, otherwise NaN.
-            total = " + ".join(f"(new_{c} - new_{c})" for c in range(spec.d))
-            return [f"q2 = {self.doubled(total)}"]
-        lines = []
-        for n, parts in enumerate(spec.numbers):
-            if len(parts) > 1:
-                lines += self._modulus(n, parts)
-            else:
-                lines += [f"low{n} = abs(u_{n})", f"high{n} = abs(new_{n})"]
-                lines.append(f"largest{n} = where(high{n} > low{n}, high{n}, low{n})")
-            lines.append(f"scale{n} = {self.rtol(n)} * largest{n} + {self.atol(n)}")
-            errors = [f"({self.weighted(spec.tableau.error, 'k', c)}) * {self.h}" for c in parts]
-            lines += [f"e{c} = {self.quotient(error, f'scale{n}')}" for c, error in zip(parts, errors)]
-        total = " + ".join(f"e{c} * e{c}" for c in range(spec.d))
+            return [*self.summed("square", "(new_{c} - new_{c})"), f"q2 = {self.doubled('square')}"]
+        lines, error = [], self.quotient(f"({self.weighted(spec.tableau.error, 'k')}) * {self.h}", "permitted")
+        if not spec.in_pairs:
+            # Variables have one precision in a kernel, and the variables of `forward_kernel` are double.
+            modulus = ["before = abs(u_{c})", "after = abs(new_{c})", "modulus = where(after > before, after, before)"]
+            lines = self.each(*modulus, f"permitted = {self.tolerance('modulus', '{c}')}", f"error_{{c}} = {error}")
+        for n, parts in enumerate(spec.numbers if spec.in_pairs else ()):
+            lines += [*self._modulus(parts), f"permitted = {self.tolerance('modulus', n)}"]
+            lines += [f"error_{c} = {error.format(c=c)}" for c in parts]
         count = len(spec.numbers)
-        return [*lines, f"q2 = {self.doubled(total)} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
+        lines += self.summed("square", "error_{c} * error_{c}")
+        return [*lines, f"q2 = {self.doubled('square')} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
 
-    def _modulus(self, n: int, parts: tuple[int, ...]) -> list[str]:
-        """Return lines for the larger of the moduli of a complex number before and after the step."""
+    def _modulus(self, parts: tuple[int, ...]) -> list[str]:
+        """Return lines for `modulus`, the larger of the moduli of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
         # Division by the largest part prevents overflow of squares. A call of hypot would prevent vectorization.
         lines = [f"largest = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
@@ -163,7 +209,7 @@ class Steps:
         lines.append(f"scale = {self.number(1.0)} / largest")
         lines += [f"r_{name} = {name} * scale" for name in names]
         low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
-        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * largest"]
+        return [*lines, f"low = {low}", f"high = {high}", "modulus = math.sqrt(where(high > low, high, low)) * largest"]
 
     def factor(self, power: Power, before: str, rejected: str) -> list[str]:
         """Return lines for `factor`, as in `PIController.factor`; `before`: the name of the last accepted step's `q2`."""
@@ -189,12 +235,13 @@ class Steps:
 
     def first_step(self) -> list[str]:
         """Return lines for the first step size `h` in a tspan of length `span`, as in `initialization.started`."""
-        spec, d = self.spec, self.spec.d
-        lines = []
-        for n, parts in enumerate(spec.numbers):
-            modulus = f"math.hypot({', '.join(f'u_{c}' for c in parts)})" if len(parts) > 1 else f"abs(u_{n})"
-            lines.append(f"w_{n} = {self.rtol(n)} * {modulus} + {self.atol(n)}")
-        for out, numerator in (("d0", "u_{}"), ("d1", "k0_{}")):
+        spec, lines = self.spec, list[str]()
+        for n, parts in enumerate(spec.numbers if spec.in_pairs else ()):
+            modulus = f"math.hypot({', '.join(f'u_{c}' for c in parts)})"
+            lines += [f"scale_{c} = {self.tolerance(modulus, n)}" for c in parts]
+        if not spec.in_pairs:
+            lines = self.each(f"scale_{{c}} = {self.tolerance('abs(u_{c})', '{c}')}")
+        for out, numerator in (("d0", "u_{c}"), ("d1", "k0_{c}")):
             lines += self._norm(out, numerator)
         lines += [
             # An Euler step of this size changes u by about one percent.
@@ -202,10 +249,10 @@ class Steps:
             "h0 = h0 if h0 < span else span",
             "h = sign * h0",
             *self.rounded_step(),
-            *[f"y_{c} = {self.h} * k0_{c} + u_{c}" for c in range(d)],
+            *self.each(f"y_{{c}} = {self.h} * k0_{{c}} + u_{{c}}"),
             "tn = t + h",
             self.call("k1", "y", spec.stages),
-            *self._norm("d2", "(k1_{0} - k0_{0})"),
+            *self._norm("d2", "(k1_{c} - k0_{c})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
             # The formula after `else` divides by `steepest`.
@@ -220,11 +267,12 @@ class Steps:
         return ["if dt > 0.0:", "    h = dt", "else:", *indented(lines)]
 
     def _norm(self, out: str, numerator: str) -> list[str]:
-        lines = []
-        for n, parts in enumerate(self.spec.numbers):
-            lines += [f"e{c} = {numerator.format(c)} / w_{n}" for c in parts]
-            square = " + ".join(f"e{c} * e{c}" for c in parts)
-            lines.append(f"norm = norm + ({square})" if n else f"norm = {square}")
+        lines = self.each(f"error_{{c}} = {numerator} / scale_{{c}}")
+        if self.spec.in_pairs:  # the squares of both parts are added first
+            squares = (" + ".join(f"error_{c} * error_{c}" for c in parts) for parts in self.spec.numbers)
+            lines.append(f"norm = {' + '.join(f'({square})' for square in squares)}")
+        else:
+            lines += self.summed("norm", "error_{c} * error_{c}")
         return [*lines, f"{out} = np.sqrt({self.doubled('norm')} / {len(self.spec.numbers)}.0)"]
 
     # ---- states inside steps
@@ -244,13 +292,11 @@ class Steps:
 
     def interpolated(self, target: str, stage: str, u: str, fused: bool = False) -> list[str]:
         """Return lines for the interpolated state; names contain ``{c}`` for the component, ``{i}`` for the stage."""
-        (first, *others), fused, lines = self.used(), fused and self.fused, []
-        for c in range(self.spec.d):
-            lines.append(f"total = w{first} * {stage.format(i=first, c=c)}")
-            lines += [f"total = total + w{i} * {stage.format(i=i, c=c)}" for i in others]
-            before, after = u.format(c=c), target.format(c=c)
-            lines.append(f"{after} = fma(total, {self.h}, {before})" if fused else f"{after} = total * {self.h} + {before}")
-        return lines
+        (first, *others), fused = self.used(), fused and self.fused
+        lines = [f"total = w{first} * {stage.replace('{i}', str(first))}"]
+        lines += [f"total = total + w{i} * {stage.replace('{i}', str(i))}" for i in others]
+        value = f"fma(total, {self.h}, {u})" if fused else f"total * {self.h} + {u}"
+        return self.each(*lines, f"{target} = {value}")
 
     # ---- events
 
@@ -285,24 +331,22 @@ class Steps:
                 lines.append(self.call(f"k{i}", f"y{i}", i))
         return lines
 
-    def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
+    def pulled(self, i: int, arrival: str) -> list[str]:
         """Return lines that propagate the cotangent of stage i to its argument (z0, ...) and the parameters (e0, ...)."""
-        # arrival(c) is the contribution of states inside the step to the cotangent of component c of the stage.
+        # `arrival`: the contribution of states inside the step to the cotangent of component ``{c}`` of the stage.
         spec, table = self.spec, ((), *self.spec.tableau.a)
         # The term that was computed last is added last, so that the other additions needn't wait for it.
         weights = [(j, self.number(table[j][i])) for j in range(spec.stages, i, -1) if table[j][i]]
-        lines = []
-        for c in range(spec.d):
-            more = arrival(c) if spec.inside else self.number(0.0)
-            if self.fused:
-                lines += [f"m = {more}", *[f"m = fma({w}, z{j}_{c}, m)" for j, w in weights]]
-            else:
-                terms = [f"{w} * z{j}_{c}" for j, w in weights] + ([more] if spec.inside or not weights else [])
-                lines.append(f"m = {' + '.join(terms)}")
-            lines.append(f"q_{c} = {self.h} * m")
+        more = arrival if spec.inside else self.number(0.0)
+        if self.fused:
+            lines = [f"m = {more}", *[f"m = fma({w}, z{j}_{{c}}, m)" for j, w in weights]]
+        else:
+            terms = [f"{w} * z{j}_{{c}}" for j, w in weights] + ([more] if spec.inside or not weights else [])
+            lines = [f"m = {' + '.join(terms)}"]
+        lines = self.each(*lines, f"q_{{c}} = {self.h} * m")
         outputs = self.state(f"z{i}") + numbered("e", self.wanted) + (["te"] if spec.timed else [])
         lines.append(self.called(outputs, "g", f"y{i}", self.time(i), [*self.state("q"), *self.bars]))
-        return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(spec.d)]
+        return lines + self.each(f"total_{{c}} = total_{{c}} + z{i}_{{c}}")
 
 
 def _polynomial(weights: Sequence[float]) -> str:

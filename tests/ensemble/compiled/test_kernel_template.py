@@ -53,12 +53,22 @@ def test_each_rule():
     assert "    pass" in filled(TEMPLATE, names | {"some": False})
 
 
+def test_loops():
+    names = {"c": "range(3)", "d": [7, 8], "j": 4}
+    made = filled("each c: each d: x[{c}, {d}] = y[{c+2}, {j+c}]\neach c:\n    if z:\n        done", names)
+    assert made == [
+        "for c in range(3):", "    x[c, 7] = y[c + 2, 4 + c]", "    x[c, 8] = y[c + 2, 4 + c]",
+        "for c in range(3):", "    if z:", "        done",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("single", [False, True])
 def test_places_of_fields(single):
     spec = KernelSpec(2, 0, 0, Tsit5.tableau, Tsit5().controller, single=single, lanes=4)
     fields = Fields(spec)
     fields.add(["# Not these.", "u[3] k[2, 3]", "exact now live"])
     now, live = ("exact[l]", "exact[4 + l]") if single else ("b[36 + l]", "b[40 + l]")
-    text = fields.resolved(["$u[0] $u[2] $k[1, 2] $u[e]", "$now $live"])
-    assert text == f"b[l] b[8 + l] b[32 + l] b[(0 + e) * 4 + l]\n{now} {live}\n"
+    text = fields.resolved(["$u[0] $u[2] $k[1, 2] $u[e] $k[e, c] $k[1, c]", "$now $live"])
+    loops = "b[(0 + e) * 4 + l] b[(3 + e * 3 + c) * 4 + l] b[(6 + c) * 4 + l]"
+    assert text == f"b[l] b[8 + l] b[32 + l] {loops}\n{now} {live}\n"
     assert [len(x) for x in fields.buffers(spec.dtype)] == ([36, 8] if single else [44, 0])

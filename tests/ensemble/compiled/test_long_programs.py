@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mpiad import value_and_grad
-from mpiad.compiling import rerolling
-from mpiad.ensemble import RK4, EnsembleProblem, ODEProblem, Rodas5P, Tsit5, solve
-from mpiad.ensemble.compiled import traced_problem
+from mpiad.compiling import cache, rerolling
+from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Rodas5P, Tsit5, remake, solve
+from mpiad.ensemble.compiled import kernel_spec, traced_problem
 from mpiad.ensemble.compiled.kernel_texts import kernel_text
 
 pytestmark = pytest.mark.serial
@@ -109,3 +109,37 @@ def test_loops_have_the_values_of_scalars(monkeypatch, width):
     np.testing.assert_array_equal(found[0][0], found[1][0])
     for loops, scalars in zip(*(bars for _, bars in found)):
         np.testing.assert_array_equal(loops, scalars)
+
+
+@pytest.mark.parametrize("dtype", [float, np.float32])
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
+def test_components_in_loops_have_the_values_of_scalars(monkeypatch, alg, dtype):
+    monkeypatch.setattr(cache, "optimization_level", 0)
+    d, rng = 6, np.random.default_rng(4)
+    pairs = rng.integers(0, d, (6, 2))
+
+    def f(u, p, t):
+        rates = [p[0] * u[i] * u[j] * anp.cos(t) for i, j in pairs]
+        return [sum(rates[k] for k in range(d) if k % 5 == c % 5) - p[c % 3] * (u[c] - u[c - 1]) for c in range(d)]
+
+    base = ODEProblem(f, np.ones(d, dtype), (0.0, 1.0), np.array([0.5, 0.8, 1.1], dtype))
+    u0s, atol = rng.uniform(0.5, 1.5, (9, d)).astype(dtype), 1e-5 * np.arange(1.0, d + 1)
+    kick = Event(lambda u, p, t: t - 0.3 - 0.1 * p[1], affect=lambda u, p, t: u * u + p[2])
+    cases = [{"atol": atol, "saveat": [0.4, 1.0]}, {"events": kick, "saveat": [0.4, 1.0]}, {"gradient": "tangent"}]
+    if dtype is np.float32:  # times of events are double
+        cases = cases[:1]
+
+    def loss(p, end, options):
+        sol = solve(EnsembleProblem(remake(base, p=p, tspan=(0.0, end)), u0=u0s), alg, rtol=1e-4, compile=True, **options)
+        return anp.sum(sol.u_end**2) + (anp.sum(sol.u[:, 0] ** 3) if "saveat" in options else 0.0)
+
+    for options in cases:
+        found = []
+        for most in (100, 2):
+            monkeypatch.setattr(kernel_spec, "MOST_UNROLLED", (most, most))
+            kernel_text.cache_clear()
+            value, bars = value_and_grad(loss, argnum=(0, 1))(base.p, dtype(1.0), options)
+            found.append([value, *bars])
+        for loops, scalars in zip(*found, strict=True):
+            np.testing.assert_array_equal(loops, scalars)
+    kernel_text.cache_clear()

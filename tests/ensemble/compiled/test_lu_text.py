@@ -33,12 +33,13 @@ def banded(seed):
 def test_solutions_are_those_of_numpy(make, sparse, transposed):
     places = sorted({*map(tuple, np.argwhere(sparse(0)).tolist()), *((i, i) for i in range(D))})
     lu = make(D, places)
-    lines = [*lu.factors, *(lu.solved_transposed("x") if transposed else lu.solved("x"))]
+    entries = [f"{lu.entry(i, j)} = w[{i}, {j}]" for i, j in places]
+    lines = [*lu.cleared, *entries, *lu.factors, *(lu.solved_transposed("x") if transposed else lu.solved("x"))]
     text = compile("\n".join(lines), "lu", "exec")
     for seed in range(20):
         matrix, right = sparse(seed), np.random.default_rng(100 + seed).normal(size=D)
         names = {"where": lambda c, a, b: a if c else b, "zero": 0.0, "one": 1.0, "np": np, "b": np.ones(200)}
-        names |= {f"w{i}_{j}": matrix[i, j] for i, j in places} | {f"x_{i}": right[i] for i in range(D)}
+        names |= {"w": matrix} | {f"x_{i}": right[i] for i in range(D)}
         exec(text, names)  # noqa: S102 the language is a part of Python
         found = [names[f"x_{i}"] for i in range(D)]
         np.testing.assert_allclose(found, np.linalg.solve(matrix.T if transposed else matrix, right), rtol=1e-9)

@@ -148,9 +148,11 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
         def make(known: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
             traced = problem_of(host, settings.events, must, compiler.warn)
-            if traced is not None and traced.program.cost > MOST_OPERATIONS and not must:
-                text = f"f has {traced.program.cost} operations; up to {MOST_OPERATIONS} fit into a CUDA kernel"
-                return compiler.warn(given.f, f"EnsembleGPU: {text}, so EnsembleVectorized solves the problem")
+            programs = [] if traced is None or must else [traced.program, *traced.conditions]
+            for name, cost in zip(("f", *["a condition of the events"] * len(programs)), (g.cost for g in programs)):
+                if cost > MOST_OPERATIONS:
+                    text = f"{name} has {cost} operations; up to {MOST_OPERATIONS} fit into a CUDA kernel"
+                    return compiler.warn(given.f, f"EnsembleGPU: {text}, so EnsembleVectorized solves the problem")
             if traced is not None and not known:
                 try_once(host, settings.events, given.traced)
             return traced
