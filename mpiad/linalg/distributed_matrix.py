@@ -37,32 +37,28 @@ from mpiad.redistribution import GhostExchange
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import alike_on_all, raise_together, raising_together
 from mpiad.transport.core.buffers import even_lengths
+from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 
 def probed_matrix(
-    matvec: Function,
-    params: tuple,
-    shape: tuple[int, ...],
-    comm: Comm,
-    call: str,
-    takes_batches: bool,
-    probing: Probing,
-    like: DistributedMatrix | None = None,
-) -> DistributedMatrix:
-    """Return the matrix of an operator, with the pattern of `like`; its values may be traced."""
+    matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool, probing: Probing
+) -> DistributedMatrix:  # fmt: skip
+    """Return the matrix of an operator; its values may be traced."""
     values = probing.values(matvec, params, shape, comm, call, takes_batches)
-    if like is not None:
-        return like.with_values(values)
-    parts = getval(values), probing.rows.indices, probing.rows.indptr
-    rows: Any = scipy.sparse.csr_matrix(parts, probing.rows.shape, copy=probing.halo is not None)
-    if isbox(values):
-        return DistributedMatrix(rows, columns=rows.shape[0], comm=comm).with_values(values)
-    if probing.halo is not None:  # most operators use some neighbors only
+    # Most operators use some neighbors in a domain's halo only. Derivatives of zeros may differ from zero.
+    all_contained = probing.halo is None or isbox(values)
+    contained = np.full(len(probing.rows.data), True) if all_contained else values != 0.0
+    kept = probing.kept
+    changed = kept is None or not np.array_equal(contained, kept[0])
+    if on_any_rank(channel(comm, call).data, changed) or kept is None:
+        rows = probing.rows.copy()
+        rows.data = contained.astype(float)
         rows.eliminate_zeros()
-    return DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
+        kept = probing.kept = contained, DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
+    return kept[1].with_values(values if all_contained else values[contained])
 
 
 def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], matrix: DistributedMatrix, call: str) -> None:
