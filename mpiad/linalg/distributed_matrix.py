@@ -66,21 +66,20 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
     group, failures = channel(matrix.comm, call), DeferredFailures(matrix.comm, call)
     columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
     direction = np.random.default_rng(group.rank).standard_normal(len(columns))
-    plain = matrix.with_values(stop_gradient(matrix.values))
+    values, pattern = stop_gradient(matrix.values), matrix._pattern
+    rows, scale = pattern.matrix(values), 1e-8 * max(1.0, float(np.abs(values).max(initial=0.0)))
 
     def difference(first: int, last: int) -> np.ndarray:
         own = np.where((columns >= first) & (columns < last), direction, 0.0)
         image = checked_product(matvec, own.reshape(shape), params, failures, call).ravel()
-        scale = 1e-8 * max(1.0, float(np.abs(plain.values).max(initial=0.0)))
-        gap = np.abs(image - plain.matvec(own))
+        gap = np.abs(image - rows @ pattern.extended(own))
         return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
 
-    found = difference(0, matrix.shape[1])
-    wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
-    rank = next((k for k, row in enumerate(wrong) if row >= 0), None)
-    if rank is None:
+    found, (first, last) = difference(0, matrix.shape[1]), (0, matrix.shape[1])
+    if not on_any_rank(group.data, found.any()):
         return
-    first, last = 0, matrix.shape[1]
+    wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
+    rank = next(k for k, row in enumerate(wrong) if row >= 0)
     while last - first > 1:  # a column with a missing entry in this row, by bisection
         middle = (first + last) // 2
         gap = difference(first, middle)

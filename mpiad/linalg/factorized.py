@@ -90,9 +90,15 @@ def _adjoint(
     ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
 ) -> Callable:
     def cotangents(multiplier: LocalArray) -> list:
-        # In both cases, the function λᵀ A u of the params is differentiated.
-        left, right = (ans, multiplier) if transposed else (multiplier, ans)
-        pull, _ = make_vjp(lambda x: factors.operator.product(right, x, indices, False))(list(variables))
+        # In both cases, the function λᵀ A u of the params is differentiated. Right-hand sides aren't joined, since the
+        # tape would record that, too.
+        operator, (left, right) = factors.operator, (ans, multiplier) if transposed else (multiplier, ans)
+        if not operator.takes_batches:
+            left, right = (list(anp.reshape(u, (-1, *operator.shape))) for u in (left, right))
+        product = lambda u, x: operator.product(u, x, indices, False)  # noqa: E731
+        pull, _ = make_vjp(lambda x: [product(u, x) for u in right] if type(right) is list else product(right, x))(
+            list(variables)
+        )
         return [-part for part in pull(left)]
 
     def vjp(g: LocalArray) -> list:
