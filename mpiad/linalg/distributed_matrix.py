@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -76,7 +76,7 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
         return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
 
     found, (first, last) = difference(0, matrix.shape[1]), (0, matrix.shape[1])
-    if not on_any_rank(group.data, found.any()):
+    if not on_any_rank(group.data, bool(found.any())):
         return
     wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
     rank = next(k for k, row in enumerate(wrong) if row >= 0)
@@ -591,7 +591,7 @@ class DistributedMatrix:
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
             )
 
-    def _checked(self, x: Array, axis: int, call: str) -> Any:
+    def _checked(self, x: Array, axis: int, call: str) -> LocalArray:
         plain, length = getval(x), self.local_shape[axis]
         if type(plain) is not np.ndarray or plain.dtype.kind not in "fc":
             if not is_array(plain) or plain.dtype.kind not in "fc":
@@ -642,7 +642,7 @@ class GatheredFactors:
 
     takes_blocks = True  # arrays with leading axes
 
-    def __init__(self, matrix: DistributedMatrix, factored: Callable[[Any], Any] | None = None):
+    def __init__(self, matrix: DistributedMatrix, factored: Function | None = None):
         # `factored`: returns the factors of the whole matrix.
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"

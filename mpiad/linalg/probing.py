@@ -44,7 +44,7 @@ _MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is pro
 
 
 class Probing:
-    """The pattern of this rank's rows, a CSR matrix of shape (n, N) with the columns' colors, and this rank's colors `own`."""
+    """The pattern of this rank's rows, a CSR matrix of shape (n, N) with the colors of its columns; `own`: this rank's."""
 
     def __init__(self, rows: Any, own: np.ndarray, count: int, halo: tuple[int, ...] | None):
         self.rows, self.own = rows, own
@@ -181,7 +181,7 @@ def _halo_error(images: np.ndarray, places: np.ndarray, halo: tuple[int, ...], c
     )
 
 
-def kind_of(pattern: Any) -> str:
+def kind_of(pattern: object) -> str:
     """Return a description of a pattern that must be the same on all ranks."""
     kinds = {type(None): "None", tuple: "rows and columns"}
     return kinds.get(type(pattern), "a Domain" if isinstance(pattern, Domain) else "a sparse matrix")

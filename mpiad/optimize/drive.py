@@ -62,7 +62,7 @@ class DrivenEvaluation(Evaluation):
         self._forward = forward
         return np.array(found)
 
-    def _not_a_number(self) -> Any:
+    def _not_a_number(self) -> float | np.ndarray:
         return np.full(self.shape or (), math.nan)[()]
 
     def value_at(self, x: Tree) -> Any:
