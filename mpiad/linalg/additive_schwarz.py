@@ -89,7 +89,7 @@ class AdditiveSchwarz:
 
     def __init__(
         self, matrix: DistributedMatrix, *, overlap: int = 1, restricted: bool = False, coarse: bool = True,
-        local: str = "lu", options: dict[str, Any] | None = None,
+        local: str = "lu", options: dict[str, object] | None = None,
     ):  # fmt: skip
         if not isinstance(matrix, DistributedMatrix):
             raise TypeError(f"{_CALL}: matrix must be a DistributedMatrix, but got {type(matrix).__name__}.")
@@ -180,7 +180,7 @@ class AdditiveSchwarz:
         )
 
 
-def _algebraic_multigrid(matrix: Any, options: dict[str, Any]) -> Callable[[LocalArray, str], LocalArray]:
+def _algebraic_multigrid(matrix: Any, options: dict[str, object]) -> Callable[[LocalArray, str], LocalArray]:
     """Return ``cycle(rows, kind)``: PyAMG's V-cycle for the matrix ("N") or its transpose ("T"), on rows (k, n)."""
     pyamg = optional_package("pyamg", "PyAMG", "mpiad[amg]", _CALL)
     hermitian = abs(matrix - matrix.conj().T).max() <= 1e-12 * abs(matrix).max()

@@ -8,7 +8,7 @@ of its params.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count
 from types import FunctionType
@@ -63,7 +63,7 @@ class TracedSystem:
         """Return sums over all ranks of numbers in double precision."""
         return mpi_allreduce(local, comm=self._comm)
 
-    def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Any:
+    def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Sequence[LocalArray]:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row."""
         return update.fun(*vectors, *[anp.reshape(a.astype(vectors[0].dtype), (-1, 1)) for a in numbers])
 
@@ -96,7 +96,7 @@ class Operator:
     ):  # fmt: skip
         self._read, self._params, self.bound, self.shape, self.comm, self.side = read, params, bound, shape, comm, side
 
-    def program(self, iteration: Iteration, state: tuple) -> Callable[..., Any] | None:
+    def program(self, iteration: Iteration, state: tuple) -> Function | None:
         """Return the program of an iteration, a function of the state; None if this time it must be interpreted."""
         known = self._known
         if known is None or not known.is_compiled:
@@ -137,7 +137,7 @@ class Operator:
         return found
 
 
-def _runner(entry: Entry, given: Arguments) -> Callable[..., Any]:
+def _runner(entry: Entry, given: Arguments) -> Function:
     if tracing.channels is not None:
         tracing.channels |= entry.channels
     params = [given.leaves[k] for k in given.traced]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,32 +37,28 @@ from mpiad.redistribution import GhostExchange
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import alike_on_all, raise_together, raising_together
 from mpiad.transport.core.buffers import even_lengths
+from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 
 def probed_matrix(
-    matvec: Function,
-    params: tuple,
-    shape: tuple[int, ...],
-    comm: Comm,
-    call: str,
-    takes_batches: bool,
-    probing: Probing,
-    like: DistributedMatrix | None = None,
-) -> DistributedMatrix:
-    """Return the matrix of an operator, with the pattern of `like`; its values may be traced."""
+    matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool, probing: Probing
+) -> DistributedMatrix:  # fmt: skip
+    """Return the matrix of an operator; its values may be traced."""
     values = probing.values(matvec, params, shape, comm, call, takes_batches)
-    if like is not None:
-        return like.with_values(values)
-    parts = getval(values), probing.rows.indices, probing.rows.indptr
-    rows: Any = scipy.sparse.csr_matrix(parts, probing.rows.shape, copy=probing.halo is not None)
-    if isbox(values):
-        return DistributedMatrix(rows, columns=rows.shape[0], comm=comm).with_values(values)
-    if probing.halo is not None:  # most operators use some neighbors only
+    # Most operators use some neighbors in a domain's halo only. Derivatives of zeros may differ from zero.
+    all_contained = probing.halo is None or isbox(values)
+    contained = np.full(len(probing.rows.data), True) if all_contained else values != 0.0
+    kept = probing.kept
+    changed = kept is None or not np.array_equal(contained, kept[0])
+    if on_any_rank(channel(comm, call).data, changed) or kept is None:
+        rows = probing.rows.copy()
+        rows.data = contained.astype(float)
         rows.eliminate_zeros()
-    return DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
+        kept = probing.kept = contained, DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
+    return kept[1].with_values(values if all_contained else values[contained])
 
 
 def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], matrix: DistributedMatrix, call: str) -> None:
@@ -70,21 +66,20 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
     group, failures = channel(matrix.comm, call), DeferredFailures(matrix.comm, call)
     columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
     direction = np.random.default_rng(group.rank).standard_normal(len(columns))
-    plain = matrix.with_values(stop_gradient(matrix.values))
+    values, pattern = stop_gradient(matrix.values), matrix._pattern
+    rows, scale = pattern.matrix(values), 1e-8 * max(1.0, float(np.abs(values).max(initial=0.0)))
 
     def difference(first: int, last: int) -> np.ndarray:
         own = np.where((columns >= first) & (columns < last), direction, 0.0)
         image = checked_product(matvec, own.reshape(shape), params, failures, call).ravel()
-        scale = 1e-8 * max(1.0, float(np.abs(plain.values).max(initial=0.0)))
-        gap = np.abs(image - plain.matvec(own))
+        gap = np.abs(image - rows @ pattern.extended(own))
         return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
 
-    found = difference(0, matrix.shape[1])
-    wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
-    rank = next((k for k, row in enumerate(wrong) if row >= 0), None)
-    if rank is None:
+    found, (first, last) = difference(0, matrix.shape[1]), (0, matrix.shape[1])
+    if not on_any_rank(group.data, bool(found.any())):
         return
-    first, last = 0, matrix.shape[1]
+    wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
+    rank = next(k for k, row in enumerate(wrong) if row >= 0)
     while last - first > 1:  # a column with a missing entry in this row, by bisection
         middle = (first + last) // 2
         gap = difference(first, middle)
@@ -596,7 +591,7 @@ class DistributedMatrix:
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
             )
 
-    def _checked(self, x: Array, axis: int, call: str) -> Any:
+    def _checked(self, x: Array, axis: int, call: str) -> LocalArray:
         plain, length = getval(x), self.local_shape[axis]
         if type(plain) is not np.ndarray or plain.dtype.kind not in "fc":
             if not is_array(plain) or plain.dtype.kind not in "fc":
@@ -647,7 +642,7 @@ class GatheredFactors:
 
     takes_blocks = True  # arrays with leading axes
 
-    def __init__(self, matrix: DistributedMatrix, factored: Callable[[Any], Any] | None = None):
+    def __init__(self, matrix: DistributedMatrix, factored: Function | None = None):
         # `factored`: returns the factors of the whole matrix.
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"

@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -208,7 +208,7 @@ def ritz_pairs(
 
 
 def _checked_sizes(
-    group: Channel, like: np.ndarray, k: int, ncv: int | None, tol: float, seed: Any, mass: Product | None,
+    group: Channel, like: np.ndarray, k: int, ncv: int | None, tol: float, seed: object, mass: Product | None,
     mass_solve: Product | None, batch: bool,
 ) -> tuple[int, int]:  # fmt: skip
     """Return the length of a vector, and the largest number of products; raise an error on all ranks."""

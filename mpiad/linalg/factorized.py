@@ -31,7 +31,7 @@ from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, probed_matrix, require_complete
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
-from mpiad.linalg.probing import kind_of, pattern_error, probing_of
+from mpiad.linalg.probing import Probing, kind_of, pattern_error, probing_of
 from mpiad.linalg.solve import change_along, function_error, over_lanes, transposed_matvec
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
@@ -90,9 +90,15 @@ def _adjoint(
     ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
 ) -> Callable:
     def cotangents(multiplier: LocalArray) -> list:
-        # In both cases, the function λᵀ A u of the params is differentiated.
-        left, right = (ans, multiplier) if transposed else (multiplier, ans)
-        pull, _ = make_vjp(lambda x: factors.operator.product(right, x, indices, False))(list(variables))
+        # In both cases, the function λᵀ A u of the params is differentiated. Right-hand sides aren't joined, since the
+        # tape would record that, too.
+        operator, (left, right) = factors.operator, (ans, multiplier) if transposed else (multiplier, ans)
+        if not operator.takes_batches:
+            left, right = (list(anp.reshape(u, (-1, *operator.shape))) for u in (left, right))
+        product = lambda u, x: operator.product(u, x, indices, False)  # noqa: E731
+        pull, _ = make_vjp(lambda x: [product(u, x) for u in right] if type(right) is list else product(right, x))(
+            list(variables)
+        )
         return [-part for part in pull(left)]
 
     def vjp(g: LocalArray) -> list:
@@ -377,7 +383,7 @@ class _Options(NamedTuple):
     method: str
     matrix: DistributedMatrix | None
     call: str = _CALL  # for messages
-    known: list[Any] = []  # the probing, once it is known, and for a general pattern a matrix with this pattern
+    known: list[Probing] = []  # the probing, once it is known
 
     def assembled(self, operator: _Operator, requires_all: bool) -> DistributedMatrix:
         """Return the matrix; raise on all ranks, if `requires_all`, if the pattern misses an entry."""
@@ -387,8 +393,6 @@ class _Options(NamedTuple):
         if not self.known:
             self.known.append(probing_of(self.pattern, math.prod(shape), self.comm, self.call))
         matrix = probed_matrix(operator.matvec, params, shape, self.comm, self.call, operator.takes_batches, *self.known)
-        if self.known[0].halo is None:  # the stencil of a domain may have zeros, which aren't in the matrix
-            self.known[1:] = [matrix]
         if requires_all:
             require_complete(operator.matvec, params, shape, matrix, self.call)
         return matrix

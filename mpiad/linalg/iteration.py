@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.linalg.system import System
+from mpiad.linalg.system import AnySystem, System
 from mpiad.linalg.vectors import are_within, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
@@ -78,17 +78,17 @@ def _true_residual(
     return r, np.sqrt(sums[0].real), sums[1:].real
 
 
-def _residual(system: Any, b: LocalArray, x: LocalArray) -> tuple[LocalArray, ...]:
+def _residual(system: AnySystem, b: LocalArray, x: LocalArray) -> tuple[LocalArray, ...]:
     r = b - system.apply(x)
     return _with_sums(system, r, (r, r))
 
 
-def _residual_and_image(system: Any, b: LocalArray, x: LocalArray) -> tuple[LocalArray, ...]:
+def _residual_and_image(system: AnySystem, b: LocalArray, x: LocalArray) -> tuple[LocalArray, ...]:
     r, image = b - system.apply(x), system.apply(anp.ones_like(x))
     return _with_sums(system, r, (r, r), (x, x), (image, image))
 
 
-def _with_sums(system: Any, r: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> tuple[LocalArray, ...]:
+def _with_sums(system: AnySystem, r: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> tuple[LocalArray, ...]:
     sums = system.dots(*pairs)
     is_finite = anp.isfinite(anp.sum(anp.abs(sums), axis=0))
     return r, sums, anp.stack([anp.sum(1.0 * ~is_finite)])

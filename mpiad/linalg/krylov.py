@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import autograd.numpy as anp
@@ -24,7 +25,7 @@ import scipy.linalg
 from mpiad._typing import Array, LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.linalg.iteration import diagnosis, require_iterations
-from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
+from mpiad.linalg.system import AnySystem, System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import are_finite, are_within, column, combined, inner, is_nearly_real, products
 from mpiad.programs import jit
 
@@ -171,7 +172,7 @@ class CompiledArnoldi(Arnoldi):
 
 
 @functools.cache
-def _kernels() -> list[Any]:
+def _kernels() -> list[Callable[..., None]]:
     signature = f"linked(int64[::1], {', '.join(['float64[::1]'] * 6)})"
     return functions_of(__name__, dict.fromkeys(("inner_products", "extended_spaces"), signature), "reassoc contract")
 
@@ -277,7 +278,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
     return are_within(spaces.norms, targets)
 
 
-def _product(system: Any, v: LocalArray) -> tuple[LocalArray]:
+def _product(system: AnySystem, v: LocalArray) -> tuple[LocalArray]:
     return (preconditioned_product(system, v)[1],)
 
 
@@ -327,7 +328,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
 
 
 def _step_along_p(
-    system: Any, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, numbers: LocalArray
+    system: AnySystem, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, numbers: LocalArray
 ) -> tuple[LocalArray, ...]:
     """Make r orthogonal to the shadow residual; return also A p, the length, the sums, and the count of invalid sums."""
     change, v = preconditioned_product(system, p)
@@ -338,7 +339,7 @@ def _step_along_p(
 
 
 def _step_along_r(
-    system: Any, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, v: LocalArray, alpha: LocalArray,
+    system: AnySystem, x: LocalArray, r: LocalArray, shadow: LocalArray, p: LocalArray, v: LocalArray, alpha: LocalArray,
     numbers: LocalArray,
 ) -> tuple[LocalArray, ...]:  # fmt: skip
     """Minimize |r|; return vectors, numbers, sums, and the numbers of invalid, broken-down and unconverged systems."""
@@ -408,7 +409,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
 
 
 def _cg_iteration(
-    system: Any, x: LocalArray, r: LocalArray, p: LocalArray, s: LocalArray, numbers: LocalArray
+    system: AnySystem, x: LocalArray, r: LocalArray, p: LocalArray, s: LocalArray, numbers: LocalArray
 ) -> tuple[LocalArray, ...]:
     """Return the next vectors and numbers, the sums, and three counts of systems.
 

@@ -159,7 +159,7 @@ def newton(
     pattern: Any = None,
     reuse: int = 0,
     comm: Comm = None,
-    callback: Callable[[float], Any] | None = None,
+    callback: Callable[[float], object] | None = None,
 ) -> LocalArray:
     """Solve residual(u, params) = 0 by Newton's method, with a block of u on each rank.
 
@@ -343,7 +343,7 @@ def _arg_error(
     )
 
 
-def _jacobian_error(u0: Array, preconditioner: Function | None, settings: Settings, pattern: Any) -> Exception | None:
+def _jacobian_error(u0: Array, preconditioner: Function | None, settings: Settings, pattern: object) -> Exception | None:
     jacobian, reuse = settings.jacobian, settings.reuse
     if jacobian not in ("products", "sparse"):
         return ValueError(f"{_CALL}: jacobian must be 'products' or 'sparse', but got {jacobian!r}.")

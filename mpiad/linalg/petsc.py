@@ -33,7 +33,7 @@ def solve(
     operator: Function | DistributedMatrix,
     b: LocalArray,
     *params: Tree,
-    options: dict[str, Any] | None = None,
+    options: dict[str, object] | None = None,
     rtol: float = 1e-8,
     atol: float = 0.0,
     maxiter: int | None = None,
@@ -122,7 +122,7 @@ def _arg_error(petsc: ModuleType, operator: object, b: LocalArray, params: tuple
 
 
 def _method(
-    petsc: ModuleType, group: Channel, matrix: DistributedMatrix | None, options: dict[str, Any]
+    petsc: ModuleType, group: Channel, matrix: DistributedMatrix | None, options: dict[str, object]
 ) -> Callable[..., Method]:
     """Return a function that creates the method for a system, given its parameters and whether it is transposed."""
 

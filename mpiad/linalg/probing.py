@@ -20,8 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -29,7 +28,7 @@ import scipy.sparse
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, Rank
-from mpiad.device.assembly import concatenate
+from mpiad.device.assembly import stack
 from mpiad.differentiation.coloring import colors_of, first_missing
 from mpiad.domain import Domain
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_alltoall
@@ -38,34 +37,40 @@ from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import raise_together, raising_together
 from mpiad.transport.exits.user_failures import DeferredFailures
 
+if TYPE_CHECKING:
+    from mpiad.linalg.distributed_matrix import DistributedMatrix
+
 _MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is probed by a product per column
 
 
-class Probing(NamedTuple):
-    """The pattern of this rank's rows, and the colors of the columns."""
+class Probing:
+    """The pattern of this rank's rows, a CSR matrix of shape (n, N) with the colors of its columns; `own`: this rank's."""
 
-    rows: Any  # CSR matrix of shape (n, N) without repeated entries; its values are the colors of the entries' columns
-    own: np.ndarray  # the colors of this rank's columns
-    count: int  # the number of colors, the same on all ranks
-    halo: tuple[int, ...] | None  # of the domain whose stencil the pattern is
+    def __init__(self, rows: Any, own: np.ndarray, count: int, halo: tuple[int, ...] | None):
+        self.rows, self.own = rows, own
+        self.count, self.halo = count, halo  # the number of colors, the same on all ranks, and the halo of a stencil
+        # The place of each entry in the products with the fields of all colors.
+        self._places = rows.data * rows.shape[0] + np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr))
+        # The last matrix, after the entries of `rows` that it contains.
+        self.kept: tuple[np.ndarray, DistributedMatrix] | None = None
 
     def values(
         self, matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool = False
     ) -> Array:
         """Return the entries in the order of `rows`; raise on all ranks if a product reaches beyond the halo."""
-        order, failures = np.argsort(self.rows.data, kind="stable"), DeferredFailures(comm, call)
-        rows = np.repeat(np.arange(self.rows.shape[0]), np.diff(self.rows.indptr))[order]
-        rows_of_colors = np.split(rows, np.searchsorted(self.rows.data[order], np.arange(1, self.count)))
-        fields = [(self.own == color).astype(float).reshape(shape) for color in range(self.count)]
-        parts, error = [np.zeros(0)], None
-        images = _checked_products(matvec, fields, params, failures, call, takes_batches)
-        for image, chosen in zip(images, rows_of_colors):
-            parts.append(anp.reshape(image, (-1,))[chosen])
-            if self.halo is not None and np.count_nonzero(getval(image)) != np.count_nonzero(getval(parts[-1])):
-                error = error or _halo_error(getval(image), chosen, self.halo, call)
+        failures, images = DeferredFailures(comm, call), np.zeros((0, *shape))
+        if self.count and takes_batches:
+            fields = (self.own == np.arange(self.count)[:, None]).astype(float)
+            images = checked_product(matvec, fields.reshape(-1, *shape), params, failures, call)
+        elif self.count:
+            fields = ((self.own == color).astype(float).reshape(shape) for color in range(self.count))
+            images = stack([checked_product(matvec, field, params, failures, call) for field in fields])
+        entries = anp.reshape(images, (-1,))[self._places]
         if self.halo is not None:
+            is_wrong = np.count_nonzero(getval(images)) != np.count_nonzero(getval(entries))
+            error = _halo_error(getval(images), self._places, self.halo, call) if is_wrong else None
             raise_together(channel(comm, call), error)
-        return concatenate(parts[1:] or parts)[np.argsort(order)]
+        return entries
 
 
 _of_domains: weakref.WeakKeyDictionary[Domain, Probing] = weakref.WeakKeyDictionary()
@@ -154,16 +159,6 @@ def _colors(rows: Any, offsets: np.ndarray, group: Channel, comm: Comm) -> np.nd
     return colors[:own]
 
 
-def _checked_products(
-    matvec: Function, fields: list[np.ndarray], params: tuple, failures: DeferredFailures, call: str, takes_batches: bool
-) -> Iterator[Array]:
-    """Yield the operator's products with fields, computed one by one or all together; errors as in `checked_product`."""
-    blocks = [np.stack(fields)] if takes_batches and fields else fields
-    for block in blocks:
-        images = checked_product(matvec, block.copy(), params, failures, call)  # matvec may overwrite its argument
-        yield from images if takes_batches else [images]
-
-
 def checked_product(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures, call: str) -> Array:
     """Return the operator's product with a field; raise on all ranks if it fails or isn't an array like the field."""
     made = failures.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
@@ -176,17 +171,17 @@ def checked_product(matvec: Function, field: np.ndarray, params: tuple, failures
     return made
 
 
-def _halo_error(image: np.ndarray, rows: np.ndarray, halo: tuple[int, ...], call: str) -> Exception:
-    is_outside = image != 0.0
-    is_outside.flat[rows] = False
-    point = tuple(int(k) for k in np.argwhere(is_outside)[0])
+def _halo_error(images: np.ndarray, places: np.ndarray, halo: tuple[int, ...], call: str) -> Exception:
+    is_outside = images != 0.0
+    is_outside.flat[places] = False
+    point = tuple(int(k) for k in np.argwhere(is_outside)[0, 1:])
     return ValueError(
         f"{call}: at point {point} of a block, matvec depends on points beyond the halo of {halo}, or isn't linear "
         "(it adds a constant). Give the domain a halo as wide as the stencil of the operator."
     )
 
 
-def kind_of(pattern: Any) -> str:
+def kind_of(pattern: object) -> str:
     """Return a description of a pattern that must be the same on all ranks."""
     kinds = {type(None): "None", tuple: "rows and columns"}
     return kinds.get(type(pattern), "a Domain" if isinstance(pattern, Domain) else "a sparse matrix")

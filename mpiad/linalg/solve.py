@@ -165,7 +165,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
             return _stacked([vjp(g[k]) for k in range(len(g))])
         failures = problem.new_failures()
 
-        def vjp_at(u: LocalArray) -> Any:
+        def vjp_at(u: LocalArray) -> Function:
             zero = spec_like(stop_gradient(u)).zeros()
             return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
 
@@ -286,7 +286,7 @@ def transposed_matvec(matvec: Function, params: tuple, like: LocalArray) -> Func
     return transposed_function(lambda u: matvec(u, *params), like)
 
 
-def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
+def transposed_function(fun: Function, like: LocalArray) -> Function:
     """Return the transpose of a linear function, from a trace; argument and result have the shape and dtype of `like`."""
     # Since the function is linear, its derivative at zero is the function itself.
     return make_vjp(fun)(spec_like(like).zeros())[0]
@@ -338,7 +338,7 @@ def solve(
     batch: int = 0,
     verify: bool = True,
     comm: Comm = None,
-    callback: Callable[[float], Any] | None = None,
+    callback: Callable[[float], object] | None = None,
 ) -> LocalArray:
     """Solve A(params) u = b, with blocks of u and b on each rank; differentiable by the implicit function theorem.
 
@@ -447,7 +447,7 @@ def _arg_error(problem: Problem, b: Array) -> Exception | None:
     return settings_error(problem.settings, METHODS, b.ndim) or preconditioner_error(functions.values(), b)
 
 
-def function_error(call: str, functions: dict[str, Any]) -> Exception | None:
+def function_error(call: str, functions: dict[str, object]) -> Exception | None:
     """Return an error if one of the functions isn't callable; all but the first may be None."""
     for number, (name, fun) in enumerate(functions.items()):
         if not callable(fun) and (fun is not None or number == 0):

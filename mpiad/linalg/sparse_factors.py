@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +124,7 @@ class _BlockSolver:
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernel() -> Callable[[int], object]:
     numbers, values = "int64[::1]", "float64[::1]"
     triangle = [numbers, "int32[::1]", values, values]
     signature = f"linked({', '.join([numbers, *triangle, *triangle, numbers, numbers, *[values] * 7])})"

@@ -11,16 +11,16 @@ from __future__ import annotations
 import cmath
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
-from mpiad.linalg.compiled_iteration import Iteration, Operator
+from mpiad.linalg.compiled_iteration import Iteration, Operator, TracedSystem
 from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.programs.function import Jitted
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
     atol: float
     maxiter: int | None
     comm: Comm
-    callback: Callable[[float], Any] | None
+    callback: Callable[[float], object] | None
     restart: int = 30  # number of iterations of GMRES between restarts
     side: str | None = None  # side of the preconditioner: "left", "right" or None
     batch: int = 0  # number of leading axes of b that index systems
@@ -101,7 +101,7 @@ def settings_error(s: Settings, methods: Collection[str], ndim: int) -> Exceptio
     return None
 
 
-def _is_count(value: Any, minimum: int = 1, maximum: float = math.inf) -> bool:
+def _is_count(value: object, minimum: int = 1, maximum: float = math.inf) -> bool:
     return isinstance(value, Integral) and minimum <= int(value) <= maximum
 
 
@@ -205,7 +205,7 @@ class System:
             )
         return TypeError(f"{subject} must return floats, but returned dtype {out.dtype}.")
 
-    def run(self, iteration: Iteration, *state: LocalArray) -> Any:
+    def run(self, iteration: Iteration, *state: LocalArray) -> Sequence[Array]:
         """Return ``iteration(self, *state)``, by a program if the iteration can be compiled.
 
         If an iteration reduces, its last results are the sums, after which it doesn't communicate, and an array whose first
@@ -227,7 +227,9 @@ class System:
                 self.require_no_failure(made[-2])
         return made
 
-    def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]) -> Any:
+    def updated(
+        self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[np.ndarray, ...]
+    ) -> Sequence[LocalArray]:
         """Return ``update(*vectors, *numbers)`` for rows and one number per row; on the host, by one compiled loop."""
         columns = [column(vectors[0], a.astype(self.dtype)) for a in numbers]
         return (update.fun if self._xp is not None or self.dtype.kind == "c" else update)(*vectors, *columns)
@@ -237,7 +239,7 @@ class System:
         shape = self.count, self.length
         return np.full(shape, value, self.dtype) if self._xp is None else self._xp.full(shape, value, self.dtype)
 
-    def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
+    def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
         """Return inner products x* y, over all ranks, of pairs (x, y) of rows, shape (pairs, k). For errors see `sums`."""
         if self.dtype.char in "dD":
             return self.sums(inner(*pairs))
@@ -326,12 +328,14 @@ class System:
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
+AnySystem: TypeAlias = System | TracedSystem
+
 # The operator of methods for nonsymmetric systems is A M if the preconditioner M is on the right side (the default), and
 # M A if M is on the left side. With the right side, the iteration computes the true residual r. With the left side, it
 # computes M r; the target is scaled by the initial ratio of the norms of M r and r, and r is checked at the end.
 
 
-def preconditioned_product(system: Any, v: LocalArray) -> tuple[LocalArray, LocalArray]:
+def preconditioned_product(system: AnySystem, v: LocalArray) -> tuple[LocalArray, LocalArray]:
     """Return the change of the solution along v, and the product A M v (right side) or M A v (left side)."""
     if system.side == "left":
         return v, system.precondition(system.apply(v))

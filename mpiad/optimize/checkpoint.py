@@ -88,7 +88,7 @@ def fingerprint(*arrays: np.ndarray) -> str:
     return f"{checksum:08x}"
 
 
-def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int) -> dict[str, Any]:
+def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int) -> dict[str, object]:
     """Return a description of the problem, which is compared with that in a checkpoint."""
     return {
         "ranks": size,
@@ -102,7 +102,7 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
 class RootCheckpoint:
     """Writes and reads iterates on the root; it does nothing if the user passed no checkpoint (`given` is None)."""
 
-    def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, Any], call: str = "minimize"):
+    def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, object], call: str = "minimize"):
         self.given, self._problem, self._written, self._call = checkpoint, problem, -1, call
         self._x, self._counts, self._failures = np.zeros(0), np.zeros(0), WriteFailures(call)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpiad._typing import Function
 from mpiad.optimize.objective_evaluation import Evaluation
 
 _MAX_STORED = 4  # number of stored points, since a line search may accept an earlier point than the last one
@@ -75,7 +76,7 @@ class Point:
 class Points:
     """Values and gradients, stored or evaluated on all ranks by `request`; `together`: the method needs both at a point."""
 
-    def __init__(self, evaluation: Evaluation, request: Callable[..., Any], together: bool):
+    def __init__(self, evaluation: Evaluation, request: Function, together: bool):
         self._evaluation, self._request = evaluation, request
         self._for_value = "both" if together or evaluation.only_both else "value"
         self._last_with_value: Point | None = None

@@ -109,7 +109,7 @@ class Record:
 class Progress:
     """The root's progress bar: of iterations, or of evaluations if the user's options limit only these."""
 
-    def __init__(self, options: dict[str, Any] | None):
+    def __init__(self, options: dict[str, object] | None):
         self._options = options
         self._bar: Any = None
 

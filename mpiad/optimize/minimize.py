@@ -110,7 +110,8 @@ def minimize(
         by default it decreases with the gradient, and is that of the solve for linear problems. The other options are
         `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`. "MMA-sharded" has the options `gtol`, `catol` (tolerance
         of the violation of constraints), `xtol` (tolerance of the largest change of a variable, relative to the distance of
-        its bounds), `maxiter`, `maxfun`, `maxls`, `move`, `asyinit`, `asymin`, `asyincr` and `asydecr`.
+        its bounds), `conservative` (whether the objective must fall in each iteration from a feasible point: GCMMA),
+        `maxiter`, `maxfun`, `maxls`, `move`, `asyinit`, `asymin`, `asyincr` and `asydecr`.
     callback : callable, optional
         Called on the root after each iteration, as in SciPy: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It must not communicate. If it raises StopIteration, the solve ends. With

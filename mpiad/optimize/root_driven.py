@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm, Rank, Tree
+from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.differentiation.advice import explain
 from mpiad.domain.root_copies import with_registered_copies
 from mpiad.errors import DeadlockError, WorkerError
@@ -108,7 +108,7 @@ class RootDriven(Solve):
     """A call that `root` drives; ``factory(program, packing, agreement, used, comm)`` makes an evaluation; collective."""
 
     def __init__(
-        self, used: Channel, root: Rank, programs: list[Program], factory: Callable[..., Any], call: str,
+        self, used: Channel, root: Rank, programs: list[Program], factory: Function, call: str,
         division: RankGroups | None = None,
     ):  # fmt: skip
         super().__init__(used, call)

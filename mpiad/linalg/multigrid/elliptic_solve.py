@@ -42,7 +42,7 @@ def solve_elliptic(
     atol: float = 0.0,
     maxiter: int = 100,
     x0: LocalArray | None = None,
-    callback: Callable[[float], Any] | None = None,
+    callback: Callable[[float], object] | None = None,
 ) -> LocalArray:
     """Solve -∇·(κ∇u) + c u = b on a domain; differentiable with respect to κ, b and c.
 

@@ -358,7 +358,7 @@ class Multigrid:
         atol: float = 0.0,
         maxiter: int = 100,
         x0: LocalArray | None = None,
-        callback: Callable[[float], Any] | None = None,
+        callback: Callable[[float], object] | None = None,
     ) -> LocalArray:
         """Return the solution by conjugate gradients, preconditioned by V-cycles; not differentiable.
 

@@ -62,7 +62,12 @@ def checked(name: str, value: Any) -> float:
     return number if real else int(number)
 
 
-_CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region"), "loss": tuple(LOSSES)}
+_CHOICES = {
+    "conservative": (False, True),
+    "product": ("full", "gauss-newton"),
+    "globalization": ("line search", "trust region"),
+    "loss": tuple(LOSSES),
+}
 # Options that are functions, and the methods that objects may have in place of them.
 _FUNCTIONS = {"preconditioner": "solve", "inner_product": "solve", "regularizer": "cost", "noise_precision": "apply"}
 _OF_RESIDUALS = "regularizer", "noise_precision", "loss"  # for product="gauss-newton"
@@ -111,23 +116,24 @@ class MMASettings(NamedTuple):
     asymin: float = 0.01  # smallest relative distance
     asydecr: float = 0.7  # factor of this distance if a variable oscillates
     asyincr: float = 1.2  # factor of this distance if it doesn't
+    conservative: bool = False  # whether approximations must lie above the functions at their minimizer (GCMMA)
     gtol: float = 1e-5  # tolerance of the optimality conditions
     catol: float = 1e-6  # tolerance of the violation of constraints
     xtol: float = 1e-5  # tolerance of the largest change of a variable, relative to the distance of its bounds
     maxiter: int = 200
     maxfun: int = 15000
-    maxls: int = 20  # maximum number of shorter steps if the objective isn't finite
+    maxls: int = 20  # maximum number of shorter steps if the objective isn't finite, and of conservative approximations
 
 
 AnySettings: TypeAlias = Settings | NewtonSettings | MMASettings
 _KINDS: dict[str, type[Any]] = {kind.method.lower(): kind for kind in (Settings, NewtonSettings, MMASettings)}
 
 
-def _described(settings: AnySettings) -> dict[str, Any]:
+def _described(settings: AnySettings) -> dict[str, object]:
     return {name: "a function" if callable(value) else value for name, value in settings._asdict().items()}
 
 
-def identity_of(settings: AnySettings) -> dict[str, Any]:
+def identity_of(settings: AnySettings) -> dict[str, object]:
     """Return the settings on which the iterates of a solve depend: all except the stopping criteria."""
     found = {name: value for name, value in _described(settings).items() if name not in _STOPPING}
     return {"method": settings.method, **found}

@@ -6,6 +6,9 @@ while x_j moves in one direction, and closer if it oscillates. The dual of this 
 Given these multipliers, each rank computes the minimizer for its own variables in closed form, so that the ranks only
 exchange sums. The root maximizes the dual by a projected Newton method.
 
+With the option `conservative`, each approximation whose value at the minimizer is below its function's gets a larger
+curvature, and the problem is solved again. So from a feasible point, the objective falls in each iteration.
+
 A constraint i may be violated at a cost c_i y_i + ½ d_i y_i², so that the approximate problem always has a solution. If the
 violations y_i don't fall below those of the current point, the constraints can't be met.
 
@@ -13,7 +16,7 @@ References
 ----------
 .. [1] K. Svanberg, "The method of moving asymptotes: a new method for structural optimization", Int. J. Numer. Meth. Eng.
    24 (1987), sections 3 to 5.
-.. [2] K. Svanberg, "MMA and GCMMA: two methods for nonlinear optimization", KTH Stockholm (2007), sections 1 to 3: all
+.. [2] K. Svanberg, "MMA and GCMMA: two methods for nonlinear optimization", KTH Stockholm (2007), sections 1 to 4: all
    constants, with the exception of c and d.
 .. [3] D.-H. Li, M. Fukushima, L. Qi and N. Yamashita, "Regularized Newton methods for convex minimization problems with
    singular solutions", Comput. Optim. Appl. 28 (2004): the Hessian of the dual may be singular.
@@ -24,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -48,6 +50,8 @@ UNDEFINED = Ending(2, "ABNORMAL: the objective or a constraint isn't finite at a
 # The largest distance of the asymptotes, the smallest distance of the variables from them, and the curvature that the
 # approximations have in addition to that of the slopes.
 _FARTHEST, _MARGIN, _CURVATURE, _LEAST = 10.0, 0.1, 1e-3, 1e-5
+# For conservative approximations: the least curvature at first, and the error up to which values aren't above them.
+_LEAST_MEAN, _ACCURATE = 1e-6, 1e-9
 
 
 @dataclass(eq=False, slots=True)
@@ -77,12 +81,15 @@ class MMAPoint:
 class Approximation:
     """The separable approximations at a point, scaled so that the sums of their slopes are about one."""
 
-    def __init__(self, point: MMAPoint, scales: np.ndarray, asymptotes: tuple[Array, Array], limits: Box, width: Array):
-        self._x, (self._lower, self._upper), self._limits = point.x, asymptotes, limits
+    def __init__(
+        self, point: MMAPoint, scales: np.ndarray, asymptotes: tuple[Array, Array], limits: Box, width: Array,
+        curvatures: np.ndarray,
+    ):  # fmt: skip
+        self._x, (self._lower, self._upper), self._limits, self._width = point.x, asymptotes, limits, width
         above, below = self._upper - self._x, self._x - self._lower
         self._coefficients = []
-        for slope, scale in zip(point.slopes, scales.tolist()):
-            least = _CURVATURE * np.abs(slope) + _LEAST / width
+        for slope, scale, curvature in zip(point.slopes, scales.tolist(), curvatures.tolist()):
+            least = _CURVATURE * np.abs(slope) + curvature / width
             p, q = above**2 * (np.maximum(slope, 0.0) + least), below**2 * (np.maximum(-slope, 0.0) + least)
             self._coefficients.append((p / scale, q / scale))
 
@@ -104,6 +111,11 @@ class Approximation:
         root = np.sqrt(free / (2.0 * p / above**3 + 2.0 * q / below**3))
         rows = [(p / above**2 - q / below**2) * root for p, q in self._coefficients[1:]]
         return np.array(changes + [local_dot(a, b) for a in rows for b in rows])
+
+    def added(self, x: Array) -> float:
+        """Return this rank's terms of the values at x that a curvature of one adds."""
+        moved = x - self._x
+        return local_dot(moved * (self._upper - self._lower) / self._width, moved / ((self._upper - x) * (x - self._lower)))
 
 
 _PENALTY = 1e3  # the slopes c and d of the cost of violations; a scaled multiplier is about one
@@ -176,9 +188,13 @@ class MMA(ShardedMethod):
             lagrangian: Array = sum((y * row for y, row in zip(self.multipliers.tolist(), rows)), point.slopes[0])
             moved = x * 0.0 if before is None else x - before.x
             projected = self._box.projected_step(x, lagrangian)
-            terms = [local_dot(moved, moved), *(local_dot(np.abs(slope), self._width) for slope in point.slopes)]
+            terms = [
+                local_dot(moved, moved),
+                float(x.size),
+                *(local_dot(np.abs(slope), self._width) for slope in point.slopes),
+            ]
             largest = [float(to_host(np.max(np.abs(part)))) if x.size else 0.0 for part in (projected, moved / self._width)]
-        square, *found = self._totals.reduce(terms, largest, [value])
+        square, self._size, *found = self._totals.reduce(terms, largest, [value])
         point.scales, (optimality, point.change, point.value) = np.array(found[:-3]), found[-3:]
         point.length = math.sqrt(square)
         point.change = math.inf if before is None else point.change
@@ -186,17 +202,36 @@ class MMA(ShardedMethod):
         return point
 
     def _next_point(self, point: MMAPoint) -> MMAPoint | Ending:
-        """Return the approximation's minimizer, or a closer point with finite functions; raise if infeasible."""
+        """Return the approximations' minimizer, or a closer point with finite functions; raise if infeasible."""
         scales = point.scales + np.append(0.0, np.abs(point.constraints))
         scales[scales == 0.0] = 1.0
         values, per_multiplier = point.constraints / scales[1:], scales[1:] / scales[0]
         asymptotes, limits = self._moved_asymptotes(point.x)
-        approximation = Approximation(point, scales, asymptotes, limits, self._width)
-        scaled = self._maximized(approximation, values, np.minimum(self.multipliers * per_multiplier, _PENALTY))
-        self._require_feasible(point, values, np.maximum(scaled - _PENALTY, 0.0) / _PENALTY)
+        curvatures = np.full(len(scales), _LEAST)
+        if self._settings.conservative:
+            curvatures = np.maximum(_LEAST_MEAN, 0.1 * point.scales / self._size)
+        new: MMAPoint | Ending = UNDEFINED
+        for _ in range(self._settings.maxls):
+            approximation = Approximation(point, scales, asymptotes, limits, self._width, curvatures)
+            scaled = self._maximized(approximation, values, np.minimum(self.multipliers * per_multiplier, _PENALTY))
+            self._require_feasible(point, values, np.maximum(scaled - _PENALTY, 0.0) / _PENALTY)
+            self.multipliers, tried = scaled / per_multiplier, self.count
+            new = self._finite_point(approximation.minimizer(scaled)[0], point)
+            if isinstance(new, Ending) or not self._settings.conservative or self.count > tried + 1:
+                break
+            terms = [*approximation.sums(scaled)[: len(scales)].tolist(), approximation.added(new.x)]
+            *changes, added = self._totals.reduce(terms, [], [])
+            errors = np.append(new.value, new.constraints) - np.append(point.value, point.constraints) - scales * changes
+            if np.all(errors <= _ACCURATE * scales):
+                break
+            raised = np.minimum(10.0 * curvatures, 1.1 * (curvatures + errors / added))
+            curvatures = np.where(errors > 0.0, raised, curvatures)
         self._before = point.x, point.x if self._before is None else self._before[0]
-        self._asymptotes, self.multipliers = asymptotes, scaled / per_multiplier
-        x = approximation.minimizer(scaled)[0]
+        self._asymptotes = asymptotes
+        return new
+
+    def _finite_point(self, x: Array, point: MMAPoint) -> MMAPoint | Ending:
+        """Return the functions at x, or at a point closer to `point` at which they are finite."""
         for _ in range(self._settings.maxls):
             if self.count >= self._settings.maxfun:
                 return EVALUATIONS
@@ -245,7 +280,7 @@ class MMA(ShardedMethod):
                 "violations. Check the constraints and bounds, or start from an x0 that meets them."
             )
 
-    def _arrays(self, point: MMAPoint) -> Iterator[tuple[str, Any]]:
+    def _arrays(self, point: MMAPoint) -> Iterator[tuple[str, np.ndarray]]:
         rows = [*(self._before or ()), *(self._asymptotes or ())]
         yield "rows", np.array([to_host(row) for row in rows]).reshape(len(rows), len(point.x))
         yield "multipliers", self.multipliers

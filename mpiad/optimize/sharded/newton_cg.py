@@ -370,7 +370,7 @@ class NewtonCG(ShardedMethod):
         self._measure(trial)
         return trial.norm < iterate.norm
 
-    def _arrays(self, iterate: NewtonPoint) -> Iterator[tuple[str, Any]]:
+    def _arrays(self, iterate: NewtonPoint) -> Iterator[tuple[str, np.ndarray]]:
         radius = math.nan if self._radius is None else self._radius
         yield "numbers", np.array([self._forcing, radius, self._norm_at_start, self._value_before, iterate.length])
         yield "counts", np.array([self.count, self._evaluation.products])

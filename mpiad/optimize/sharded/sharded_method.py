@@ -113,8 +113,8 @@ OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
 class Identity(NamedTuple):
     """A description of the problem to which a state belongs."""
 
-    problem: dict[str, Any]  # description for this number of ranks
-    any_ranks: dict[str, Any] = {}  # description for any number of ranks
+    problem: dict[str, object]  # description for this number of ranks
+    any_ranks: dict[str, object] = {}  # description for any number of ranks
     layout: Layout | None = None  # positions of this rank's variables; needed to resume on another number of ranks
 
 
@@ -243,7 +243,7 @@ def _hashed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> tuple[int, list[Entry]] | None:
+def newest_state(files: list[Path], problem: dict[str, object], used: Channel) -> tuple[int, list[Entry]] | None:
     """Return iteration and entries of the newest complete state; raise on all ranks if a file is invalid; collective."""
     own = []
     with raising_together(used, (OSError, ValueError)):

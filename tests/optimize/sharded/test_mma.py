@@ -158,13 +158,47 @@ def test_constraints_of_all_types(objective: str, put: Any, rank: int, size: int
     assert inside.sum() >= 4 and np.max(multipliers) > 1e-3 and np.min(multipliers) < -1e-3
 
 
+def in_two_balls(x: Any) -> Any:
+    return anp.array(
+        [9.0 - anp.sum((x - center) ** 2) for center in (np.array([5.0, 2.0, 1.0]), np.array([3.0, 4.0, 3.0]))]
+    )
+
+
+@pytest.mark.parametrize("name, losses, evaluations", [
+    ("Svanberg's example", [29.0, 11.261620338817739, 8.937618747345983, 8.773025272076326], 5),
+    ("not convex", [2.496130069042396, 0.10382338341542818, -0.12665669637351995, -0.13048941928729862], 11),
+])  # fmt: skip
+def test_conservative_approximations(name: str, losses: list[float], evaluations: int, rank: int, size: int) -> None:
+    """The objective in each iteration, and the number of evaluations, are those of mmapy.gcmmasub (0.3.1).
+
+    With concheck, raaupdate and asymp of mmapy, a subproblem tolerance of 1e-9, a0 = 1, a = 0, c = 1000, d = 1, and 1e-6
+    for the least curvatures. Without conservative approximations, the second objective rises in the first iteration.
+    """
+    waves = 0.0 if name == "Svanberg's example" else 1.0
+    fun = lambda x: anp.sum(waves * anp.sin(3.0 * x) + (1.0 - 0.9 * waves) * x**2)  # noqa: E731
+    constraints = {"type": "ineq", "fun": gathered(in_two_balls)}
+    found = [
+        solve(fun, [4.0, 3.0, 2.0], 0.0, 5.0, rank, size, constraints=constraints,
+              options={"maxiter": 3, "gtol": 0.0, "move": 1.0, "conservative": conservative})
+        for conservative in (True, False)
+    ]  # fmt: skip
+    np.testing.assert_allclose(found[0].history.loss, losses, rtol=1e-8)
+    assert found[0].nfev == evaluations and found[0].constr_violation == 0.0
+    assert waves == 0.0 or found[1].history.loss[1] > found[1].history.loss[0]
+
+
+def test_an_unknown_kind_of_approximations(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"option conservative must be one of \(False, True\), but got 'yes'"):
+        solve(lambda x: anp.sum(x**2), np.ones(4), 0.0, 2.0, rank, size, options={"conservative": "yes"})
+
+
 def approximations(rng: np.random.Generator, n: int, m: int, spread: float) -> tuple[Approximation, np.ndarray, Box]:
     """Return random approximations of m constraints, their scaled values, and the limits."""
     x, slopes = rng.random(n), [rng.standard_normal(n) * spread ** rng.random() for _ in range(m + 1)]
     scales = np.array([np.sum(np.abs(slope)) for slope in slopes])
     limits = Box(np.maximum(x - 0.4, 0.0), np.minimum(x + 0.4, 1.0))
     return (
-        Approximation(MMAPoint(x, slopes), scales, (x - 0.5, x + 0.5), limits, np.ones(n)),
+        Approximation(MMAPoint(x, slopes), scales, (x - 0.5, x + 0.5), limits, np.ones(n), np.full(m + 1, 1e-5)),
         rng.uniform(-0.2, 0.05, m),
         limits,
     )
