@@ -1,6 +1,8 @@
 """Chains of fields: known posteriors, any number of ranks, groups, checkpoints, errors and warnings."""
 
 import math
+import os
+import signal
 import warnings
 
 import autograd.numpy as anp
@@ -13,6 +15,7 @@ import mpiad
 from mpiad.errors import ConvergenceError, WorkerError
 from mpiad.inverse import Bilaplacian, Posterior, Samples, laplace_approximation, sample
 from mpiad.optimize import CheckpointFile
+from mpiad.transport.exits import signals
 
 SHAPE, H, CELLS = (4, 3), 0.2, 12
 METHODS = ["pcn", "mala", "hpcn", "hmala", "dr"]
@@ -190,6 +193,42 @@ def test_resumed_bit_for_bit(method, folder):
         )
     with pytest.raises(ValueError, match="has 26 steps, but this call has 11"):
         problem.sample(method, 5, **saved)
+    for path in folder.glob("*.rows") if mpiad.mpi_rank() == 0 else ():
+        path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(ValueError, match=r"rows is damaged: its checksum is wrong"):
+        problem.sample(method, 20, **saved)
+
+
+@pytest.mark.parametrize("number, groups", [(signal.SIGTERM, None), (signal.SIGUSR2, None), (signal.SIGTERM, 1)])
+def test_stopped_by_a_signal_of_one_rank(linear, folder, size, number, groups):
+    """All ranks end at the next step with a checkpoint, from which the chains continue as if nothing had happened."""
+    calls, told = 0, True
+
+    def misfit(m):
+        nonlocal calls
+        calls += 1
+        if told and calls == 12 and mpiad.mpi_rank() == size - 1:
+            os.kill(os.getpid(), number)
+        return linear.misfit(m)
+
+    def run(**saved):
+        chosen = {"method": "hpcn", "n_samples": 20, "warmup": 4, "chains": 2, **saved}
+        if groups is None:
+            return sample(misfit, linear.prior, posterior=linear.posterior, **chosen)
+        return sample(lambda comm: (misfit, linear.prior, linear.posterior), groups=groups, **chosen)
+
+    checkpoint = CheckpointFile(folder / "chain.npz", every=1000, signals=(signal.SIGUSR2,))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run(checkpoint=checkpoint)
+    finally:
+        signals._requested = None
+    # The first call is at the start, so the twelfth is in step 11; the second chain hasn't begun.
+    assert ended.value.code == 128 + number and calls == 12
+    (rows,) = folder.glob(f"*.rank{mpiad.mpi_rank()}of*.rows")
+    assert rows.stat().st_size == 8 * (11 - 4)
+    told = False
+    assert np.array_equal(run(checkpoint=checkpoint).misfit, run().misfit)
 
 
 def test_fields_are_saved(linear, folder):
@@ -237,6 +276,18 @@ def test_quantities_may_change_their_argument(linear):
 
     found = linear.sample("hpcn", 5, quantities=quantity)
     assert np.array_equal(found.misfit, linear.sample("hpcn", 5).misfit)
+
+
+def test_quantities_of_another_shape(linear):
+    calls = 0
+
+    def quantities(m):
+        nonlocal calls
+        calls += 1
+        return np.zeros(calls)
+
+    with pytest.raises(WorkerError, match=r"quantities had the shapes {'quantities': \(1,\)} before, but now have"):
+        linear.sample("hpcn", 9, quantities=quantities)
 
 
 def test_no_acceptance_is_warned_of(linear):
