@@ -1,6 +1,6 @@
 """Chains of fields on finer meshes: acceptance, jumps and autocorrelation times of a quantity of interest.
 
-    python benchmarks/sampling.py [--cells 16 64 256] [--samples 1000] [--long 10000] [--methods hpcn hmala dr]
+    python benchmarks/sampling.py [--cells 16 64 256] [--samples 1000] [--long 10000] [--methods hpcn hmala hhmc dr]
 
 The field m is the logarithm of a conductivity on the unit square, with a Matérn prior. 25 values of u are measured, where
 -∇·(exp(m)∇u) = 1 and u = 0 on the sides; the quantity is the logarithm of the mean of u. On finer meshes the posterior
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from poisson_posterior import effective_size  # noqa: E402
 
 RANGE, STD, NOISE = 1.0, 0.5, 0.05  # the noise is relative to the largest of the measured values
-STEPS = {"hpcn": 0.5, "hmala": 0.7, "dr": (0.6, 0.5, 0.6)}
+STEPS = {"hpcn": 0.5, "hmala": 0.7, "hhmc": 0.5, "dr": (0.6, 0.5, 0.6)}
 
 
 class CosinePrior(GaussianPrior):
@@ -154,7 +154,7 @@ def main() -> None:
             accepted = ", ".join(f"{rate:.3f}" for rate in found[:-1])
             costs = ", ".join(f"{result.solves[name] / options.samples:.2f}" for name in ("misfit", "gradient"))
             speed = f"{1e3 * result.seconds / options.samples:.1f}"
-            print(f"| {method} | {n}² | {accepted} | {found[-1]:.5f} | {shown} | {costs} | {speed} |", flush=True)
+            print(f"| {method} | {n}² | {accepted} | {found[-1]:.3g} | {shown} | {costs} | {speed} |", flush=True)
             if coarsest is None:
                 coarsest = found
                 continue

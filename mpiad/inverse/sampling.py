@@ -21,7 +21,7 @@ import numpy as np
 
 from mpiad._typing import Comm, LocalArray
 from mpiad.differentiation.objective import check_objective
-from mpiad.inverse import crank_nicolson, delayed_rejection, langevin
+from mpiad.inverse import crank_nicolson, delayed_rejection, hamiltonian, langevin
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.laplace_approximation import Posterior
 from mpiad.inverse.sampling_target import Draw, MisfitEvaluation, Moves, Slope, State, Target
@@ -63,6 +63,7 @@ _METHODS = {
     "mala": _Method(langevin.step, (0.6,), langevin.slope),
     "hpcn": _Method(crank_nicolson.step, (0.25,), None, True),
     "hmala": _Method(langevin.step, (0.6,), langevin.slope, True),
+    "hhmc": _Method(hamiltonian.step, (0.7,), langevin.slope, True),
     "dr": _Method(delayed_rejection.step, (0.25, 0.25, 0.25), delayed_rejection.slope, True),
 }
 
@@ -179,11 +180,14 @@ def sample(
     prior : GaussianPrior
         The prior μ; its cost isn't part of the misfit.
     method : str
-        The proposal, relative to the prior or to the Laplace approximation `posterior`:
+        The proposal, relative to a Gaussian ν, the prior or the Laplace approximation `posterior`. Proposals that leave ν
+        invariant are accepted with the chance min(1, exp(Ψ(m) - Ψ(m'))), where Ψ = Φ + log dν/dμ; other proposals have
+        further factors.
 
         - "pcn" and "hpcn": the preconditioned Crank-Nicolson method, relative to the prior and to the approximation.
           It needs values of the misfit only.
         - "mala" and "hmala": semi-implicit Langevin proposals, with the gradient of the misfit.
+        - "hhmc": Hamiltonian Monte Carlo relative to the approximation, with 2 to 16 evaluations per sample.
         - "dr": delayed rejection in the space of the approximation's eigenvectors: "hpcn", and if the proposal is rejected
           "hmala"; the rest of the field is changed by a further step of "hpcn". Two to four evaluations per sample.
     n_samples : int
@@ -199,12 +203,13 @@ def sample(
     step_size : float, or three floats for "dr", optional
         Fixed step sizes β, above 0 and at most 1: a proposal keeps √(1 - β²) of the deviation from the reference's mean.
         Those of "dr" are for its first stage, its second stage and the rest of the field.
+        For Hamiltonian Monte Carlo, β is the sine of the angle of a step.
         For Langevin proposals β = √(8δ)/(2 + δ), in which δ is the step in time. By default β begins with 0.2 and is
-        adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala".
+        adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala", or 0.7 for "hhmc".
     posterior : Posterior, optional
-        The result of `laplace_approximation` with this prior, needed by "hpcn", "hmala" and "dr". The chains are exact
-        for any approximation, but slow for a bad one: if it is narrower than the posterior, "hpcn" rarely visits the tails,
-        even if it accepts many proposals. Compare several chains.
+        The result of `laplace_approximation` with this prior, needed by "hpcn", "hmala", "hhmc" and "dr". The chains are
+        exact for any approximation, but slow for a bad one: if it is narrower than the posterior, "hpcn" rarely visits the
+        tails, even if it accepts many proposals. Compare several chains.
     quantities : callable, or dict of callables, optional
         ``quantities(m)`` returns numbers of interest as an array, the same on all ranks. It is called once for each
         accepted sample.
@@ -339,7 +344,7 @@ def _checked(*arguments: Any) -> _Settings:
 
 
 def _problem(
-    method: str, misfit: Any, prior: Any, posterior: Any, quantities: Any = None, start: LocalArray | None = None
+    method: str, misfit: Any, prior: object, posterior: object, quantities: Any = None, start: LocalArray | None = None
 ) -> _Problem:
     """Return what is sampled; raise a TypeError or ValueError if a part of it is invalid."""
     if not isinstance(prior, GaussianPrior):
@@ -383,7 +388,7 @@ def _run_in_groups(
     sum_over(range(settings.chains or 1), run, groups=division)
     moments = channel(division.across, _CALL).data.allgather({k: (each.mean, each.squares) for k, each in found.items()})
     for each in found.values():
-        each.state = each.mean = each.squares = None
+        del each.state, each.mean, each.squares  # of which other groups have other blocks
     records = channel(division.whole, _CALL).data.allgather(found if division.comm.rank == 0 else {})
     found = {number: each for part in records for number, each in part.items()}
     for number, (mean, squares) in (pair for part in moments for pair in part.items()):
@@ -395,13 +400,13 @@ def _run_in_groups(
 class _Chain:
     """A chain; after the warm-up `rows` gets the misfit and the quantities of each sample, as one vector."""
 
-    state: Any  # a State
+    state: State
     sizes: np.ndarray  # step sizes of the stages
     tries: np.ndarray  # numbers of proposals of the stages, after the warm-up
     accepted: np.ndarray
     solves: np.ndarray  # as in `Target`
-    mean: Any  # of the samples; this rank's block
-    squares: Any  # sum of the squared deviations from the mean
+    mean: LocalArray  # of the samples
+    squares: LocalArray  # sum of the squared deviations from the mean
     rows: list[np.ndarray] = dataclasses.field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # of the quantities, by name
     seconds: float = 0.0
