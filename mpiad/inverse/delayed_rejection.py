@@ -37,11 +37,11 @@ def slope(reference: Posterior, gradient: LocalArray) -> np.ndarray:
 def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Moves:
     """Change the informed coordinates by two stages at most, and then the rest of the field."""
     reference, (first, second, third) = target.reference, sizes
-    scale, domain = np.sqrt(1.0 + reference.values), reference.prior.domain
+    scale = np.sqrt(1.0 + reference.values)
     # The noise is that of a field, since the signs of eigenvectors may depend on the number of ranks. The informed
     # coordinates of a sample of the prior are standard normal, and independent of the rest of the sample.
     deviation = draw.deviation()
-    p, noise = domain.gram(np.stack([state.field - reference.mean, deviation]), reference.duals)
+    p, noise = reference.prior.domain.gram(np.stack([state.field - reference.mean, deviation]), reference.duals)
     z = scale * p
 
     def moved(new: np.ndarray, with_slope: bool) -> State:
@@ -52,7 +52,7 @@ def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Mo
     chance, accepted = draw.accepts(state.psi - tried.psi)
     chances, moves = [chance, math.nan], [accepted, False]
     if accepted:
-        state = tried
+        state, z = tried, z1
     else:
         if state.slope is None and (known := target.at(state.field, slope=True)).slope is not None:
             state = known  # otherwise the gradient isn't finite, and there is no second stage
@@ -61,10 +61,11 @@ def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Mo
             z2 = a * z - (1.0 - a) * state.slope + second * reference.coordinates(draw.deviation(second=True))
             new = moved(z2, True)
             chances[1], moves[1] = draw.accepts(_second_log_ratio(sizes, (state, z), (tried, z1), (new, z2)))
-            state = new if moves[1] else state
+            if moves[1]:
+                state, z = new, z2
 
     rest = np.stack([state.field - reference.mean, deviation])
-    rest -= np.tensordot(domain.gram(rest, reference.duals), reference.vectors, 1)
+    rest -= np.tensordot(np.stack([z / scale, noise]), reference.vectors, 1)
     new = target.at(state.field + (math.sqrt(1.0 - third**2) - 1.0) * rest[0] + third * rest[1])
     chance, accepted = draw.accepts(state.psi - new.psi)
     return Moves(new if accepted else state, [*chances, chance], [*moves, accepted])

@@ -7,11 +7,13 @@ sizes during the warm-up, records misfit, quantities and moments, and writes che
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from mpiad._typing import Comm, LocalArray
 from mpiad.differentiation.objective import check_objective
-from mpiad.inverse import crank_nicolson, delayed_rejection, langevin
+from mpiad.inverse import crank_nicolson, delayed_rejection, hamiltonian, langevin
 from mpiad.inverse.gaussian_prior import GaussianPrior
 from mpiad.inverse.laplace_approximation import Posterior
 from mpiad.inverse.sampling_target import Draw, MisfitEvaluation, Moves, Slope, State, Target
@@ -32,18 +34,21 @@ from mpiad.optional_packages import optional_package
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.tasks import RankGroups, sum_over
-from mpiad.transport import Channel, channel
+from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.rank_files import RankFiles
 from mpiad.transport.core.rank_groups import rank_groups
 from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.exits.signals import requested
 
 _CALL = "inverse.sample"
 _FIRST_SIZE = 0.2  # of steps, if the warm-up adapts it
 _DECAY = 0.6  # exponent of the weights of the adaptation (Robbins and Monro)
 _UNNAMED = "quantities"  # the name of quantities that aren't a dict
-_MISFIT = ""  # the name of the misfit among them
+_REFRESH = 1.0  # seconds between two updates of the progress bar
 _TRIES = 20  # the least number of a stage's proposals for the warning that none was accepted
+
+_log = logging.getLogger("mpiad")
 
 
 class _Method(NamedTuple):
@@ -58,6 +63,7 @@ _METHODS = {
     "mala": _Method(langevin.step, (0.6,), langevin.slope),
     "hpcn": _Method(crank_nicolson.step, (0.25,), None, True),
     "hmala": _Method(langevin.step, (0.6,), langevin.slope, True),
+    "hhmc": _Method(hamiltonian.step, (0.7,), langevin.slope, True),
     "dr": _Method(delayed_rejection.step, (0.25, 0.25, 0.25), delayed_rejection.slope, True),
 }
 
@@ -174,11 +180,14 @@ def sample(
     prior : GaussianPrior
         The prior μ; its cost isn't part of the misfit.
     method : str
-        The proposal, relative to the prior or to the Laplace approximation `posterior`:
+        The proposal, relative to a Gaussian ν, the prior or the Laplace approximation `posterior`. Proposals that leave ν
+        invariant are accepted with the chance min(1, exp(Ψ(m) - Ψ(m'))), where Ψ = Φ + log dν/dμ; other proposals have
+        further factors.
 
         - "pcn" and "hpcn": the preconditioned Crank-Nicolson method, relative to the prior and to the approximation.
           It needs values of the misfit only.
         - "mala" and "hmala": semi-implicit Langevin proposals, with the gradient of the misfit.
+        - "hhmc": Hamiltonian Monte Carlo relative to the approximation, with 2 to 16 evaluations per sample.
         - "dr": delayed rejection in the space of the approximation's eigenvectors: "hpcn", and if the proposal is rejected
           "hmala"; the rest of the field is changed by a further step of "hpcn". Two to four evaluations per sample.
     n_samples : int
@@ -194,12 +203,13 @@ def sample(
     step_size : float, or three floats for "dr", optional
         Fixed step sizes β, above 0 and at most 1: a proposal keeps √(1 - β²) of the deviation from the reference's mean.
         Those of "dr" are for its first stage, its second stage and the rest of the field.
+        For Hamiltonian Monte Carlo, β is the sine of the angle of a step.
         For Langevin proposals β = √(8δ)/(2 + δ), in which δ is the step in time. By default β begins with 0.2 and is
-        adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala".
+        adapted during the warm-up, to acceptance rates of 0.25, or 0.6 for "mala" and "hmala", or 0.7 for "hhmc".
     posterior : Posterior, optional
-        The result of `laplace_approximation` with this prior, needed by "hpcn", "hmala" and "dr". The chains are exact
-        for any approximation, but slow for a bad one: if it is narrower than the posterior, "hpcn" rarely visits the tails,
-        even if it accepts many proposals. Compare several chains.
+        The result of `laplace_approximation` with this prior, needed by "hpcn", "hmala", "hhmc" and "dr". The chains are
+        exact for any approximation, but slow for a bad one: if it is narrower than the posterior, "hpcn" rarely visits the
+        tails, even if it accepts many proposals. Compare several chains.
     quantities : callable, or dict of callables, optional
         ``quantities(m)`` returns numbers of interest as an array, the same on all ranks. It is called once for each
         accepted sample.
@@ -217,7 +227,9 @@ def sample(
     checkpoint : path or mpiad.optimize.CheckpointFile, optional
         A file for the state of each chain, next to which each rank writes its own files, every 10 steps or as set by
         `CheckpointFile(path, every)`. A call with the same arguments resumes from it, bit for bit, on the same number of
-        ranks. A larger `n_samples`, with the same `warmup`, continues a complete chain.
+        ranks. A larger `n_samples`, with the same `warmup`, continues a complete chain. After SIGTERM, or a signal of
+        `CheckpointFile.signals`, on any rank, its chain writes a checkpoint at the next step and all ranks raise
+        SystemExit; with `groups`, other groups first complete the chains that they have begun.
     progress : bool
         Whether the root shows the acceptance rate and the effective samples (of the misfit) per minute on standard error.
     comm : mpi4py intracommunicator, optional
@@ -236,6 +248,8 @@ def sample(
     WorkerError
         On all ranks, if `misfit` or `quantities` raises on any rank; with `groups`, if a chain of any group raises. A
         ConvergenceError of mpiad at a proposal isn't raised: the proposal is rejected, and counted in ``solves["failed"]``.
+    SystemExit
+        On all ranks, if a signal ended a chain that writes checkpoints; the code is 128 plus the signal's number.
 
     Warns
     -----
@@ -288,9 +302,20 @@ def sample(
         given = settings._replace(checkpoint=settings.checkpoint and settings.checkpoint.every)  # type: ignore[arg-type]
         require_same(whole, f"{', '.join(map(repr, given))}, groups={division and division.count}", _CALL)
         shown = settings.progress and whole.rank == 0
+        found: dict[int, _Chain] = {}
         if division is not None:
-            return _result(settings, _run_in_groups(misfit, settings, division, quantities, start, shown))
-        return _result(settings, {number: _run(problem, settings, number, shown) for number in range(settings.chains or 1)})
+            found = _run_in_groups(misfit, settings, division, quantities, start, shown)
+        else:
+            for number in range(settings.chains or 1):
+                found[number] = _run(problem, settings, number, shown)
+                if found[number].ended_by:
+                    break
+        ended_by = max(each.ended_by for each in found.values())
+        if ended_by:
+            if whole.rank == 0:
+                _log.warning("%s: stopped by signal %d; the same program continues the chains.", _CALL, ended_by)
+            raise SystemExit(128 + ended_by)
+        return _result(settings, found)
 
 
 def _checked(*arguments: Any) -> _Settings:
@@ -319,7 +344,7 @@ def _checked(*arguments: Any) -> _Settings:
 
 
 def _problem(
-    method: str, misfit: Any, prior: Any, posterior: Any, quantities: Any = None, start: LocalArray | None = None
+    method: str, misfit: Any, prior: object, posterior: object, quantities: Any = None, start: LocalArray | None = None
 ) -> _Problem:
     """Return what is sampled; raise a TypeError or ValueError if a part of it is invalid."""
     if not isinstance(prior, GaussianPrior):
@@ -351,6 +376,8 @@ def _run_in_groups(
     built: list[_Problem] = []
 
     def run(number: int, comm: Comm) -> float:
+        if any(each.ended_by for each in found.values()):
+            return 0.0
         if not built:
             parts = (*build(comm), quantities)[:4]
             with raising_together(channel(comm, _CALL), Exception):
@@ -361,7 +388,7 @@ def _run_in_groups(
     sum_over(range(settings.chains or 1), run, groups=division)
     moments = channel(division.across, _CALL).data.allgather({k: (each.mean, each.squares) for k, each in found.items()})
     for each in found.values():
-        each.state = each.mean = each.squares = None
+        del each.state, each.mean, each.squares  # of which other groups have other blocks
     records = channel(division.whole, _CALL).data.allgather(found if division.comm.rank == 0 else {})
     found = {number: each for part in records for number, each in part.items()}
     for number, (mean, squares) in (pair for part in moments for pair in part.items()):
@@ -371,51 +398,66 @@ def _run_in_groups(
 
 @dataclasses.dataclass
 class _Chain:
-    """A chain; after the warm-up `rows` gets the misfit and the quantities of each sample, by name."""
+    """A chain; after the warm-up `rows` gets the misfit and the quantities of each sample, as one vector."""
 
-    state: Any  # a State
+    state: State
     sizes: np.ndarray  # step sizes of the stages
     tries: np.ndarray  # numbers of proposals of the stages, after the warm-up
     accepted: np.ndarray
     solves: np.ndarray  # as in `Target`
-    mean: Any  # of the samples; this rank's block
-    squares: Any  # sum of the squared deviations from the mean
-    rows: dict[str, list]
+    mean: LocalArray  # of the samples
+    squares: LocalArray  # sum of the squared deviations from the mean
+    rows: list[np.ndarray] = dataclasses.field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # of the quantities, by name
     seconds: float = 0.0
+    written: int = 0  # number of rows in the file of rows, and their checksum
+    checksum: int = 0
+    ended_by: int = 0  # the signal that has ended it early, or 0
 
-    def add(self, quantities: dict[str, np.ndarray]) -> None:
+    def add(self, row: np.ndarray) -> None:
         """Record the state as the next sample."""
-        for name, value in {_MISFIT: self.state.misfit, **quantities}.items():
-            self.rows.setdefault(name, []).append(value)
+        self.rows.append(row)
         away = self.state.field - self.mean
-        self.mean += away / len(self.rows[_MISFIT])
+        self.mean += away / len(self.rows)
         self.squares += away * (self.state.field - self.mean)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of a checkpoint."""
-        found = {name: np.array(value) for name, value in vars(self).items() if isinstance(value, (np.ndarray, float))}
-        found |= {f"rows of {name}": np.array(values) for name, values in self.rows.items()}
-        found |= {f"state {name}": np.array(value) for name, value in self.state._asdict().items() if value is not None}
-        return found
+    def arrays(self, path: Path) -> Iterator[tuple[str, np.ndarray]]:
+        """Append the new rows to the file of rows, and return the other arrays of a checkpoint."""
+        new, size = np.array(self.rows[self.written :]).tobytes(), self.rows[0].nbytes if self.rows else 0
+        with open(path, "ab") as file:
+            file.truncate(self.written * size)  # without rows that an interrupted job has written after its checkpoint
+            file.write(new)
+            file.flush()
+            os.fsync(file.fileno())
+        self.written, self.checksum = len(self.rows), zlib.crc32(new, self.checksum)
+        yield from ((k, np.array(value)) for k, value in vars(self).items() if isinstance(value, (np.ndarray, float, int)))
+        yield from ((f"shape of {name}", np.array(shape, int)) for name, shape in self.shapes.items())
+        yield from ((f"state {k}", np.array(value)) for k, value in self.state._asdict().items() if value is not None)
 
-    def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Continue with the arrays of a checkpoint."""
+    def restore(self, arrays: dict[str, np.ndarray], path: Path) -> None:
+        """Continue with the arrays of a checkpoint; raise an OSError or ValueError if the file of rows is invalid."""
         for name, value in arrays.items():
-            if name.startswith("rows of "):
-                self.rows[name.removeprefix("rows of ")] = list(value)
+            if name.startswith("shape of "):
+                self.shapes[name.removeprefix("shape of ")] = tuple(value.tolist())
             elif not name.startswith("state "):
-                setattr(self, name, value if value.ndim else float(value))
+                setattr(self, name, value if value.ndim else value.item())
         field, *numbers = (arrays[f"state {name}"] for name in ("field", "misfit", "psi"))
         self.state = State(field, *map(float, numbers), slope=arrays.get("state slope"))
+        width = 1 + sum(map(math.prod, self.shapes.values()))
+        data = path.read_bytes()[: 8 * width * self.written]
+        if zlib.crc32(data) != self.checksum:
+            advice = "Restore a copy, or delete all files of the chain to start again"
+            raise ValueError(f"{_CALL}: the checkpoint {path} is damaged: its checksum is wrong. {advice}.")
+        self.rows = list(np.frombuffer(data).reshape(self.written, width))
 
 
 def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _Chain:
     """Run a chain; collective."""
     reference, method, total = problem.reference, _METHODS[settings.method], settings.warmup + settings.n_samples
-    prior, files, begin = reference.prior, None, 0
+    prior, files, begin, refreshed = reference.prior, None, 0, 0.0
     used, bar = channel(prior.domain.comm, _CALL), progress_bar("steps", total) if shown else None
-    solve = Solve(used, _CALL)
-    with solve.ending(None, bar):
+    solve, checkpoint = Solve(used, _CALL), settings.checkpoint
+    with solve.ending(checkpoint, bar):
         given = "None" if problem.start is None else "an array"
         require_same(used, f"start={given}, quantities={list(problem.quantities)}", _CALL)
         deviation, field = Draw(prior, settings.seed, number, 0).deviation(), problem.start
@@ -430,18 +472,26 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
             raise agreed(used, ValueError(f"{_CALL}: {text}. Pass another start."))
         sizes = np.array(settings.step_size or [_FIRST_SIZE] * len(method.rates))
         tries, accepted, solves = (np.zeros(count, int) for count in (len(sizes), len(sizes), 3))
-        chain = _Chain(state, sizes, tries, accepted, solves, np.zeros(field.shape), np.zeros(field.shape), {})
-        if settings.checkpoint is not None:
-            files = _files(problem, settings, number, used, state, deviation)
+        chain = _Chain(state, sizes, tries, accepted, solves, np.zeros(field.shape), np.zeros(field.shape))
+        if checkpoint is not None:
+            path = checkpoint.file.with_name(f"{checkpoint.file.stem}.chain{number}{checkpoint.file.suffix}")
+            rows = path.with_name(f"{path.stem}.rank{used.rank}of{used.size}.rows")
+            files = RankFiles(path, used, _identity(problem, settings, number, state, deviation), _CALL)
             kept, begin = files.load(), max(files.iteration, 0)
             if begin > total:
                 text = f"has {begin} steps, but this call has {total}. Pass a larger n_samples or another file"
-                raise agreed(used, ValueError(f"{_CALL}: the checkpoint {settings.checkpoint.path} {text}."))
+                raise agreed(used, ValueError(f"{_CALL}: the checkpoint {checkpoint.path} {text}."))
             if kept is not None:
-                chain.restore(kept)
+                with raising_together(used, (OSError, ValueError)):
+                    chain.restore(kept, rows)
 
-        def quantities() -> dict[str, np.ndarray]:
-            return {name: np.array(fun(chain.state.field.copy()), dtype=float) for name, fun in problem.quantities.items()}
+        def row() -> np.ndarray:
+            found = {name: np.array(fun(chain.state.field.copy()), dtype=float) for name, fun in problem.quantities.items()}
+            shapes = {name: value.shape for name, value in found.items()}
+            if chain.rows and shapes != chain.shapes:
+                raise ValueError(f"{_CALL}: quantities had the shapes {chain.shapes} before, but now have {shapes}.")
+            chain.shapes = shapes
+            return np.concatenate([[chain.state.misfit], *map(np.ravel, found.values())])
 
         began = time.perf_counter() - chain.seconds
         for step in range(begin + 1, total + 1):
@@ -452,10 +502,10 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
                 chain.tries += np.isfinite(chances)
                 chain.accepted += accepted
                 chain.solves += target.solves
-                if problem.quantities and (count == 1 or chain.state.field is not before):
-                    chain.add(solve.agreement.run(quantities))
+                if count > 1 and chain.state.field is before:
+                    chain.add(chain.rows[-1])
                 else:
-                    chain.add({name: chain.rows[name][-1] for name in problem.quantities})
+                    chain.add(solve.agreement.run(row) if problem.quantities else row())
                 if settings.fields is not None and count % settings.thin == 0:
                     prior.domain.save(settings.fields / f"chain{number}_{count:06d}.npy", chain.state.field)
                 chain.seconds = time.perf_counter() - began
@@ -464,19 +514,24 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
                     gains = step**-_DECAY * np.nan_to_num(np.array(chances) - method.rates)
                     chain.sizes = np.minimum(1.0, chain.sizes * np.exp(gains))
                 began = time.perf_counter()
-            if files is not None and (step % settings.checkpoint.every == 0 or step == total):  # type: ignore[union-attr]
-                files.write(step, {}, chain.arrays().items())
-            if bar is not None and (step % 10 == 0 or step == total):
+            ended = step == total or files is not None and solve.agreement.end_requested
+            if files is not None and (ended or step % checkpoint.every == 0):  # type: ignore[union-attr]
+                files.write(step, {}, chain.arrays(rows))
+            if bar is not None and (ended or time.perf_counter() - refreshed > _REFRESH):
+                refreshed = time.perf_counter()
                 _show(bar, number, step, chain)
+            if ended and step < total:
+                chain.ended_by = max(used.data.allgather(requested() or 0))
+                break
     return chain
 
 
-def _files(
-    problem: _Problem, settings: _Settings, number: int, used: Channel, first: State, deviation: LocalArray
-) -> RankFiles:
-    """Return the files of a chain; `deviation` is a sample of the prior, which identifies its covariance."""
-    reference, path = problem.reference, settings.checkpoint.file  # type: ignore[union-attr]
-    identity = {name: getattr(settings, name) for name in ("method", "seed", "warmup", "step_size", "objective")} | {
+def _identity(
+    problem: _Problem, settings: _Settings, number: int, first: State, deviation: LocalArray
+) -> dict[str, object]:
+    """Return the description of a chain; `deviation` is a sample of the prior, which identifies its covariance."""
+    reference = problem.reference
+    return {name: getattr(settings, name) for name in ("method", "seed", "warmup", "step_size", "objective")} | {
         "chain": number,
         "grid": reference.prior.domain.shape,
         "quantities": list(problem.quantities),
@@ -485,12 +540,11 @@ def _files(
         "prior (checksum)": fingerprint(reference.prior.mean, deviation),
         "posterior (checksum)": fingerprint(reference.mean, reference.values, reference.vectors),
     }
-    return RankFiles(path.with_name(f"{path.stem}.chain{number}{path.suffix}"), used, identity, _CALL)
 
 
 def _show(bar: Any, number: int, step: int, chain: _Chain) -> None:
     """Update the progress bar; the effective number of samples is that of the misfit, from the means of batches."""
-    text, misfit = f"chain {number}", np.array(chain.rows.get(_MISFIT, []))
+    text, misfit = f"chain {number}", np.array([row[0] for row in chain.rows])
     if (size := math.isqrt(len(misfit))) >= 4:
         means = misfit[: size * size].reshape(size, size).mean(axis=1)
         effective = len(misfit) * min(np.var(misfit) / max(size * np.var(means), 1e-300), 1.0)
@@ -525,11 +579,13 @@ def _result(settings: _Settings, found: dict[int, _Chain]) -> Samples:
     means, count = np.stack([each.mean for each in chains]), settings.n_samples * len(chains)
     between = settings.n_samples * np.sum((means - means.mean(axis=0)) ** 2, axis=0)
     variance = (np.sum([each.squares for each in chains], axis=0) + between) / max(count - 1, 1)
-    rows = {name: per_chain([np.array(each.rows[name]) for each in chains]) for name in chains[0].rows}
-    misfit, solves = rows.pop(_MISFIT), zip(*(each.solves.tolist() for each in chains))
+    rows, shapes = per_chain([np.array(each.rows) for each in chains]), chains[0].shapes
+    parts = np.split(rows, np.cumsum([1, *map(math.prod, shapes.values())]), axis=-1)[1:]
+    quantities = {name: part.reshape(*rows.shape[:-1], *shapes[name]) for name, part in zip(shapes, parts)}
+    solves = zip(*(each.solves.tolist() for each in chains))
     return Samples(
-        quantities=rows[_UNNAMED] if list(rows) == [_UNNAMED] else rows,
-        misfit=misfit,
+        quantities=quantities[_UNNAMED] if list(quantities) == [_UNNAMED] else quantities,
+        misfit=rows[..., 0].copy(),
         mean=means.mean(axis=0),
         variance=variance,
         acceptance=per_stage([each.accepted / np.maximum(each.tries, 1) for each in chains]),

@@ -1,6 +1,8 @@
 """Chains of fields: known posteriors, any number of ranks, groups, checkpoints, errors and warnings."""
 
 import math
+import os
+import signal
 import warnings
 
 import autograd.numpy as anp
@@ -13,9 +15,10 @@ import mpiad
 from mpiad.errors import ConvergenceError, WorkerError
 from mpiad.inverse import Bilaplacian, Posterior, Samples, laplace_approximation, sample
 from mpiad.optimize import CheckpointFile
+from mpiad.transport.exits import signals
 
 SHAPE, H, CELLS = (4, 3), 0.2, 12
-METHODS = ["pcn", "mala", "hpcn", "hmala", "dr"]
+METHODS = ["pcn", "mala", "hpcn", "hmala", "hhmc", "dr"]
 
 
 class Problem:
@@ -95,20 +98,22 @@ def test_conjugate_posterior(method):
     np.testing.assert_allclose(result.mean, result.quantities.mean(axis=0), atol=1e-12)
     np.testing.assert_allclose(result.variance, result.quantities.var(axis=0, ddof=1), rtol=1e-10)
     assert result.misfit.shape == (count,) and result.solves["failed"] == 0 and np.max(result.acceptance) > 0.2
-    if method in ("hpcn", "hmala"):  # the approximation is exact, and every proposal is accepted
+    if method in ("hpcn", "hmala", "hhmc"):  # the approximation is exact, and every proposal is accepted
         assert result.acceptance == 1.0 and result.step_size == 1.0
-    evaluations = (2 * count if method == "dr" else count, count if "mala" in method else 0)
+    values = 2 * count if method == "dr" else count  # a Hamiltonian path of a quarter turn has one step
+    evaluations = (values, values if method in ("mala", "hmala", "hhmc") else 0)
     assert (result.solves["misfit"], result.solves["gradient"]) == evaluations
 
 
-SIZES = {"pcn": 0.3, "mala": 0.15, "hpcn": 0.5, "hmala": 0.5, "dr": (0.5, 0.5, 0.5)}
+SIZES = {"pcn": 0.3, "mala": 0.15, "hpcn": 0.5, "hmala": 0.5, "hhmc": 0.5, "dr": (0.5, 0.5, 0.5)}
 
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("method", METHODS)
 def test_chains_do_not_depend_on_ranks(method, request):
     """A chain on all ranks, and the same chain on each rank alone; the step sizes are small enough for stable proposals."""
-    steps = 1000 if request.config.getoption("--thorough") else 15
+    # Paths of several steps amplify rounding.
+    steps = 1000 if request.config.getoption("--thorough") and method != "hhmc" else 15
     divided, alone = Problem(0.1), Problem(0.1, MPI.COMM_SELF)
     options = {"warmup": 5, "step_size": SIZES[method], "seed": 2}
     results = [each.sample(method, steps, **options, quantities=each.observed) for each in (divided, alone)]
@@ -190,6 +195,42 @@ def test_resumed_bit_for_bit(method, folder):
         )
     with pytest.raises(ValueError, match="has 26 steps, but this call has 11"):
         problem.sample(method, 5, **saved)
+    for path in folder.glob("*.rows") if mpiad.mpi_rank() == 0 else ():
+        path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(ValueError, match=r"rows is damaged: its checksum is wrong"):
+        problem.sample(method, 20, **saved)
+
+
+@pytest.mark.parametrize("number, groups", [(signal.SIGTERM, None), (signal.SIGUSR2, None), (signal.SIGTERM, 1)])
+def test_stopped_by_a_signal_of_one_rank(linear, folder, size, number, groups):
+    """All ranks end at the next step with a checkpoint, from which the chains continue as if nothing had happened."""
+    calls, told = 0, True
+
+    def misfit(m):
+        nonlocal calls
+        calls += 1
+        if told and calls == 12 and mpiad.mpi_rank() == size - 1:
+            os.kill(os.getpid(), number)
+        return linear.misfit(m)
+
+    def run(**saved):
+        chosen = {"method": "hpcn", "n_samples": 20, "warmup": 4, "chains": 2, **saved}
+        if groups is None:
+            return sample(misfit, linear.prior, posterior=linear.posterior, **chosen)
+        return sample(lambda comm: (misfit, linear.prior, linear.posterior), groups=groups, **chosen)
+
+    checkpoint = CheckpointFile(folder / "chain.npz", every=1000, signals=(signal.SIGUSR2,))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run(checkpoint=checkpoint)
+    finally:
+        signals._requested = None
+    # The first call is at the start, so the twelfth is in step 11; the second chain hasn't begun.
+    assert ended.value.code == 128 + number and calls == 12
+    (rows,) = folder.glob(f"*.rank{mpiad.mpi_rank()}of*.rows")
+    assert rows.stat().st_size == 8 * (11 - 4)
+    told = False
+    assert np.array_equal(run(checkpoint=checkpoint).misfit, run().misfit)
 
 
 def test_fields_are_saved(linear, folder):
@@ -239,6 +280,18 @@ def test_quantities_may_change_their_argument(linear):
     assert np.array_equal(found.misfit, linear.sample("hpcn", 5).misfit)
 
 
+def test_quantities_of_another_shape(linear):
+    calls = 0
+
+    def quantities(m):
+        nonlocal calls
+        calls += 1
+        return np.zeros(calls)
+
+    with pytest.raises(WorkerError, match=r"quantities had the shapes {'quantities': \(1,\)} before, but now have"):
+        linear.sample("hpcn", 9, quantities=quantities)
+
+
 def test_no_acceptance_is_warned_of(linear):
     with pytest.warns(RuntimeWarning, match=r"accepted none of 30 proposals of stage 1 .* step size 1\. Use a longer"):
         sample(
@@ -248,7 +301,7 @@ def test_no_acceptance_is_warned_of(linear):
 
 
 WRONG = [
-    ({"method": "hmc"}, ValueError, "method must be one of 'pcn', 'mala', 'hpcn', 'hmala', 'dr', but got 'hmc'"),
+    ({"method": "nuts"}, ValueError, "method must be one of 'pcn', .*, but got 'nuts'"),
     ({"n_samples": 0}, ValueError, "n_samples must be an integer of at least 1, but got 0"),
     ({"seed": -1}, ValueError, "seed must be an integer of at least 0"),
     ({"warmup": 2.5}, ValueError, "warmup must be an integer"),
