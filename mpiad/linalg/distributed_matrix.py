@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,9 @@ from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
+# The last matrix of each probing, after the entries of the pattern that it contains.
+_kept: weakref.WeakKeyDictionary[Probing, tuple[np.ndarray, DistributedMatrix]] = weakref.WeakKeyDictionary()
+
 
 def probed_matrix(
     matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool, probing: Probing
@@ -51,13 +55,13 @@ def probed_matrix(
     # Most operators use some neighbors in a domain's halo only. Derivatives of zeros may differ from zero.
     all_contained = probing.halo is None or isbox(values)
     contained = np.full(len(probing.rows.data), True) if all_contained else values != 0.0
-    kept = probing.kept
+    kept = _kept.get(probing)
     changed = kept is None or not np.array_equal(contained, kept[0])
     if on_any_rank(channel(comm, call).data, changed) or kept is None:
         rows = probing.rows.copy()
         rows.data = contained.astype(float)
         rows.eliminate_zeros()
-        kept = probing.kept = contained, DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
+        kept = _kept[probing] = contained, DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
     return kept[1].with_values(values if all_contained else values[contained])
 
 

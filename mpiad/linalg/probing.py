@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -37,9 +37,6 @@ from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import raise_together, raising_together
 from mpiad.transport.exits.user_failures import DeferredFailures
 
-if TYPE_CHECKING:
-    from mpiad.linalg.distributed_matrix import DistributedMatrix
-
 _MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is probed by a product per column
 
 
@@ -51,8 +48,6 @@ class Probing:
         self.count, self.halo = count, halo  # the number of colors, the same on all ranks, and the halo of a stencil
         # The place of each entry in the products with the fields of all colors.
         self._places = rows.data * rows.shape[0] + np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr))
-        # The last matrix, after the entries of `rows` that it contains.
-        self.kept: tuple[np.ndarray, DistributedMatrix] | None = None
 
     def values(
         self, matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool = False
