@@ -497,6 +497,16 @@ def test_what_a_kernel_cannot_do_is_said_once_and_done_by_arrays(name, caplog):
     assert not launcher.launches
 
 
+def test_a_large_condition_is_named(caplog, monkeypatch):
+    monkeypatch.setattr("mpiad.ensemble.compiled.cuda.gpu_solve.MOST_OPERATIONS", 10)
+    event = Event(lambda u, p, t: sum(u[0] ** k for k in range(1, 20)) - 30.0)
+    given = ensemble(lambda u, p, t: -p[0] * u, states(6), parameters(6))
+    sol = solve(given, RK45(), EnsembleGPU(), events=event)
+    assert "a condition of the events has" in caplog.text and "up to 10 fit into a CUDA kernel" in caplog.text
+    assert not launcher.launches
+    assert_same(sol, solve(given, RK45(), compile=False, events=event))
+
+
 def test_gradients_by_arrays_on_the_device(caplog):
     u0, p = states(6), parameters(6)
 
