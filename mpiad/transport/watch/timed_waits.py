@@ -154,7 +154,7 @@ class GuardedRequest:
     """An operation of MPI, ``call(*args)``, which is started here and then polled; `make`: describes the wait."""
 
     def __init__(
-        self, owner: object, make: Callable[[], Awaited], call: Callable[..., Request], *args: Any, receives: bool = False
+        self, owner: Any, make: Callable[[], Awaited], call: Callable[..., Request], *args: Any, receives: bool = False
     ):
         # As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request. An abandoned
         # operation is kept, since MPI may still use its buffers.
