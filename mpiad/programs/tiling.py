@@ -149,7 +149,8 @@ class _Tiler:
             inside = {(block, beginning_at((0,) * (len(block) - len(start)) + tuple(start)))}
             if operator.in_place.constant(*rest) and all(call == calls[0] for call in calls) and writes[memory] <= inside:
                 early.update(steps)
-        return early
+        # A replay logs results right after the exchange, which must therefore follow the loops that write the block.
+        return {at for at in early if self.schedule.part(at) >= self.schedule.program.logged}
 
 
 def tiled(

@@ -146,3 +146,20 @@ def test_time_steps_run_in_one_pass_if_no_message_separates_them(monkeypatch):
     monkeypatch.setattr(tiling, "_CACHE", 1 << 30)
     order, _ = tiles_of(wave(domain, "edge"), u, u)
     assert order == sorted(order)
+
+
+@pytest.mark.one_rank
+def test_second_derivatives_play_back_the_results_of_exchanges():
+    """The function runs again with logged results of its communications if the reverse pass is differentiated."""
+    domain = Domain((14, 7, 8), comm=MPI.COMM_SELF)
+    u, s, seeds = np.random.default_rng(121).standard_normal((3, *domain.shape))
+    waves = wave(domain, 0.7)
+
+    def fun(u, s):
+        return anp.sin(waves(anp.sin(u), s))
+
+    def gradient(fun):
+        pull, _ = mpiad.make_vjp(fun)(u, s)
+        return mpiad.grad(lambda g: anp.sum(pull(g) ** 2), objective="sum", comm=MPI.COMM_SELF)(seeds)
+
+    assert_same(gradient(mpiad.jit(fun, strict=True)), gradient(fun), 1e-11)
