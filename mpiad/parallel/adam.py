@@ -14,6 +14,7 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.parallel.parameters import map_trained, matching_leaves, require_state
 from mpiad.programs.function import Jitted
+from mpiad.programs.traced_array import TracedArray
 from mpiad.pytrees import flatten, is_variable, join, places_by_kind, refuse_objects, split
 
 _MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated
@@ -47,6 +48,10 @@ class Rule:
             raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
         if not (isinstance(decay, Real) and 0 <= decay < math.inf):
             raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
+        for field, value in list(vars(self).items()):
+            if isinstance(value, Real) and not isinstance(value, bool):
+                # With a number of NumPy, the formula would have its dtype instead of that of the parameters.
+                object.__setattr__(self, field, float(value))
 
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the state before the first update.
@@ -99,8 +104,9 @@ class Rule:
         moments = self.check(state, params)
         gradients = matching_leaves(gradient, params, leaves, type(self).__name__)
         updates = state["updates"]
-        columns, factors = [leaves, gradients, *moments], self.factors(rate_at(self, updates), updates)
-        new, *others = map(build, _updated(self, columns, factors, compiled))
+        # A file may have made `updates` a number of NumPy; see `__post_init__`.
+        factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
+        new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, compiled))
         return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
 
 
@@ -129,16 +135,20 @@ def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bo
     dtype, on_host = inputs[0].dtype, type(inputs[0]) is np.ndarray
     if dtype.kind == "c":
         inputs[1] = inputs[1].conj()
+        if isinstance(inputs[0], TracedArray):  # programs have no views of another dtype
+            found = _applied(rule, [np.concatenate([x.real, x.imag]) for x in inputs], factors, compiled)
+            return [x[: x.size // 2] + 1j * x[x.size // 2 :] for x in found]
         inputs = [x.view(x.real.dtype) for x in inputs]
-    if compiled and on_host:
+    if compiled and on_host and dtype.isnative:
         return [x.view(dtype) for x in _program(replace(rule, learning_rate=1.0))(*inputs, *factors)]
-    # Long arrays are processed in blocks whose temporaries fit into the cache, except on devices.
     outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1]
-    size = len(inputs[0])
-    step = _BLOCK_SIZE if on_host else max(size, 1)
-    for block in [slice(start, start + step) for start in range(0, size, step)]:
-        rule.formula(*[x[block] for x in inputs], *factors, out=[x[block] for x in outputs])
-    return [x.view(dtype) for x in outputs]
+    if on_host:  # blocks, whose temporaries fit into the cache
+        for start in range(0, len(inputs[0]), _BLOCK_SIZE):
+            block = slice(start, start + _BLOCK_SIZE)
+            rule.formula(*[x[block] for x in inputs], *factors, out=[x[block] for x in outputs])
+    else:
+        rule.formula(*inputs, *factors, out=outputs)
+    return [x.view(dtype) for x in outputs] if dtype.kind == "c" else outputs
 
 
 @lru_cache(64)

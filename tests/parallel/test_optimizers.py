@@ -6,7 +6,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 
-from mpiad import grad
+from mpiad import grad, jit
 from mpiad.parallel import SGD, Adam, AdamW, ParameterGroups
 
 pytestmark = pytest.mark.serial
@@ -89,12 +89,40 @@ def test_complex_parameters_are_updated_like_their_real_and_imaginary_parts(rule
         np.testing.assert_allclose(z["z"], pair[0] + 1j * pair[1], rtol=1e-14)
 
 
-def test_single_precision_stays():
-    for rule in (Adam(), AdamW(np.float64(0.1)), SGD(np.float64(0.1), 0.9, True)):
-        x = np.ones(3, np.float32)
-        state, x = rule.update(rule.setup(x), x, np.ones(3, np.float32))
-        assert x.dtype == np.float32
-        assert all(leaf.dtype == np.float32 for leaf in state.values() if hasattr(leaf, "dtype"))
+F = np.float64
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, ">f8"])
+@pytest.mark.parametrize("rule", [Adam(F(0.1), F(0.9), F(0.99), F(1e-7)), AdamW(weight_decay=F(0.1)), SGD(0.1, F(0.9))])
+def test_dtypes_stay_and_compiled_updates_have_the_same_bits(rule, dtype):
+    """Settings and numbers of updates may be NumPy's, which would otherwise decide about the precision."""
+    for x in (np.linspace(-1, 1, 9).astype(dtype), np.linspace(-1, 1, 60_000).astype(dtype)[::2].reshape(300, 100).T):
+        before = rule.setup(x) | {"updates": np.int64(3)}
+        (state, new), (other, same) = (
+            rule.update(before, x, (3 * x).astype(dtype), compiled) for compiled in (False, True)
+        )
+        for one, two in [(new, same), *((state[name], other[name]) for name in rule.moments)]:
+            assert one.dtype == two.dtype == x.dtype
+            assert one.tobytes() == two.tobytes()
+
+
+@pytest.mark.parametrize("rule", [SGD(0.05, 0.5, True, 0.1), AdamW(0.1)])
+def test_updates_are_part_of_compiled_programs(rule):
+    params = {"a": np.array([2.0 - 1j, 0.5j]), "b": np.linspace(-1, 1, 20_000)}
+
+    def descend(p, state):
+        return rule.update(state, p, grad(lambda p: distance(p["a"]) + anp.sum(p["b"] ** 4))(p))
+
+    compiled = jit(descend)
+    results = []
+    for step in (descend, compiled):
+        state, p = rule.setup(params), params
+        for _ in range(3):
+            state, p = step(p, state)
+        results.append(p)
+    assert not compiled.refused
+    for name in params:
+        np.testing.assert_allclose(results[0][name], results[1][name], rtol=0, atol=1e-13)
 
 
 def test_what_is_no_float_stays():
