@@ -94,7 +94,8 @@ def _adjoint(
         # tape would record that, too.
         operator, (left, right) = factors.operator, (ans, multiplier) if transposed else (multiplier, ans)
         if not operator.takes_batches:
-            left, right = (list(anp.reshape(u, (-1, *operator.shape))) for u in (left, right))
+            count = math.prod(spec_like(ans).shape[: -len(operator.shape) or None])
+            left, right = (list(anp.reshape(u, (count, *operator.shape))) for u in (left, right))
         product = lambda u, x: operator.product(u, x, indices, False)  # noqa: E731
         pull, _ = make_vjp(lambda x: [product(u, x) for u in right] if type(right) is list else product(right, x))(
             list(variables)
