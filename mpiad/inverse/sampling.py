@@ -475,7 +475,7 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
         chain = _Chain(state, sizes, tries, accepted, solves, np.zeros(field.shape), np.zeros(field.shape))
         if checkpoint is not None:
             path = checkpoint.file.with_name(f"{checkpoint.file.stem}.chain{number}{checkpoint.file.suffix}")
-            rows = path.with_name(f"{path.stem}.rank{used.rank}of{used.size}.rows")
+            rows = path.with_name(f"{path.name}.rank{used.rank}of{used.size}.rows")
             files = RankFiles(path, used, _identity(problem, settings, number, state, deviation), _CALL)
             kept, begin = files.load(), max(files.iteration, 0)
             if begin > total:

@@ -56,7 +56,7 @@ def probed_matrix(
     all_contained = probing.halo is None or isbox(values)
     contained = np.full(len(probing.rows.data), True) if all_contained else values != 0.0
     kept = _kept.get(probing)
-    changed = kept is None or not np.array_equal(contained, kept[0])
+    changed = kept is None or kept[1].comm is not comm or not np.array_equal(contained, kept[0])
     if on_any_rank(channel(comm, call).data, changed) or kept is None:
         rows = probing.rows.copy()
         rows.data = contained.astype(float)

@@ -233,6 +233,12 @@ def test_stopped_by_a_signal_of_one_rank(linear, folder, size, number, groups):
     assert np.array_equal(run(checkpoint=checkpoint).misfit, run().misfit)
 
 
+def test_checkpoints_of_several_chains_by_a_name_without_a_suffix(linear, folder):
+    options = {"warmup": 2, "chains": 2, "checkpoint": folder / "state"}
+    found = linear.sample("hpcn", 6, **options)
+    assert np.array_equal(linear.sample("hpcn", 6, **options).misfit, found.misfit)
+
+
 def test_fields_are_saved(linear, folder):
     result = linear.sample("hpcn", 6, warmup=0, fields=folder, thin=2, quantities=lambda m: linear.domain.sum(m))
     names = sorted(path.name for path in folder.glob("*.npy"))

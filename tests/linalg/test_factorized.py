@@ -412,3 +412,27 @@ def test_factors_of_old_operators_are_freed():
     del operator
     gc.collect()
     assert len(operators) <= 4
+
+
+@pytest.mark.parametrize("count", [None, 0, 2])
+def test_gradients_on_ranks_without_unknowns(rank, count):
+    """All unknowns are on the first rank; without a count of right-hand sides there is one, without an axis."""
+    own = np.arange(3 if rank == 0 else 0)
+    b = np.ones((*([] if count is None else [count]), len(own)))
+
+    def loss(k):
+        solve = factorized(lambda u, k: k * u, np.ones(len(own)), k, pattern=(own, own))
+        return mpiad.mpi_allreduce(anp.sum(solve(b) ** 2 + solve.T(b)))
+
+    total = 3 * (1 if count is None else count)
+    value, k_bar = mpiad.value_and_grad(loss)(2.0)
+    assert value == pytest.approx(total * 0.75)
+    assert k_bar == pytest.approx(-0.5 * b.size)
+
+
+def test_factors_after_a_communicator_of_the_same_domain_was_freed():
+    domain, copy = Domain((9, 8)), MPI.COMM_WORLD.Dup()
+    one = np.ones(domain.local_shape)
+    factorized(lambda u: 2.0 * u, one, pattern=domain, comm=copy)
+    copy.Free()
+    assert np.all(factorized(lambda u: 4.0 * u, one, pattern=domain)(one) == 0.25)

@@ -211,10 +211,11 @@ class MMA(ShardedMethod):
         if self._settings.conservative:
             curvatures = np.maximum(_LEAST_MEAN, 0.1 * point.scales / self._size)
         new: MMAPoint | Ending = UNDEFINED
-        for _ in range(self._settings.maxls):
+        for attempt in range(self._settings.maxls):
             approximation = Approximation(point, scales, asymptotes, limits, self._width, curvatures)
             scaled = self._maximized(approximation, values, np.minimum(self.multipliers * per_multiplier, _PENALTY))
-            self._require_feasible(point, values, np.maximum(scaled - _PENALTY, 0.0) / _PENALTY)
+            if attempt == 0:  # with larger curvatures, problems have short steps also if the constraints can be met
+                self._require_feasible(point, values, np.maximum(scaled - _PENALTY, 0.0) / _PENALTY)
             self.multipliers, tried = scaled / per_multiplier, self.count
             new = self._finite_point(approximation.minimizer(scaled)[0], point)
             if isinstance(new, Ending) or not self._settings.conservative or self.count > tried + 1:

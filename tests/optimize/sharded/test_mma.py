@@ -279,6 +279,15 @@ def test_constraints_that_cannot_be_met_are_one_error_on_all_ranks(kind: str, ra
     np.testing.assert_allclose(joined(result.x), 7.9 / 8, atol=1e-6)
 
 
+def test_short_conservative_steps_are_not_mistaken_for_it(rank: int, size: int) -> None:
+    """The curvature of the first term shortens the steps of both variables, far from the constraint."""
+    given = {"type": "ineq", "fun": gathered(lambda x: 0.5 - 100.0 * x[0] ** 2 - x[1])}
+    result = solve(lambda x: (x[0] - 1.0) ** 2 + (x[1] - 0.9) ** 2, [0.1, 1.0], [-5.0, 0.0], [5.0, 2.0], rank, size,
+                   constraints=given, options={"conservative": True, "gtol": 1e-4})  # fmt: skip
+    assert result.success
+    np.testing.assert_allclose(joined(result.x), [0.0119246, 0.4857804], atol=1e-5)
+
+
 def test_without_constraints_and_with_fixed_variables(rank: int, size: int) -> None:
     low, high = np.array([0.0, 0.0, 0.5, 0.0, -4.0]), np.array([1.0, 1.0, 0.5, 1.0, -3.0])
     result = solve(lambda x: anp.sum((x - 0.8) ** 4) + anp.sum(x), low, low, high, rank, size,
