@@ -21,7 +21,7 @@ from mpiad.errors import NotFiniteError, UnfinishedMessagesError
 from mpiad.parallel.adam import Rule
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
-from mpiad.parallel.parameter_groups import ParameterGroups
+from mpiad.parallel.parameter_groups import ParameterGroups, is_built_in
 from mpiad.parallel.parameters import described, matching_leaves, require_optimizer, require_state, variables_of
 from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
@@ -513,7 +513,7 @@ class DistributedOptimizer:
         variables = self._variables(params, call)
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
         require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
-        if isinstance(self.optimizer, (Rule, ParameterGroups)):
+        if is_built_in(self.optimizer):
             self.optimizer.check(state["optimizer"], params)
         gradients = state.get("gradient")
         if gradients is not None and [spec_like(g) for g in gradients] != specs:
@@ -588,7 +588,7 @@ class DistributedOptimizer:
         for k in every if factor < 1.0 else ():
             every[k] *= factor
         gradient = variables.filled([every[k][()] for k in range(len(every))], lambda leaf: None)
-        options = {"compiled": True} if compiled and isinstance(self.optimizer, (Rule, ParameterGroups)) else {}
+        options = {"compiled": True} if compiled and is_built_in(self.optimizer) else {}
         inner, params = self.optimizer.update(state["optimizer"], params, gradient, **options)
         return {**new, "optimizer": inner}, params
 

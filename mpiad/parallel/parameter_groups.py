@@ -72,7 +72,7 @@ class ParameterGroups:
         parts = self._parts(params)
         require_state(state, parts, _CALL)
         for name, part in parts.items():
-            if isinstance(self.groups[name], Rule):
+            if is_built_in(self.groups[name]):
                 self.groups[name].check(state[name], part)
         return parts
 
@@ -107,7 +107,7 @@ class ParameterGroups:
         new, updated = {}, {}
         for name, part in parts.items():
             found = {path: gradients[path] for path in part}
-            options = {"compiled": True} if compiled and isinstance(self.groups[name], Rule) else {}
+            options = {"compiled": True} if compiled and is_built_in(self.groups[name]) else {}
             new[name], changed = self.groups[name].update(state[name], part, found, **options)
             updated |= changed
         leaves, build = flatten(params)
@@ -131,3 +131,8 @@ class ParameterGroups:
             if not part:
                 raise ValueError(f"{_CALL}: the group {name!r} contains no leaf of the parameters {', '.join(paths):.200}.")
         return {name: part for name, part in parts.items() if self.groups[name] is not None}
+
+
+def is_built_in(optimizer: Any) -> bool:
+    """Return whether an optimizer's `update` is one of this library's, rather than one with another state or arguments."""
+    return getattr(type(optimizer), "update", None) in (Rule.update, ParameterGroups.update)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiad.parallel import DistributedOptimizer
+from mpiad import jit
+from mpiad.parallel import SGD, DistributedOptimizer, ParameterGroups
 from mpiad.vi import VI, MeanFieldGaussian
 
 COMM = MPI.COMM_WORLD
@@ -76,6 +77,27 @@ def test_a_training_by_another_optimizer(kind, options):
     for kept, (by_w, by_b) in zip(state["optimizer"].gradients, gradients):
         np.testing.assert_allclose(kept["w"], by_w, rtol=1e-13)
         np.testing.assert_allclose(kept["b"], by_b, rtol=1e-13)
+
+
+class Counting(SGD):
+    """An optimizer of the library with another state, whose `update` has no further arguments."""
+
+    def setup(self, params):
+        return {"rule": super().setup(params), "calls": 0}
+
+    def update(self, state, params, gradient):
+        rule, params = super().update(state["rule"], params, gradient)
+        return {"rule": rule, "calls": state["calls"] + 1}, params
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_compiled_loss_is_minimized_by_a_class_of_the_users(groups):
+    rule, start = Counting(0.25), np.array([1.0, -1.0])
+    optimizer = DistributedOptimizer(ParameterGroups({"all": rule}, lambda path: "all") if groups else rule)
+    state, x, _ = optimizer.step(optimizer.setup(start), start, jit(lambda x: anp.sum(x**2)))
+    assert x.tolist() == [0.5, -0.5]
+    inner = state["optimizer"]["all"] if groups else state["optimizer"]
+    assert inner["calls"] == 1
 
 
 def test_its_own_gradients_are_left_alone_by_an_update():
