@@ -84,9 +84,8 @@ def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
 def looked_up(index: int, along: int, axis: int, ndim: int) -> IndexMap:
     """Return the map of a gather from an array of `ndim` axes: a node with `along` axes has the indices along `axis`."""
     lookup = Lookup(index, tuple([Axis(axis + k, 1, 0) for k in range(along)]))
-    return tuple([
-        Axis(lookup, 1, 0) if k == axis else Axis(k if k < axis else k + along - 1, 1, 0) for k in range(ndim)
-    ])  # fmt: skip
+    axes = [Axis(k if k < axis else k + along - 1, 1, 0) for k in range(ndim)]
+    return (*axes[:axis], Axis(lookup, 1, 0), *axes[axis + 1 :])
 
 
 def with_lanes(map: IndexMap) -> IndexMap:

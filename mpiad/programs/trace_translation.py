@@ -459,9 +459,7 @@ def _diff(t: _Translation, x: Array, n: int = 1, axis: int = -1) -> Value:
 
 
 SPLITTING = frozenset({np.split, np.array_split})
-_VIEWING = (
-    np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.flip, np.flipud, np.fliplr, np.rot90, *SPLITTING
-)  # fmt: skip
+_VIEWING = np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.flip, np.flipud, np.fliplr, np.rot90, *SPLITTING
 _RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np.atleast_2d, np.atleast_3d
 
 _RULES: dict[Any, Rule] = {
