@@ -190,8 +190,8 @@ class SGD(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
+        if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
+            raise ValueError(f"SGD: momentum must be a number in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError(f"SGD: nesterov=True needs a momentum above zero, but got {self.momentum!r}.")
 
@@ -253,9 +253,10 @@ class Adam(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{type(self).__name__}: {name} must lie in [0, 1), but got {value!r}.")
+        for name, bound in (("beta1", 1), ("beta2", 1), ("epsilon", math.inf)):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0 <= value < bound):
+                raise ValueError(f"{type(self).__name__}: {name} must be a number in [0, {bound}), but got {value!r}.")
 
     @property
     def moments(self) -> tuple[str, ...]:
