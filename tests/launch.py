@@ -3,7 +3,7 @@
     python tests/launch.py --ranks 1 2 3 4 --limit 300 -- -m pytest --with-mpi
 
 What follows `--` are the arguments of this interpreter. One rank is started without mpiexec. With `--beside` the
-first job runs while the others run one after the other, whose ranks sleep while they wait, so that it has the cores then.
+other jobs run one after the other during the first one; their ranks sleep while they wait, which leaves the cores to it.
 
 Design. A job gets a private folder, in which each of its processes opens one report file at start-up (see
 `startup/sitecustomize.py`). A process that finds itself stuck writes there; so does one that gets SIGUSR1.

@@ -140,7 +140,7 @@ def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bo
             return [x[: x.size // 2] + 1j * x[x.size // 2 :] for x in found]
         inputs = [x.view(x.real.dtype) for x in inputs]
     if compiled and on_host and dtype.isnative:
-        return [x.view(dtype) for x in _program(replace(rule, learning_rate=1.0))(*inputs, *factors)]
+        return [x.view(dtype) for x in _program(replace(rule, learning_rate=1.0), inputs[0].size, dtype)(*inputs, *factors)]
     outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1]
     if on_host:  # blocks, whose temporaries fit into the cache
         for start in range(0, len(inputs[0]), _BLOCK_SIZE):
@@ -151,12 +151,11 @@ def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bo
     return [x.view(dtype) for x in outputs] if dtype.kind == "c" else outputs
 
 
-@lru_cache(64)
-def _program(rule: Rule) -> Jitted:
-    # All replicas must have the same bits, whether they run this program or interpret the formula.
-    made = Jitted(lambda *args: rule.formula(*args, out=[None] * (1 + len(rule.moments))), exact=True)
-    made._cache.warned = True
-    return made
+@lru_cache(512)
+def _program(rule: Rule, size: int, dtype: np.dtype) -> Jitted:
+    # All replicas must have the same bits, whether they run this program or interpret the formula. There is a function for
+    # each size and dtype, because calls of a jitted function are slow if it has more than a few programs.
+    return Jitted(lambda *args: rule.formula(*args, out=[None] * (1 + len(rule.moments))), exact=True)
 
 
 @dataclass(frozen=True)
@@ -191,8 +190,8 @@ class SGD(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
+        if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
+            raise ValueError(f"SGD: momentum must be a number in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError(f"SGD: nesterov=True needs a momentum above zero, but got {self.momentum!r}.")
 
@@ -254,9 +253,10 @@ class Adam(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{type(self).__name__}: {name} must lie in [0, 1), but got {value!r}.")
+        for name, bound in (("beta1", 1), ("beta2", 1), ("epsilon", math.inf)):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0 <= value < bound):
+                raise ValueError(f"{type(self).__name__}: {name} must be a number in [0, {bound}), but got {value!r}.")
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -345,14 +345,14 @@ class DistributedOptimizer:
 
         Raises
         ------
-        TypeError, ValueError
-            On all ranks, if the inner optimizer's `setup` raises it on a rank, for example for a group without leaves.
+        Exception
+            On all ranks, if the inner optimizer's `setup` raises it on a rank: a ValueError for a group without leaves.
 
         Ranks
         -----
         All ranks of `comm` call it.
         """
-        with raising_together(channel(self.comm, "DistributedOptimizer.setup")):
+        with raising_together(channel(self.comm, "DistributedOptimizer.setup"), Exception):
             return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
 
     def update(

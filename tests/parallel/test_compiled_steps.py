@@ -203,7 +203,7 @@ def test_updates_are_compiled_and_programs_of_many_optimizers_are_not_kept():
         optimizer = DistributedOptimizer(Adam(1e-3 * (k + 1), epsilon=1e-5))
         optimizer.step(optimizer.setup(START), START, jitted, x, y)
     assert len(jitted._derived) == 16
-    update = adam._program(Adam(1.0, epsilon=1e-5))
+    update = adam._program(Adam(1.0, epsilon=1e-5), 26, np.dtype(float))  # for the 26 trained numbers of START
     assert list(map(bool, update._cache.entries.values())) == [True]
 
 

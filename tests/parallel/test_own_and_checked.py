@@ -330,6 +330,11 @@ WRONG = {
             ParameterGroups({"a": SGD(0.1), "b": SGD(0.1)}, lambda path: "a" if ONLY_LAST else path[-3])
         ).setup({"a": 1.0, "b": 2.0}), ValueError, "the group 'b' contains no leaf",
     ),
+    "names of groups in setup": (
+        lambda: DistributedOptimizer(
+            ParameterGroups({"a": SGD(0.1)}, lambda path: {}["x"] if ONLY_LAST else "a")
+        ).setup({"a": 1.0}), KeyError, "x",
+    ),
     "traced batch": (
         lambda: mpiad.grad(lambda x: value(quadratic)({"w": np.ones(3)}, x[: 3 * ONLY_LAST]), objective="sum")(np.ones(3)),
         TypeError, "parallel.value: got traced values",
