@@ -38,7 +38,8 @@ class _Memory(NamedTuple):
     @property
     def plane(self) -> int:
         """The bytes of a plane."""
-        return math.prod(self.shape[1:-1]) * self.pitch * self.dtype.itemsize
+        row = self.pitch if len(self.shape) > 1 else 1
+        return math.prod(self.shape[1:-1]) * row * self.dtype.itemsize
 
     def overlaps(self, other: _Memory) -> bool:
         stop, other_stop = (x.start + x.plane * math.prod(x.shape[:1]) for x in (self, other))
@@ -85,7 +86,7 @@ class _Tiler:
         self.loops, self.spans = [], {}
 
     def _collected(self, action: Action, text: LoopText) -> bool:
-        """Collect a loop and return True, if it fits into the tiles of the collected loops, and the memory in use is small."""
+        """Collect a loop if it can share the tiles of the collected loops and they use little memory; return whether."""
         shift, accesses = 0.0, self._accesses(text)
         for memory, offset, writes in accesses:
             for other, (lowest, _, written) in self.spans.items():

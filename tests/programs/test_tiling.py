@@ -176,3 +176,15 @@ def test_second_derivatives_play_back_the_results_of_exchanges():
         return mpiad.grad(lambda g: anp.sum(pull(g) ** 2), objective="sum", comm=MPI.COMM_SELF)(seeds)
 
     assert_same(gradient(mpiad.jit(fun, strict=True)), gradient(fun), 1e-11)
+
+
+@pytest.mark.one_rank
+def test_vectors_that_are_read_as_a_whole_take_little_memory(monkeypatch):
+    def fun(u, x):
+        for _ in range(2):
+            u = anp.sin(u[1:] - u[:-1]) * x
+        return u
+
+    monkeypatch.setattr(tiling, "_CACHE", 100_000)
+    order, loops = tiles_of(fun, np.ones((14, 400)), np.ones(400))
+    assert len(order) > loops == 2
