@@ -36,8 +36,8 @@ def tanh_{kind}(x):
     e = fma(scale, s, scale - {one})
     return math.copysign(e / (e + {two}), x)
 """
-# log 2 is the sum of `-high`, whose product with n is exact, and `-low`. Beyond `least` and `largest` the exponential is 0
-# or infinite, and beyond `flat` the tangent is 1.
+# log 2 is the sum of `-high`, whose product with n is exact, and `-low`. The exponential is 0 below `least` and infinite
+# above `largest`. If 2|x| is at least `flat`, the tangent is rounded to 1 or -1.
 _DOUBLE = {"high": -0.693147180369123816490, "low": -1.90821492927058770002e-10, "least": -746, "largest": 710, "flat": 44}
 _SINGLE = {"high": -0.693145751953125, "low": -1.42860677e-06, "least": -104, "largest": 89, "flat": 20}
 

@@ -156,7 +156,8 @@ def _result(entry: Entry, made: Any) -> str:
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
 _MOST_FAST_CALLS = 4
-_MOST_DERIVED = 16  # for example for the optimizers of a sweep; the least recently used ones are removed
+# The maximum number of derived functions, for example one per optimizer; the least recently used ones are removed.
+_MOST_DERIVED = 16
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:

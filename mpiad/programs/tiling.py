@@ -38,7 +38,8 @@ class _Memory(NamedTuple):
     @property
     def plane(self) -> int:
         """The bytes of a plane."""
-        return math.prod(self.shape[1:-1]) * self.pitch * self.dtype.itemsize
+        row = self.pitch if len(self.shape) > 1 else 1
+        return math.prod(self.shape[1:-1]) * row * self.dtype.itemsize
 
     def overlaps(self, other: _Memory) -> bool:
         stop, other_stop = (x.start + x.plane * math.prod(x.shape[:1]) for x in (self, other))
@@ -85,7 +86,7 @@ class _Tiler:
         self.loops, self.spans = [], {}
 
     def _collected(self, action: Action, text: LoopText) -> bool:
-        """Collect a loop, if it can be computed in tiles together with the collected loops, and these use little memory."""
+        """Collect a loop if it can share the tiles of the collected loops and they use little memory; return whether."""
         shift, accesses = 0.0, self._accesses(text)
         for memory, offset, writes in accesses:
             for other, (lowest, _, written) in self.spans.items():
@@ -147,7 +148,9 @@ class _Tiler:
             (operator, *rest), block = calls[0], self.schedule.program.nodes[nodes[0].inputs[0]].shape
             start = operator.in_place.given(*rest)
             inside = {(block, beginning_at((0,) * (len(block) - len(start)) + tuple(start)))}
-            if operator.in_place.constant(*rest) and all(call == calls[0] for call in calls) and writes[memory] <= inside:
+            # Zeros of both signs are equal, but differ in text.
+            alike = all(call == calls[0] and repr(call) == repr(calls[0]) for call in calls)
+            if alike and operator.in_place.constant(*rest) and writes[memory] <= inside:
                 early.update(steps)
         # A replay logs results right after the exchange, which must therefore follow the loops that write the block.
         return {at for at in early if self.schedule.part(at) >= self.schedule.program.logged}

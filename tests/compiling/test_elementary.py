@@ -1,4 +1,4 @@
-"""The exponential and the tangent of kernels, compared with extended precision, and as vectors with single numbers."""
+"""The exponential and the hyperbolic tangent of kernels, compared with extended precision, in vectors and alone."""
 
 from __future__ import annotations
 

@@ -62,6 +62,18 @@ def constants(domain):
     return fun
 
 
+def signed_zeros(domain):
+    """Return exchanges with zeros of both signs beyond the grid, which share memory."""
+
+    def fun(u, s):
+        for value in (0.0, 0.0, -0.0, -0.0):
+            a = domain.exchange(u, boundary=value)
+            u = anp.arctan2(a[2:, 1:-1, 1:-1], -1.0) * s + anp.arctan2(a[:-2, 1:-1, 1:-1], -1.0)
+        return u
+
+    return fun
+
+
 def behind(u, planes):
     return anp.pad(u[:-planes], ((planes, 0), (0, 0), (0, 0)))
 
@@ -98,6 +110,7 @@ PROGRAMS = {
     "wave, copies": lambda domain: wave(domain, "edge"),
     "ahead": ahead,
     "constants": constants,
+    "signed zeros": signed_zeros,
     "shrinking": shrinking,
     "whole blocks": whole_blocks,
 }
@@ -163,3 +176,15 @@ def test_second_derivatives_play_back_the_results_of_exchanges():
         return mpiad.grad(lambda g: anp.sum(pull(g) ** 2), objective="sum", comm=MPI.COMM_SELF)(seeds)
 
     assert_same(gradient(mpiad.jit(fun, strict=True)), gradient(fun), 1e-11)
+
+
+@pytest.mark.one_rank
+def test_vectors_that_are_read_as_a_whole_take_little_memory(monkeypatch):
+    def fun(u, x):
+        for _ in range(2):
+            u = anp.sin(u[1:] - u[:-1]) * x
+        return u
+
+    monkeypatch.setattr(tiling, "_CACHE", 100_000)
+    order, loops = tiles_of(fun, np.ones((14, 400)), np.ones(400))
+    assert len(order) > loops == 2
