@@ -66,13 +66,13 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
     group, failures = channel(matrix.comm, call), DeferredFailures(matrix.comm, call)
     columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
     direction = np.random.default_rng(group.rank).standard_normal(len(columns))
-    values, pattern = stop_gradient(matrix.values), matrix._pattern
-    rows, scale = pattern.matrix(values), 1e-8 * max(1.0, float(np.abs(values).max(initial=0.0)))
+    values = stop_gradient(matrix.values)
+    scale = 1e-8 * max(1.0, float(np.abs(values).max(initial=0.0)))
 
     def difference(first: int, last: int) -> np.ndarray:
         own = np.where((columns >= first) & (columns < last), direction, 0.0)
         image = checked_product(matvec, own.reshape(shape), params, failures, call).ravel()
-        gap = np.abs(image - rows @ pattern.extended(own))
+        gap = np.abs(image - product(values, own, matrix._pattern))
         return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
 
     found, (first, last) = difference(0, matrix.shape[1]), (0, matrix.shape[1])
