@@ -229,7 +229,7 @@ def sample(
         `CheckpointFile(path, every)`. A call with the same arguments resumes from it, bit for bit, on the same number of
         ranks. A larger `n_samples`, with the same `warmup`, continues a complete chain. After SIGTERM, or a signal of
         `CheckpointFile.signals`, on any rank, its chain writes a checkpoint at the next step and all ranks raise
-        SystemExit; with `groups`, other groups first complete the chains that they have begun.
+        SystemExit; with `groups`, groups whose ranks have no signal first complete all of their chains.
     progress : bool
         Whether the root shows the acceptance rate and the effective samples (of the misfit) per minute on standard error.
     comm : mpi4py intracommunicator, optional
