@@ -444,7 +444,7 @@ class _Chain:
         field, *numbers = (arrays[f"state {name}"] for name in ("field", "misfit", "psi"))
         self.state = State(field, *map(float, numbers), slope=arrays.get("state slope"))
         width = 1 + sum(map(math.prod, self.shapes.values()))
-        data = path.read_bytes()[: 8 * width * self.written]
+        data = path.read_bytes()[: 8 * width * self.written] if path.exists() else b""
         if zlib.crc32(data) != self.checksum:
             advice = "Restore a copy, or delete all files of the chain to start again"
             raise ValueError(f"{_CALL}: the checkpoint {path} is damaged: its checksum is wrong. {advice}.")
