@@ -3,7 +3,8 @@
 For the reference N(m, C), the deviation w = v - m and a momentum p, drawn from N(0, C), the energy is
 Ψ(v) + ½ wᵀC⁻¹w + ½ pᵀC⁻¹p. A step with the angle h changes p by -½h C∇Ψ, rotates (w, p) by h, and changes p by -½h C∇Ψ
 again. The rotation conserves the quadratic terms, which are infinite on a continuum. A change of p by -k C∇Ψ adds
-½k² ∇ΨᵀC∇Ψ - k ∇Ψᵀp. The path is reversible and preserves volume, so that it is accepted by exp of minus the change.
+½k² ∇ΨᵀC∇Ψ - k ∇Ψᵀp. The path is reversible and preserves volume, so that its end is accepted with the chance
+min(1, exp(-Δ)), where Δ is the change of the energy.
 
 References
 ----------
@@ -26,7 +27,7 @@ _STEPS = 8  # the largest number of steps of a path
 def step(target: Target, state: State, sizes: Sequence[float], draw: Draw) -> Moves:
     """Propose the end of a path with one value and gradient of Φ per step; accept it by the change of the energy."""
     (beta,), reference = sizes, target.reference
-    momentum, place, energy = reference.narrowed(draw.deviation()), state, 0.0  # `energy`: the change of that of p
+    momentum, place, energy = reference.narrowed(draw.deviation()), state, 0.0  # `energy`: the change of p's
     angle = math.asin(beta)
     steps = max(1, min(_STEPS, int(0.5 * math.pi / angle)))  # a quarter turn makes samples of the reference independent
     for k in range(steps + 1):

@@ -229,7 +229,7 @@ def sample(
         `CheckpointFile(path, every)`. A call with the same arguments resumes from it, bit for bit, on the same number of
         ranks. A larger `n_samples`, with the same `warmup`, continues a complete chain. After SIGTERM, or a signal of
         `CheckpointFile.signals`, on any rank, its chain writes a checkpoint at the next step and all ranks raise
-        SystemExit; with `groups`, other groups first complete the chains that they have begun.
+        SystemExit; with `groups`, groups whose ranks have no signal first complete all of their chains.
     progress : bool
         Whether the root shows the acceptance rate and the effective samples (of the misfit) per minute on standard error.
     comm : mpi4py intracommunicator, optional
@@ -444,7 +444,7 @@ class _Chain:
         field, *numbers = (arrays[f"state {name}"] for name in ("field", "misfit", "psi"))
         self.state = State(field, *map(float, numbers), slope=arrays.get("state slope"))
         width = 1 + sum(map(math.prod, self.shapes.values()))
-        data = path.read_bytes()[: 8 * width * self.written]
+        data = path.read_bytes()[: 8 * width * self.written] if path.exists() else b""
         if zlib.crc32(data) != self.checksum:
             advice = "Restore a copy, or delete all files of the chain to start again"
             raise ValueError(f"{_CALL}: the checkpoint {path} is damaged: its checksum is wrong. {advice}.")

@@ -92,14 +92,10 @@ def _adjoint(
     def cotangents(multiplier: LocalArray) -> list:
         # In both cases, the function λᵀ A u of the params is differentiated. Right-hand sides aren't joined, since the
         # tape would record that, too.
-        operator, (left, right) = factors.operator, (ans, multiplier) if transposed else (multiplier, ans)
-        if not operator.takes_batches:
-            count = math.prod(spec_like(ans).shape[: -len(operator.shape) or None])
-            left, right = (list(anp.reshape(u, (count, *operator.shape))) for u in (left, right))
-        product = lambda u, x: operator.product(u, x, indices, False)  # noqa: E731
-        pull, _ = make_vjp(lambda x: [product(u, x) for u in right] if type(right) is list else product(right, x))(
-            list(variables)
-        )
+        operator, pair = factors.operator, (ans, multiplier) if transposed else (multiplier, ans)
+        count = math.prod(spec_like(ans).shape[: -len(operator.shape) or None])
+        left, right = ([u] if operator.takes_batches else list(anp.reshape(u, (count, *operator.shape))) for u in pair)
+        pull, _ = make_vjp(lambda x: [operator.product(u, x, indices, False) for u in right])(list(variables))
         return [-part for part in pull(left)]
 
     def vjp(g: LocalArray) -> list:

@@ -176,7 +176,7 @@ class Loop:
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
         # Whether further reverse passes use the stored states again; files are removed by a reverse pass.
-        # They do for the current tape if it is that of `linearize`, or that of a gradient in `make_hvp`.
+        # They do if the current tape is that of `linearize`, or that of a gradient in `make_hvp`.
         passes = [tape.passes for tape in (tracing.tape, tracing.tape and tracing.tape.outer) if tape is not None]
         self._keeps = (passes[:1] == ["recorded"] or passes[1:] == ["kept"]) and not schedule.disk
         self._state = [spec_like(leaf) for leaf in args.state]

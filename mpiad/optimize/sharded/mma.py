@@ -50,7 +50,7 @@ UNDEFINED = Ending(2, "ABNORMAL: the objective or a constraint isn't finite at a
 # The largest distance of the asymptotes, the smallest distance of the variables from them, and the curvature that the
 # approximations have in addition to that of the slopes.
 _FARTHEST, _MARGIN, _CURVATURE, _LEAST = 10.0, 0.1, 1e-3, 1e-5
-# For conservative approximations: the least curvature at first, and the error up to which values aren't above them.
+# The least curvature of conservative approximations, and the scaled error up to which they may lie below their functions.
 _LEAST_MEAN, _ACCURATE = 1e-6, 1e-9
 
 

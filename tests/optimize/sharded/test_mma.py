@@ -279,7 +279,7 @@ def test_constraints_that_cannot_be_met_are_one_error_on_all_ranks(kind: str, ra
     np.testing.assert_allclose(joined(result.x), 7.9 / 8, atol=1e-6)
 
 
-def test_short_conservative_steps_are_not_mistaken_for_it(rank: int, size: int) -> None:
+def test_constraints_that_short_conservative_steps_approach_can_be_met(rank: int, size: int) -> None:
     """The curvature of the first term shortens the steps of both variables, far from the constraint."""
     given = {"type": "ineq", "fun": gathered(lambda x: 0.5 - 100.0 * x[0] ** 2 - x[1])}
     result = solve(lambda x: (x[0] - 1.0) ** 2 + (x[1] - 0.9) ** 2, [0.1, 1.0], [-5.0, 0.0], [5.0, 2.0], rank, size,
