@@ -553,7 +553,7 @@ class Replay:
 
 
 class _Text(str):
-    """An expression in a nest of arguments, whose `repr` is an expression, too."""
+    """An expression in nested arguments; its `repr` is the expression itself."""
 
     __slots__ = ()
     __repr__ = str.__str__
