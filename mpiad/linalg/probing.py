@@ -61,7 +61,7 @@ class Probing:
         failures, images = DeferredFailures(comm, call), np.zeros((0, *shape))
         if self.count and takes_batches:
             fields = (self.own == np.arange(self.count)[:, None]).astype(float)
-            images = checked_product(matvec, fields.reshape(-1, *shape), params, failures, call)
+            images = checked_product(matvec, fields.reshape(self.count, *shape), params, failures, call)
         elif self.count:
             fields = ((self.own == color).astype(float).reshape(shape) for color in range(self.count))
             images = stack([checked_product(matvec, field, params, failures, call) for field in fields])
