@@ -71,7 +71,7 @@ class LoopText:
         # Folds along the last axis, of long rows, have partial results for each row.
         sources = {axis.source for item, _ in self.folds for axis in item.place.map}
         is_number = all(item.fold == "number" for item, _ in self.folds)
-        self._by_rows = bool(self.folds) and not is_number and edges is None and shape[-1] >= 2 * LANES
+        self._by_rows = bool(self.folds and shape) and not is_number and edges is None and shape[-1] >= 2 * LANES
         self._by_rows &= last not in sources and all(isinstance(source, int | None) for source in sources)
         # Length of the array of partial results, the last argument if > 0.
         self.lanes = LANES * len(self.folds) * (bool(shape) and is_number or self._by_rows)
