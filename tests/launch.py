@@ -227,8 +227,8 @@ def run_captured(ranks: int, arguments: Sequence[str], **options: object) -> Out
     return outcome
 
 
-def run_in_turn(counts: Sequence[int], arguments: Sequence[str], limit: float, titles: bool) -> list[tuple[int, Outcome]]:
-    """Run a job on each number of ranks, one after the other."""
+def run_in_turn(counts: Sequence[int], arguments: Sequence[str], limit: float, titles: bool) -> int:
+    """Run a job on each number of ranks, one after the other, and return the first exit status that isn't zero."""
     ends = []
     for ranks in counts:
         if titles:
@@ -238,34 +238,28 @@ def run_in_turn(counts: Sequence[int], arguments: Sequence[str], limit: float, t
         ends.append((ranks, outcome))
     if titles:
         print()
-    return ends
-
-
-def exit_status(ends: Sequence[tuple[int, Outcome]], titles: bool) -> int:
-    """Return the first exit status that isn't zero; print how each job ended."""
-    for ranks, outcome in ends if titles else ():
-        verdict = f"FAILED (exit {outcome.returncode})" if outcome.returncode else "passed"
-        print(f"{ranks} rank{'s' * (ranks > 1)}: {verdict} in {outcome.seconds:.1f} s", flush=True)
+        for ranks, outcome in ends:
+            verdict = f"FAILED (exit {outcome.returncode})" if outcome.returncode else "passed"
+            print(f"{ranks} rank{'s' * (ranks > 1)}: {verdict} in {outcome.seconds:.1f} s", flush=True)
     return next((abs(outcome.returncode) for _, outcome in ends if outcome.returncode), 0)
 
 
 def run_beside(counts: Sequence[int], arguments: Sequence[str], limit: float) -> int:
     """Run the first job while a second launcher runs the others in turn, which are printed at the end."""
     own = ["--ranks", *map(str, counts[1:]), "--limit", str(limit), "--titles", "--"]
-    with tempfile.TemporaryFile("w+", errors="replace") as printed, sigterm_as_exit():
+    with tempfile.TemporaryFile("w+") as printed, sigterm_as_exit():
         others = subprocess.Popen(
-            [sys.executable, __file__, *own, *arguments], env=os.environ | SLEEPING_WAITS,
-            stdout=printed, stderr=subprocess.STDOUT,
-            start_new_session=True,  # else `terminate` could follow an interrupt from the keyboard while it ends its job
+            [sys.executable, __file__, *own, *arguments],
+            env=os.environ | SLEEPING_WAITS, stdout=printed, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            ends, status = run_in_turn(counts[:1], arguments, limit, titles=True), others.wait()
+            ends = run_in_turn(counts[:1], arguments, limit, titles=True), others.wait()
         finally:
             others.terminate()
             others.wait()
             printed.seek(0)
             print(printed.read(), end="")
-    return exit_status(ends, titles=True) or status
+    return ends[0] or ends[1]
 
 
 def main() -> int:
@@ -281,8 +275,7 @@ def main() -> int:
         os.environ.setdefault(KERNELS, kernels)
         if options.beside and several:
             return run_beside(options.ranks, options.arguments, options.limit)
-        titles = options.titles or several
-        return exit_status(run_in_turn(options.ranks, options.arguments, options.limit, titles), titles)
+        return run_in_turn(options.ranks, options.arguments, options.limit, options.titles or several)
 
 
 if __name__ == "__main__":
