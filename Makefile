@@ -96,8 +96,8 @@ bench-peers: ## install the libraries that are measured beside mpiad, into .venv
 
 # ---- checks
 
-test: $(VENV)/.ready-test ## run the tests on 1 rank, and meanwhile on 2, 3 and 4 (test-3: on 3; THOROUGH=1: all of them on each)
-	@$(LAUNCH) --ranks $(RANKS) --beside --limit $(LIMIT) -- $(PYTEST) $(T)
+test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks (test-3: on 3; THOROUGH=1: all of them on each)
+	@$(LAUNCH) --ranks $(RANKS) --limit $(LIMIT) -- $(PYTEST) $(T)
 
 $(ALL_RANKS:%=test-%): test-%:
 	@$(MAKE) --no-print-directory test RANKS=$*

@@ -2,8 +2,7 @@
 
     python tests/launch.py --ranks 1 2 3 4 --limit 300 -- -m pytest --with-mpi
 
-What follows `--` are the arguments of this interpreter. One rank is started without mpiexec. With `--beside` the
-other jobs run one after the other during the first one; their ranks sleep while they wait, which leaves the cores to it.
+What follows `--` are the arguments of this interpreter. One rank is started without mpiexec.
 
 Design. A job gets a private folder, in which each of its processes opens one report file at start-up (see
 `startup/sitecustomize.py`). A process that finds itself stuck writes there; so does one that gets SIGUSR1.
@@ -227,55 +226,26 @@ def run_captured(ranks: int, arguments: Sequence[str], **options: object) -> Out
     return outcome
 
 
-def run_in_turn(counts: Sequence[int], arguments: Sequence[str], limit: float, titles: bool) -> int:
-    """Run a job on each number of ranks, one after the other, and return the first exit status that isn't zero."""
-    ends = []
-    for ranks in counts:
-        if titles:
-            print(f"\n==== {ranks} rank{'s' * (ranks > 1)} ====", flush=True)
-        outcome = run(ranks, arguments, limit=limit)
-        print(outcome.reports, end="", file=sys.stderr, flush=True)
-        ends.append((ranks, outcome))
-    if titles:
-        print()
-        for ranks, outcome in ends:
-            verdict = f"FAILED (exit {outcome.returncode})" if outcome.returncode else "passed"
-            print(f"{ranks} rank{'s' * (ranks > 1)}: {verdict} in {outcome.seconds:.1f} s", flush=True)
-    return next((abs(outcome.returncode) for _, outcome in ends if outcome.returncode), 0)
-
-
-def run_beside(counts: Sequence[int], arguments: Sequence[str], limit: float) -> int:
-    """Run the first job while a second launcher runs the others in turn, which are printed at the end."""
-    own = ["--ranks", *map(str, counts[1:]), "--limit", str(limit), "--titles", "--"]
-    with tempfile.TemporaryFile("w+") as printed, sigterm_as_exit():
-        others = subprocess.Popen(
-            [sys.executable, __file__, *own, *arguments],
-            env=os.environ | SLEEPING_WAITS, stdout=printed, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            ends = run_in_turn(counts[:1], arguments, limit, titles=True), others.wait()
-        finally:
-            others.terminate()
-            others.wait()
-            printed.seek(0)
-            print(printed.read(), end="")
-    return ends[0] or ends[1]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks, one job each")
-    parser.add_argument("--beside", action="store_true", help="run the first job while the others run in turn")
-    parser.add_argument("--titles", action="store_true", help="print the number of ranks of a single job, too")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each job")
     parser.add_argument("arguments", nargs="+", help="arguments of the interpreter, after --")
     options = parser.parse_args()
-    several = len(options.ranks) > 1
+    ends = []
     with tempfile.TemporaryDirectory(prefix="mpiad-kernels-") as kernels:
-        os.environ.setdefault(KERNELS, kernels)
-        if options.beside and several:
-            return run_beside(options.ranks, options.arguments, options.limit)
-        return run_in_turn(options.ranks, options.arguments, options.limit, options.titles or several)
+        for ranks in options.ranks:
+            if len(options.ranks) > 1:
+                print(f"\n==== {ranks} rank{'s' * (ranks > 1)} ====", flush=True)
+            outcome = run(ranks, options.arguments, limit=options.limit, env={KERNELS: kernels})
+            print(outcome.reports, end="", file=sys.stderr, flush=True)
+            ends.append((ranks, outcome))
+    if len(ends) > 1:
+        print("\n==== all ====")
+        for ranks, outcome in ends:
+            verdict = f"FAILED (exit {outcome.returncode})" if outcome.returncode else "passed"
+            print(f"{ranks} rank{'s' * (ranks > 1)}: {verdict} in {outcome.seconds:.1f} s")
+    return next((abs(outcome.returncode) for _, outcome in ends if outcome.returncode), 0)
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def test_worlds_of_one_are_refused(suite, tmp_path, monkeypatch):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("mpiexec", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("mpiexec", [False, True])
 def test_a_test_starts_its_own_ranks(suite, mpiexec):
     text = """
 @pytest.mark.launches
@@ -331,28 +331,6 @@ def ends(process):
             return True
         time.sleep(0.05)
     return False
-
-
-BESIDE = """
-import pathlib, sys, time
-from mpi4py import MPI
-folder, size = pathlib.Path(sys.argv[1]), MPI.COMM_WORLD.size
-(folder / str(size)).touch()
-while not (folder / "2").exists():
-    time.sleep(0.01)
-sys.exit(3 * (size == 2))
-"""
-
-
-@pytest.mark.launches
-def test_the_first_job_runs_beside_the_others(tmp_path):
-    """It waits for the second one, whose failure is that of the launcher."""
-    (tmp_path / "program.py").write_text(BESIDE)
-    command = [sys.executable, str(HERE / "launch.py"), "--ranks", "1", "2", "--beside", "--limit", "30", "--"]
-    done = subprocess.run([*command, str(tmp_path / "program.py"), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
-    places = [done.stdout.index(text) for text in ("= 1 rank =", "1 rank: passed", "= 2 ranks =", "2 ranks: FAILED")]
-    assert places == sorted(places)
 
 
 @pytest.mark.launches
