@@ -254,7 +254,7 @@ class Adam(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, bound in (("beta1", 1), ("beta2", 1), ("epsilon", math.inf)):
-            value = getattr(self, name)
+            value: float = getattr(self, name)
             if not (isinstance(value, Real) and 0 <= value < bound):
                 raise ValueError(f"{type(self).__name__}: {name} must be a number in [0, {bound}), but got {value!r}.")
 
