@@ -13,9 +13,8 @@ _SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
 # The type of each variable's value.
 VARIABLES = {
     "MPIAD_ABORT": "switch", "MPIAD_CACHE": "path", "MPIAD_CUDA_AWARE": "switch", "MPIAD_DEBUG": "switch",
-    "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_CHUNK": "number", "MPIAD_DEVICE_PINNED": "number",
-    "MPIAD_HUGE_PAGES": "switch", "MPIAD_MALLOPT": "switch", "MPIAD_RECOVERY": "switch", "MPIAD_THREADS": "switch",
-    "MPIAD_TIMEOUT": "number", "MPIAD_TRACE": "path",
+    "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_PINNED": "number", "MPIAD_HUGE_PAGES": "switch", "MPIAD_MALLOPT": "switch",
+    "MPIAD_RECOVERY": "switch", "MPIAD_THREADS": "switch", "MPIAD_TIMEOUT": "number", "MPIAD_TRACE": "path",
     # Used by the tests.
     "MPIAD_LAUNCH_FOLDER": "path", "MPIAD_LAUNCH_RANKS": "number", "MPIAD_TEST_PATIENCE": "number",
     "MPIAD_TEST_TIMEOUT": "number",

@@ -340,8 +340,6 @@ class DoubleArrays:
     device = 0
 
     def __init__(self) -> None:
-        self._copying = False
-        self._ordered = True
         self._queued: list[Any] = []
         self._synchronized = True
         self.aware = False
@@ -377,7 +375,6 @@ class DoubleArrays:
     def copy_to_host(self, x: DeviceArray, out: np.ndarray) -> None:
         values = DeviceArray._values(x)
         _require_alike(values, out)
-        self._require_order()
         transfers.to_host(x.nbytes)
         taken = values.copy()
         out.reshape(-1).view(np.uint8)[...] = 0xA5
@@ -386,7 +383,6 @@ class DoubleArrays:
     def copy_to_device(self, host: np.ndarray, out: DeviceArray) -> None:
         values = DeviceArray._values(out)
         _require_alike(values, host)
-        self._require_order()
         transfers.to_device(out.nbytes)
         taken = host.copy()
         values[...] = taken
@@ -412,17 +408,6 @@ class DoubleArrays:
         transfers.synchronizations += 1
         self._flush(event)
 
-    def wait_on_device(self, event: int) -> None:
-        self._ordered = True
-
-    @contextmanager
-    def copying_stream(self) -> Iterator[None]:
-        self._copying, self._ordered = True, False
-        try:
-            yield
-        finally:
-            self._copying = False
-
     @contextmanager
     def current(self) -> Iterator[None]:
         yield
@@ -447,10 +432,6 @@ class DoubleArrays:
             yield
         finally:
             self.aware = False
-
-    def _require_order(self) -> None:
-        if self._copying and not self._ordered:
-            raise AssertionError("the copying stream began without waiting for what was queued before")
 
     def _flush(self, count: int | None) -> None:
         # Events count from the start of the queue: what is done stays in it as None until all is done.

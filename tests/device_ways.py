@@ -1,7 +1,7 @@
 """The ways in which device arrays travel, for tests on the stand-in: each test takes all of them.
 
-`staged` copies whole arrays through the host, `pieces` copies all but the smallest in pieces, `direct` gives MPI the
-memory that the stand-in says is the device's, `exchanged` does so too, and sums by an exchange of blocks.
+`staged` copies arrays through the host, `direct` gives MPI the memory that the stand-in says is the device's, `exchanged`
+does so too, and sums by an exchange of blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from mpiad.transport.devices.device_settings import DeviceSettings
 
 SETTINGS = {
     "staged": DeviceSettings(cuda_aware=False),
-    "pieces": DeviceSettings(cuda_aware=False, chunk=16),
     "direct": DeviceSettings(cuda_aware=True),
-    "exchanged": DeviceSettings(cuda_aware=True, chunk=16, any_staged=False, exchanged=True),
+    "exchanged": DeviceSettings(cuda_aware=True, exchanged=16),
 }
 
 each_way = pytest.mark.parametrize("way", SETTINGS)

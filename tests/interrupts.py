@@ -46,7 +46,6 @@ from mpiad.primitives import operation
 from mpiad.programs import calls_on_tape, function, playback, program_cache, recorder, traced_array, transforms
 from mpiad.transport import channel
 from mpiad.transport.core import calls, channels, collectives, messages, tracing
-from mpiad.transport.devices import device_settings
 from mpiad.transport.exits import signals
 from mpiad.transport.watch import timed_waits
 
@@ -818,20 +817,6 @@ def refused_by_mpi():
     return failing(f)
 
 
-def summed_in_pieces():
-    """Return the gradient of a function of a large sum that is waited for later, cut into pieces, and its closed form."""
-    run, expected = summed_later()
-
-    def in_pieces():
-        before = device_settings.put(device_settings.DeviceSettings(chunk=16))
-        try:
-            return run()
-        finally:
-            device_settings.put(before)
-
-    return in_pieces, expected
-
-
 PROGRAMS = ( exchanged, sent, begun, summed_later, left_compiled,
     rows_compiled, unhashable, strict, inner_values, compiled_within, compiled_solve,
     pulled_in_lanes, failing_lanes, failing_compiled_body, failing_tangent, within_compiled, kept_values, catching, noted,
@@ -842,7 +827,7 @@ PROGRAMS = ( exchanged, sent, begun, summed_later, left_compiled,
     short, pulled_together, explicit_ensemble, implicit_ensemble, tangents_of_ensemble, linear_system,
     failing_field, failing_result, unreadable_argument, tapes_left_in_compiled, tapes_left_in_trace, constant_result,
     training, second_derivatives_compiled, changing, compiled_by_shapes, unsupported_call, closing_over_traced,
-    exchanged_too_long, refused_by_mpi, summed_in_pieces, pulled_together_compiled, pulled_with_constant,
+    exchanged_too_long, refused_by_mpi, pulled_together_compiled, pulled_with_constant,
     synchronized_in_compiled,
 )  # fmt: skip
 # Waits in bare mpi4py have no limit.

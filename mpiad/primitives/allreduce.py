@@ -17,7 +17,6 @@ from mpiad.transport.core import collectives
 from mpiad.transport.core.messages import prepared_sum
 from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.devices.device_arrays import arrays_of
-from mpiad.transport.devices.device_settings import chunk_of
 
 
 def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedArray:
@@ -65,11 +64,8 @@ def _forward(x: Array, p: Reduction) -> Array:
 
 
 def _prepared(p: Reduction, x: Array, out: Array) -> Function | None:
-    if p.op != SUM:  # maximum and minimum need checks for NaN
-        return None
-    if chunk_of(x.nbytes) is not None:
-        return lambda: np.copyto(out, _forward(x, p))
-    return prepared_sum(p.channel, x, out)
+    # Maximum and minimum need checks for NaN.
+    return prepared_sum(p.channel, x, out) if p.op == SUM else None
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Function:

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import reference
 from against_reference import arrays, assert_close, check
-from device_double import DeviceArray, double, on_device, on_host, transfers
+from device_double import DeviceArray, on_device, on_host, transfers
 from device_ways import SETTINGS, beside, each_way, through_device, travelling
 from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
-from mpiad.transport.core import lookup
 from mpiad.transport.devices.device_settings import DeviceSettings
-from mpiad.transport.devices.staging import close_pools
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
@@ -71,17 +69,17 @@ OTHERS = {
 SHAPE = (5, 3)
 
 
-TAKEN = DeviceSettings(cuda_aware=True, any_staged=False, exchanged=True)
+TAKEN = DeviceSettings(cuda_aware=True, exchanged=4 << 20)
 
 
 @pytest.mark.parametrize(
     "length, settings",
-    [(9_000, TAKEN), (600_000, TAKEN), (9_001, DeviceSettings(cuda_aware=False, chunk=1 << 12))],
-    ids=["whole", "exchanged", "pieces"],
+    [(9_000, TAKEN), (600_000, TAKEN), (9_001, DeviceSettings(cuda_aware=False))],
+    ids=["direct", "exchanged", "staged"],
 )
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
 def test_long_sums(length, settings, mixed):
-    """As the start sets it up; on two ranks host arrays of that length are combined in pairs."""
+    """As the start sets it up."""
     numbers = [np.random.default_rng(rank).normal(size=length) for rank in range(WORLD.size)]
     put, look = (on_device, on_host) if not mixed or WORLD.rank == ROOT else (np.array, np.asarray)
     with travelling(settings):
@@ -102,7 +100,7 @@ def test_long_sums(length, settings, mixed):
 
 
 @pytest.mark.parametrize(
-    "dtype, way", [*[("f8", way) for way in SETTINGS], ("f4", "pieces"), ("c16", "pieces"), ("c16", "direct")]
+    "dtype, way", [*[("f8", way) for way in SETTINGS], ("f4", "staged"), ("c16", "staged"), ("c16", "direct")]
 )
 @pytest.mark.parametrize("name", LINEAR_PRIMITIVES)
 def test_linear_primitives(rngs, size, name, dtype, way):
@@ -136,15 +134,10 @@ def test_shapes_without_entries_or_dimensions(rngs, size, shape, way):
             check(through_device(call), make([shape] * size), arrays(rngs, shape), rngs)
 
 
-LONGER = DeviceSettings(cuda_aware=False, chunk=150)
-
-
 @pytest.mark.parametrize("place", [through_device, beside], ids=["devices", "mixed"])
-@pytest.mark.parametrize(
-    "way, dtype", [("staged", "f8"), ("direct", "f8"), ("pieces", "f4"), ("pieces", "c16"), (LONGER, "f8")]
-)
+@pytest.mark.parametrize("way, dtype", [("staged", "f8"), ("direct", "f8"), ("staged", "f4"), ("staged", "c16")])
 def test_lengths_that_differ(rngs, size, way, place, dtype):
-    """Blocks end in the middle of pieces and at their ends, one block is empty, and each rank's may be the longest."""
+    """One block is empty, and each rank's may be the longest."""
     counts = [(7, 0, 4, 3)[rank % 4] for rank in range(size)][:: 1 if size % 2 else -1]
     shapes, total = [(count, 3) for count in counts], sum(counts)
     blocks = np.array([np.roll(counts, shift) for shift in range(size)])  # from each rank (row) to each rank
@@ -271,18 +264,8 @@ def test_an_allreduce_and_its_adjoint_take_two_copies_each_way(rank, size):
         assert (transfers.d2h_bytes, transfers.h2d_bytes) == (16000, 16000)
 
 
-def test_in_pieces_the_same_bytes_are_copied(rank, size):
-    x = on_device(np.arange(1000.0) + rank)
-    with travelling("pieces"):
-        mpiad.mpi_allreduce(x)
-        transfers.reset()
-        mpiad.mpi_allreduce(x)
-        assert (transfers.d2h, transfers.h2d) == (500, 500)
-        assert (transfers.d2h_bytes, transfers.h2d_bytes) == (8000, 8000)
-
-
 def test_each_call_copies_what_it_sends_and_what_it_keeps(rank, size):
-    """In pieces: so many bytes to the host and to the device, forwards and then backwards."""
+    """So many bytes to the host and to the device, forwards and then backwards."""
     n = 40
     x, blocks = on_device(np.arange(float(n)) + rank), on_device(np.arange(float(size * n)).reshape(size, n) + rank)
     first, root, whole = rank == 0, rank == ROOT, size * n
@@ -298,7 +281,7 @@ def test_each_call_copies_what_it_sends_and_what_it_keeps(rank, size):
         (mpiad.mpi_exscan, x, (n, n * (not first)), (n, n * (rank < size - 1))),
         (lambda x: mpiad.mpi_sum(x, ROOT), x, (n, n * root), (n * root, n * (not root))),
     ]
-    with travelling(DeviceSettings(cuda_aware=False, chunk=64)):
+    with travelling("staged"):
         for call, given, forwards, backwards in calls:
             transfers.reset()
             vjp, value = mpiad.make_vjp(call)(given)
@@ -306,62 +289,6 @@ def test_each_call_copies_what_it_sends_and_what_it_keeps(rank, size):
             transfers.reset()
             vjp(value)
             assert (transfers.d2h_bytes, transfers.h2d_bytes) == (8 * backwards[0], 8 * backwards[1])
-
-
-class Recorded:
-    """A communicator that says when it is called."""
-
-    def __init__(self, comm, told):
-        self._comm, self._told = comm, told
-
-    def __getattr__(self, name):
-        found = getattr(self._comm, name)
-        return found if not name[0].isupper() else lambda *args: (self._told(name), found(*args))[1]
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """A list of what happens: MPI's functions, waits for copies to the host, and copies to the device."""
-    happened, channel = [], lookup.channel(None, "test")
-    monkeypatch.setattr(channel, "data", Recorded(channel.data, happened.append))
-    for name, short in (("wait", "wait"), ("copy_to_device", "copy")):
-        method = getattr(double, name)
-        monkeypatch.setattr(double, name, lambda *args, m=method, s=short: (happened.append(s), m(*args))[1])
-    return happened
-
-
-def test_a_piece_travels_while_others_are_copied(rank, size, recorded):
-    """MPI gets a piece when that piece is there, and it is copied back before the next one is waited for."""
-    x = on_device(np.arange(24.0 * size).reshape(size, 24))
-
-    def afresh():
-        double.synchronize()
-        close_pools()  # memory that is used again is waited for
-        recorded.clear()
-
-    with travelling(DeviceSettings(cuda_aware=False, chunk=64 * size)):
-        for call, name, copies in (
-            (mpiad.mpi_allreduce, "Allreduce", 1), (mpiad.mpi_scan, "Scan", 1), (mpiad.mpi_alltoall, "Alltoallv", size),
-            (mpiad.mpi_reduce_scatter, "Reduce_scatter", 1),
-        ):  # fmt: skip
-            afresh()
-            call(x)
-            assert recorded == ["wait", name, *["copy"] * copies] * 3
-        afresh()
-        request = mpiad.mpi_iallreduce(x)
-        assert recorded == ["wait", "Iallreduce"] * 3
-        recorded.clear()
-        mpiad.mpi_wait(request)
-        assert recorded == ["copy"] * 3
-
-
-@pytest.mark.parametrize("any_staged, times", [(False, 1), (True, 3)])
-def test_host_arrays_are_cut_only_where_device_arrays_may_come(rank, size, recorded, any_staged, times):
-    x = np.arange(24.0) + rank
-    with travelling(DeviceSettings(chunk=64, any_staged=any_staged)):
-        total = mpiad.mpi_allreduce(x)
-        assert recorded == ["Allreduce"] * times
-        np.testing.assert_array_equal(total, sum(np.arange(24.0) + r for r in range(size)))
 
 
 def test_an_mpi_that_takes_device_memory_is_given_it(rank, size):
@@ -399,10 +326,10 @@ def test_a_message_of_another_size_is_refused_and_leaves_nothing(rank, size, way
 
 
 @pytest.mark.mpi(min_size=2)
-def test_other_lengths_in_pieces_are_found_under_watch(rank, size):
-    """Before the first piece, which would be alike on all ranks; also where some arrays lie on the host."""
+def test_other_lengths_are_found_under_watch(rank, size):
+    """Also where some arrays lie on the host."""
     x = np.arange(30.0) if rank == 0 else on_device(np.arange(29.0))
-    with travelling("pieces"), mpiad.debug.checked():
+    with travelling("staged"), mpiad.debug.checked():
         for call in (mpiad.mpi_allreduce, mpiad.mpi_sum, mpiad.mpi_scan):
             with pytest.raises(mpiad.errors.CommunicationMismatchError, match=r"the shape differs[\s\S]*on a device"):
                 call(x)
@@ -412,7 +339,7 @@ def test_other_lengths_in_pieces_are_found_under_watch(rank, size):
 
 @each_way
 def test_under_watch(rngs, size, way):
-    """Headers carry the form of the array, also where it goes in pieces; ranks compare calls, not where arrays lie."""
+    """Headers carry the form of the array; ranks compare calls, not where arrays lie."""
     watched = ("isend", "recv from anyone", "iallreduce", "product", "gather by columns", "allgather stacked")
     with travelling(way), mpiad.debug.checked():
         for call, make in [OTHERS[name] for name in watched]:

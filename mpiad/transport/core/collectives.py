@@ -1,10 +1,9 @@
 """Collectives on arrays, without derivatives.
 
-Large arrays are communicated in pieces if the arrays of any rank may be staged: copies between device and host overlap with
-communication. With a CUDA-aware MPI, sums of large arrays are computed by an exchange of blocks, and each rank sums one of
-them on its device, since many CUDA-aware MPI libraries reduce on the host. The exchange transfers as many bytes as optimal
-reductions of large arrays. One rank sums each block, in the order of the ranks, so the result is bitwise the same on all
-ranks. The size of the array alone decides, since a rank doesn't know the devices of the others' arrays.
+With a CUDA-aware MPI, sums of large arrays are computed by an exchange of blocks, and each rank sums one of them on its
+device, since many CUDA-aware MPI libraries reduce on the host. The exchange transfers as many bytes as optimal reductions
+of large arrays. One rank sums each block, in the order of the ranks, so the result is bitwise the same on all ranks. The
+size of the array alone decides, since a rank doesn't know the devices of the others' arrays.
 """
 
 from __future__ import annotations
@@ -17,24 +16,14 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Op, Request, Shape
+from mpiad._typing import Array, Op, Request, Shape
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first, raise_together
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied
-from mpiad.transport.devices.device_settings import LEAST_CHUNK, chunk_of, exchanges, present
+from mpiad.transport.devices.device_settings import exchanges
 from mpiad.transport.devices.staging import takes_directly
-from mpiad.transport.devices.transfers import (
-    HostTransfer,
-    Transfer,
-    communicate,
-    in_pieces,
-    incoming_transfer,
-    of_block,
-    of_blocks,
-    of_whole,
-    outgoing_transfer,
-)
+from mpiad.transport.devices.transfers import HostTransfer, Transfer, communicate, incoming_transfer, outgoing_transfer
 
 T = TypeVar("T")
 
@@ -59,44 +48,33 @@ def name_of(op: Op) -> str | None:
     return next((name for name in _NAMES if op == getattr(MPI, name)), None)
 
 
-def _compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
-    """Compare the ranks' calls on a guarded communicator: different sizes would lead to different numbers of MPI calls."""
-    if getattr(comm, "agreement", None) is not None:
-        comm.agree(step, array, op, root)
-
-
 class Summation:
-    """A pending sum of arrays: one request per piece."""
+    """A pending sum of arrays."""
 
     __slots__ = ("_channel", "_incoming", "_requests")
 
-    def __init__(self, channel: Channel, requests: list[list[Request]], incoming: Transfer):
+    def __init__(self, channel: Channel, requests: list[Request], incoming: Transfer):
         self._channel, self._requests, self._incoming = channel, requests, incoming
 
     def finish(self) -> Array:
         """Wait for the sum and return it."""
-        for number, requests in enumerate(self._requests):
-            requests[0].Wait()
-            self._channel.release(requests)
-            self._incoming.take(number)
+        self._requests[0].Wait()
+        self._channel.release(self._requests)
         return self._incoming.received()
 
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
-    pieces = of_whole(array, chunk_of(array.nbytes))
-    sent, received = outgoing_transfer(array, pieces, True, True), incoming_transfer(Spec.of(array), pieces, True)
-    started = [
-        channel.begin("reduction", (sent, received), channel.data.Iallreduce, sent.piece(k), received.piece(k), MPI.SUM)
-        for k in range(len(pieces))
-    ]
-    return Summation(channel, started, received)
+    sent, received = outgoing_transfer(array, True, True), incoming_transfer(Spec.of(array), True)
+    buffers = sent.buffer, received.buffer
+    requests = channel.begin("reduction", buffers, channel.data.Iallreduce, *buffers, MPI.SUM)
+    return Summation(channel, requests, received)
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
     """Start to sum host arrays in place; they mustn't be used before the end."""
     requests = channel.begin("reduction", array, channel.data.Iallreduce, MPI.IN_PLACE, array, MPI.SUM)
-    return Summation(channel, [requests], HostTransfer(array))
+    return Summation(channel, requests, HostTransfer(array))
 
 
 def sum_in_place(channel: Channel, array: np.ndarray) -> None:
@@ -135,71 +113,46 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
-    large = array.nbytes > LEAST_CHUNK
-    chunk = chunk_of(array.nbytes) if large else None
-    if chunk is not None:
-        _compare(channel.data, "Allreduce", array, op)
-    elif large and exchanges(array.nbytes) and name_of(op) == "SUM":
+    if exchanges(array.nbytes) and name_of(op) == "SUM":
         return _exchanged_sum(channel, array)
-    elif type(array) is np.ndarray:  # without a further function call, since small sums are frequent
+    if type(array) is np.ndarray:  # without a further function call, since small sums are frequent
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
         return out if array.ndim else out[()]
-    return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array, None, of_whole(array, chunk))
+    return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array)
 
 
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Sum the ranks' arrays on the root; return zeros on other ranks."""
     array = outgoing(x, call)
-    chunk = chunk_of(array.nbytes)
-    if chunk is not None:
-        _compare(channel.data, "Reduce", array, MPI.SUM, root)
-    elif exchanges(array.nbytes):
+    if exchanges(array.nbytes):
         return _exchanged_sum(channel, array, root)
-    pieces, discards = of_whole(array, chunk), channel.rank != root
-    return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, None, pieces, discards)
+    discards = channel.rank != root
+    return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, discards=discards)
 
 
 def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
     """Return the root's array on all ranks, which know its spec."""
-    array = outgoing(x, call) if channel.rank == root else None
-    return _bcast(channel, array, spec, root, chunk_of(spec.nbytes))
+    return _bcast(channel, outgoing(x, call) if channel.rank == root else None, spec, root)
 
 
-def _bcast(channel: Channel, array: Array | None, spec: Spec, root: int, chunk: int | None) -> Array:
-    """Return the root's `array` on all ranks, communicated in pieces of `chunk` bytes, or as a whole."""
-    pieces = of_whole(spec, chunk)
-    if array is None:
-        received = incoming_transfer(spec, pieces)
-        return in_pieces(len(pieces), lambda k: channel.data.Bcast(received.piece(k), root), received)
-    sent = outgoing_transfer(array, pieces)
-    for number in range(len(pieces)):
-        channel.data.Bcast(sent.piece(number), root)
-    return copied(array)
+def _bcast(channel: Channel, array: Array | None, spec: Spec, root: int) -> Array:
+    transfer = incoming_transfer(spec) if array is None else outgoing_transfer(array)
+    channel.data.Bcast(transfer.buffer, root)
+    return transfer.received() if array is None else copied(array)
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
     """Return the sum over this rank and all lower ranks (higher, if `backwards`); if `exclusive`, without this rank."""
-    array = outgoing(x, call)
     # Suffix sums are prefix sums over the ranks in reverse order.
     comm = channel.backwards() if backwards else channel.data
-    reduction, chunk = comm.Exscan if exclusive else comm.Scan, chunk_of(array.nbytes)
-    if chunk is not None:
-        _compare(comm, "Scan", array)
     # In MPI the first rank's exclusive sum is undefined.
-    return communicate(reduction, array, None, of_whole(array, chunk), discards=exclusive and comm.rank == 0)
+    return communicate(comm.Exscan if exclusive else comm.Scan, outgoing(x, call), discards=exclusive and comm.rank == 0)
 
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
-    array = outgoing(x, call)
-    chunk = chunk_of(array.nbytes)
-    if chunk is None:
-        return communicate(channel.data.Alltoall, array)
-    _compare(channel.data, "Alltoall", array)
-    pieces = of_blocks([array.size // channel.size] * channel.size, array.dtype.itemsize, chunk)
-    sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
-    return in_pieces(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
+    return communicate(channel.data.Alltoall, outgoing(x, call))
 
 
 def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], received: list[int], call: str) -> Array:
@@ -212,7 +165,6 @@ def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], rec
     width = prod(array.shape[1:])
     counts, places = [n * width for n in sent], [n * width for n in received]
     spec = Spec((sum(received), *array.shape[1:]), array.dtype, arrays_of(array))
-    # As a whole, also if it is staged: the ranks don't know each other's counts, so they can't agree on pieces.
     return _back(communicate(lambda x, out: channel.data.Alltoallv([x, counts], [out, places]), array, spec), axis)
 
 
@@ -242,24 +194,14 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     """Stack (`axis` None) or concatenate the ranks' arrays on the root, or on all ranks if `root` is None."""
     array = _front(outgoing(x, call), axis)
     rest = array.shape if axis is None else array.shape[1:]
-    counts, itemsize = [length * prod(rest) for length in lengths], array.dtype.itemsize
-    chunk = chunk_of(sum(counts) * itemsize)
-    whole, mine = Spec((sum(lengths), *rest), array.dtype, arrays_of(array)), root is None or channel.rank == root
-
-    def collect(part: Buffer, out: Buffer) -> None:
-        if root is None:
-            channel.data.Allgatherv(part, out)
-        else:
-            channel.data.Gatherv(part, out, root)
-
-    own = of_block(counts, channel.rank, itemsize, chunk)
-    sent = outgoing_transfer(array, own)
-    if not mine:
-        for number in range(len(own)):
-            collect(sent.piece(number), None)
-        return _back(whole._replace(shape=(0, *rest)).empty(), axis)
-    received = incoming_transfer(whole, of_blocks(counts, itemsize, chunk))
-    return _back(in_pieces(len(own), lambda k: collect(sent.piece(k), received.blocks(k)), received), axis)
+    counts = [length * prod(rest) for length in lengths]
+    whole = Spec((sum(lengths), *rest), array.dtype, arrays_of(array))
+    if root is None:
+        return _back(communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), array, whole), axis)
+    if channel.rank == root:
+        return _back(communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), array, whole), axis)
+    channel.data.Gatherv(outgoing_transfer(array).buffer, None, root)
+    return _back(whole._replace(shape=(0, *rest)).empty(), axis)
 
 
 def scatter(
@@ -267,51 +209,38 @@ def scatter(
 ) -> Array:
     """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
-    array = _front(outgoing(x, call), axis) if channel.rank == root else None
-    counts, itemsize = [length * prod(shape if axis is None else shape[1:]) for length in lengths], piece.dtype.itemsize
-    chunk = chunk_of(sum(counts) * itemsize)
-    own = of_block(counts, channel.rank, itemsize, chunk)
-    received = incoming_transfer(piece._replace(shape=shape), own)
-    sent = None if array is None else outgoing_transfer(array, of_blocks(counts, itemsize, chunk))
-
-    def distribute(k: int) -> None:
-        channel.data.Scatterv(None if sent is None else sent.blocks(k), received.piece(k), root)
-
-    return _back(in_pieces(len(own), distribute, received), axis)
+    received, sent = incoming_transfer(piece._replace(shape=shape)), None
+    if channel.rank == root:
+        counts = [length * prod(shape if axis is None else shape[1:]) for length in lengths]
+        sent = [outgoing_transfer(_front(outgoing(x, call), axis)).buffer, counts]
+    channel.data.Scatterv(sent, received.buffer, root)
+    return _back(received.received(), axis)
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
     """Sum the ranks' arrays, and return this rank's piece of the sum."""
     array = _front(outgoing(x, call), axis)
-    rest, itemsize = array.shape[1:], array.dtype.itemsize
+    rest = array.shape[1:]
     block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
-    counts, chunk = [length * prod(rest) for length in lengths], chunk_of(array.nbytes)
-    if chunk is not None or exchanges(array.nbytes):
-        _compare(channel.data, "Reduce_scatter", array)
-    if chunk is None and exchanges(array.nbytes):
+    counts = [length * prod(rest) for length in lengths]
+    if exchanges(array.nbytes):
         return _back(_own_block(channel, array, counts).reshape(block.shape), axis)
-    pieces, own = of_blocks(counts, itemsize, chunk), of_block(counts, channel.rank, itemsize, chunk)
-    sent, received = outgoing_transfer(array, pieces), incoming_transfer(block, own)
-
-    def reduce_piece(k: int) -> None:
-        # If blocks have different lengths, the ranks' ranges of a piece may differ, and may be empty.
-        channel.data.Reduce_scatter(sent.piece(k), received.piece(k), [end - start for start, end in pieces[k]], MPI.SUM)
-
-    return _back(in_pieces(len(pieces), reduce_piece, received), axis)
+    return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts), array, block), axis)
 
 
 def _exchanged_sum(channel: Channel, array: Array, root: int | None = None) -> Array:
     """Sum the ranks' arrays on all ranks, or on the root; return zeros on ranks without the sum."""
-    _compare(channel.data, "Allreduce" if root is None else "Reduce", array, MPI.SUM, root)
     counts = even_lengths(array.size, channel.size)
-    block, spec = _own_block(channel, array, counts), Spec.of(array)
+    block, spec = _own_block(channel, array, counts, root), Spec.of(array)
     if root is None:
         return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, spec)
     gather, discards = channel.data.Gatherv, channel.rank != root
     return communicate(lambda sent, out: gather(sent, [out, counts], root), block, spec, discards=discards)
 
 
-def _own_block(channel: Channel, array: Array, counts: list[int]) -> Array:
+def _own_block(channel: Channel, array: Array, counts: list[int], root: int | None = None) -> Array:
+    if getattr(channel.data, "agreement", None) is not None:  # a watched Alltoallv doesn't compare shapes
+        channel.data.agree("Alltoallv", array, MPI.SUM, root)
     own, spec = [counts[channel.rank]] * channel.size, Spec.of(array)._replace(shape=(channel.size, counts[channel.rank]))
     parts = communicate(lambda sent, out: channel.data.Alltoallv([sent, counts], [out, own]), array, spec)
     return np.sum(parts, axis=0, dtype=array.dtype)
@@ -336,9 +265,8 @@ _HEADER_BYTES = 1152  # fixed, since the receivers don't know the array
 _ERROR_BYTES = 1000  # maximum length of an error's text
 _INLINE_BYTES = 456  # maximum size of an array in the header
 
-# Shape, dtype, name of the device's arrays ("" for the host), bytes of a piece (None if the array isn't divided), and
-# entries of a small array; or the name and the text of an error.
-Header: TypeAlias = "tuple[Shape, str, str, int | None, bytes | None] | tuple[str, str]"
+# Shape, dtype, name of the device's arrays ("" for the host), and entries of a small array; or name and text of an error.
+Header: TypeAlias = "tuple[Shape, str, str, bytes | None] | tuple[str, str]"
 
 
 def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
@@ -348,18 +276,15 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
     def header() -> Header:
         nonlocal array
         array = outgoing(x, call)
-        arrays, chunk, entries = arrays_of(array), chunk_of(array.nbytes), None
-        staged = arrays is not None and not takes_directly(arrays)
-        if staged and array.nbytes > present().chunk:
-            chunk = present().chunk
+        arrays = arrays_of(array)
         # An array that MPI reads on the device isn't copied to the host for the header.
-        if array.nbytes <= _INLINE_BYTES and (arrays is None or staged):
-            entries, chunk = (array if arrays is None else arrays.to_host(array)).tobytes(), None
-        return _header_of(Spec.of(array), chunk, entries)
+        if array.nbytes > _INLINE_BYTES or (arrays is not None and takes_directly(arrays)):
+            return _header_of(Spec.of(array))
+        return _header_of(Spec.of(array), (array if arrays is None else arrays.to_host(array)).tobytes())
 
-    spec, chunk, entries = _shared_header(channel, header, root, x)
+    spec, entries = _shared_header(channel, header, root, x)
     if entries is None:
-        return _bcast(channel, array, spec, root, chunk)
+        return _bcast(channel, array, spec, root)
     small = np.ndarray(spec.shape, spec.dtype, entries)
     return copied(small) if spec.arrays is None else spec.arrays.to_device(small)
 
@@ -369,14 +294,12 @@ def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, templat
     return _shared_header(channel, lambda: _header_of(make()), root, template)[0]
 
 
-def _header_of(spec: Spec, chunk: int | None = None, entries: bytes | None = None) -> Header:
-    return spec.shape, spec.dtype.char, "" if spec.arrays is None else spec.arrays.name, chunk, entries
+def _header_of(spec: Spec, entries: bytes | None = None) -> Header:
+    return spec.shape, spec.dtype.char, "" if spec.arrays is None else spec.arrays.name, entries
 
 
-def _shared_header(
-    channel: Channel, make: Callable[[], Header], root: int, template: object
-) -> tuple[Spec, int | None, bytes | None]:
-    """Return spec, bytes of a piece and entries in the header that `make` returns on the root, or raise its error."""
+def _shared_header(channel: Channel, make: Callable[[], Header], root: int, template: object) -> tuple[Spec, bytes | None]:
+    """Return spec and entries in the header that `make` returns on the root, or raise its error."""
     packet, error = np.empty(_HEADER_BYTES, np.uint8), None
     if channel.rank == root:
         try:
@@ -393,6 +316,6 @@ def _shared_header(
     if len(header) == 2:
         kind = ValueError if header[0] == ValueError.__name__ else TypeError
         raise kind(f"{header[1]} (raised on the root, rank {root})")
-    shape, dtype, device, chunk, entries = header
+    shape, dtype, device, entries = header
     arrays = arrays_of(template) if template is not None or not device else arrays_named(device)
-    return Spec(shape, np.dtype(dtype), arrays), chunk, entries
+    return Spec(shape, np.dtype(dtype), arrays), entries

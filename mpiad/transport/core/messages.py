@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Rank, Request, Shape, Status
+from mpiad._typing import Array, Buffer, Comm, Rank, Request, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.channels import ABANDONED, Channel
-from mpiad.transport.devices import device_settings
-from mpiad.transport.devices.device_arrays import Spec, arrays_of
-from mpiad.transport.devices.staging import takes_directly
-from mpiad.transport.devices.transfers import (
-    HostTransfer,
-    Transfer,
-    incoming_transfer,
-    of_block,
-    of_whole,
-    outgoing_transfer,
-)
+from mpiad.transport.devices.device_arrays import Spec
+from mpiad.transport.devices.transfers import HostTransfer, Transfer, incoming_transfer, outgoing_transfer
 
 # MPI matches forward messages, which have the user's tags, in the order of their start. Messages of adjoints may be started
 # in another order on either side, since requests may be waited for in any order. Therefore their tags are computed from the
-# user's tag t and the message's number k, as t·s + k modulo N. N is half the number of MPI's tags (10⁸ with MPICH and more
-# with Open MPI), and s is 0.618 N (golden section). Two messages in flight between the same ranks have different tags if
-# the differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
-#
-# A large device array is sent in chunks. Their tags have the same form in the other half of MPI's tags, so they differ from
-# the tags of other messages. Chunks of forward messages use one quarter of MPI's tags, chunks of adjoints another one.
+# user's tag t and the message's number k, as t·s + k modulo N. N is the number of MPI's tags (2·10⁸ with MPICH, more with
+# Open MPI), and s is 0.618 N (golden section). Two messages in flight between the same ranks have different tags if the
+# differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
 
 
 class Envelope:
@@ -73,18 +60,9 @@ class Envelope:
     @property
     def mpi_tag(self) -> int:
         """The tag of the message in MPI."""
-        return self._tag_in_part(2) if self.reverse else self.tag
-
-    @property
-    def tag_of_chunks(self) -> int:
-        """The tag of the message's chunks in MPI; they are sent on the channel's duplicate for adjoints."""
-        quarter = self.channel.tag_limit // 4
-        return (3 if self.reverse else 2) * quarter + 1 + self._tag_in_part(4)
-
-    def _tag_in_part(self, parts: int) -> int:
-        """Return a tag computed from the user's tag and the number, in one of `parts` equal parts of MPI's tags."""
-        number = 0 if self.number is None else self.number
-        return (self.tag * (self.channel.tag_stride // parts) + number) % (self.channel.tag_limit // parts)
+        if not self.reverse:
+            return self.tag
+        return (self.tag * self.channel.tag_stride + (self.number or 0)) % self.channel.tag_limit
 
     @property
     def comm(self) -> Comm:
@@ -108,70 +86,6 @@ class Envelope:
         return Envelope(self.channel, self.peer, self.tag, self.outgoing)
 
 
-# If a sender stages a large device array, it sends chunks on the channel's duplicate for adjoints, each while the next one
-# is copied from the device. The message itself is short and announces the chunks. Receivers recognize an announcement by
-# its number of bytes and its first bytes. So the ranks needn't agree in advance whether the arrays are on a device.
-
-
-_ANNOUNCEMENT = b"mpiad: in pieces"
-ANNOUNCEMENT_BYTES = len(_ANNOUNCEMENT) + 16
-
-
-class Announcement(list):
-    """The buffer of a message that announces an array in chunks, with the array's shape and dtype."""
-
-    def __init__(self, array: Array, chunk: int):
-        content = np.frombuffer(_ANNOUNCEMENT + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
-        super().__init__([content, MPI.BYTE])
-        self.shape: Shape = array.shape
-        self.dtype, self.nbytes = array.dtype, array.nbytes
-
-
-def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
-    channel = envelope.channel
-    pieces = of_whole(array, chunk)
-    outgoing = outgoing_transfer(array, pieces)
-    announcement = Announcement(array, chunk)
-    announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
-    for number in range(len(pieces)):
-        piece = outgoing.piece(number)
-        given = piece.view(np.uint8), envelope.peer, envelope.tag_of_chunks
-        channel.leave(channel.begin("blocking send", piece, channel.reverse.Isend, *given))
-    return announced
-
-
-def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
-    """Return the numbers of bytes of the array and of a chunk; None if the `got` bytes aren't an announcement."""
-    if got != ANNOUNCEMENT_BYTES:
-        return None
-    # The first entries are copied to the host; the message may end inside the last of them.
-    if type(buffer) is not np.ndarray:
-        buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
-    content = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
-    if not content.startswith(_ANNOUNCEMENT):
-        return None
-    total, chunk = np.frombuffer(content[len(_ANNOUNCEMENT) :], np.int64).tolist()
-    return total, chunk
-
-
-def _receive_chunks(envelope: Envelope, buffers: list[np.ndarray]) -> Iterator[int]:
-    """Receive the chunks into buffers, and yield the number of each one after its arrival."""
-    channel, posted = envelope.channel, []
-    for buffer in buffers:
-        given = buffer.reshape(-1).view(np.uint8), envelope.peer, envelope.tag_of_chunks
-        posted.append(channel.begin("blocking receive", buffer, channel.reverse.Irecv, *given))
-    for number, requests in enumerate(posted):
-        requests[0].Wait()
-        channel.release(requests)
-        yield number
-
-
-def discard(total: int, chunk: int, envelope: Envelope) -> None:
-    """Receive and discard the chunks of an unexpected array."""
-    dropped = np.empty(total, np.uint8)
-    deque(_receive_chunks(envelope, [dropped[slice(*part)] for (part,) in of_block([total], 0, 1, chunk)]), 0)
-
-
 # Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.
 _PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
@@ -184,19 +98,14 @@ class Receipt:
     def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", transfer: Transfer | None = None):
         self.spec, self.envelope = spec, envelope
         self.transfer = transfer or incoming_transfer(spec)
-        self.buffer: Buffer = self.transfer.piece(0)
+        self.buffer: Buffer = self.transfer.buffer
         kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
         self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send, and return MPI's request; a host array mustn't be changed before `Channel.leave`."""
-    if (arrays := arrays_of(array)) is not None:
-        chunk = device_settings.present().chunk
-        # If an array had the size of its announcement, the receiver would mistake the announcement for the array.
-        if array.nbytes > max(chunk, ANNOUNCEMENT_BYTES) and not takes_directly(arrays):
-            return _send_in_chunks(array, envelope, chunk, kind)
-        array = outgoing_transfer(array, copies=True).piece(0)
+    array = outgoing_transfer(array, copies=True).buffer
     return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
 
 
@@ -218,16 +127,13 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
         envelope.channel.release(receipt.requests)
         _answered(envelope, status)
         if isinstance(error, MPI.Exception):
-            raise receive_error(error, spec, envelope, call) from None
-        _drop_chunks(receipt.buffer, status.Get_count(MPI.BYTE), spec, envelope)  # debug mode has compared the header
+            raise _receive_error(error, spec, envelope, call) from None
         raise
     envelope.channel.release(receipt.requests)
     _answered(envelope, status)
     # MPI reports an error if a message is too long, but not if it is too short.
-    got = status.Get_count(MPI.BYTE)
-    if got != receipt.buffer.nbytes:
-        return _received_in_chunks(receipt.buffer, got, spec, envelope, call)
-    receipt.transfer.take(0)
+    if (got := status.Get_count(MPI.BYTE)) != receipt.buffer.nbytes:
+        raise _mismatch(spec, f"{got} bytes", envelope, call)
     return receipt.transfer.received()
 
 
@@ -248,30 +154,19 @@ def _answered(envelope: Envelope, status: Status) -> None:
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive a message after checking its size; a message of another size is received and discarded."""
     transfer, status = incoming_transfer(spec), MPI.Status()
-    buffer = transfer.piece(0)
+    buffer = transfer.buffer
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
     got = status.Get_count(MPI.BYTE)
     _answered(envelope, status)
     if got == spec.nbytes:
         message.Recv(buffer)
-        transfer.take(0)
         return transfer.received()
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
     else:  # in debug mode the header is compared
-        try:
-            message.receive_and_compare(dropped, buffer)
-        except MessageMismatchError:
-            _drop_chunks(dropped, got, spec, envelope)
-            raise
-    return _received_in_chunks(dropped, got, spec, envelope, call)
-
-
-def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
-    announced = read_announcement(buffer, got, spec)
-    if announced is not None:
-        discard(*announced, envelope)
+        message.receive_and_compare(dropped, buffer)
+    raise _mismatch(spec, f"{got} bytes", envelope, call)
 
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
@@ -300,7 +195,7 @@ def exchange(
     try:
         for (_, x), receipt in zip(received, receipts):
             made = finish_receive(receipt, call)
-            if made is not x:  # received by the device, or in pieces
+            if made is not x:  # on a device
                 x[...] = made
     except BaseException:
         for requests in sending:
@@ -311,38 +206,15 @@ def exchange(
         channel.release(requests)
 
 
-def receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
+def _receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
     """Return a ValueError if MPI's error in a receive means that the message was too long, otherwise MPI's error itself."""
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         return error
-    return ValueError(_mismatch(spec, "more bytes", envelope, call))
+    return _mismatch(spec, "more bytes", envelope, call)
 
 
-def require_whole(destination: np.ndarray, status: Status, back: Envelope, call: str) -> None:
-    """After a message of another size, receive the chunks that it announces, or raise a ValueError."""
-    got = status.Get_count(MPI.BYTE)
-    if got != destination.nbytes:
-        destination[...] = _received_in_chunks(destination, got, Spec.of(destination), back, call)
-
-
-def _received_in_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, call: str) -> Array:
-    """Receive the array whose chunks a message announces; raise a ValueError if there are none, or if its size differs."""
-    announced = read_announcement(buffer, got, spec)
-    if announced is None:
-        raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))
-    total, chunk = announced
-    if total != spec.nbytes:
-        discard(total, chunk, envelope)
-        raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    pieces = of_whole(spec, chunk)  # at least two, which a device array gets through the host, as it was sent
-    transfer = incoming_transfer(spec, pieces)
-    for number in _receive_chunks(envelope, [transfer.piece(k) for k in range(len(pieces))]):
-        transfer.take(number)
-    return transfer.received()
-
-
-def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
-    return (
+def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> ValueError:
+    return ValueError(
         f"{call}: rank {envelope.peer} sent {got} with tag {envelope.tag}, but the array it is received into has "
         f"shape {spec.shape} and dtype {spec.dtype}: {spec.nbytes} bytes. "
         "Give a template (`like`) with the shape and dtype of what is sent."
@@ -375,9 +247,9 @@ def prepared_swap(
             there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
         except MPI.Exception as error:
             ABANDONED.append((sent, received))  # MPI may still use them
-            raise receive_error(error, Spec.of(destination), back, call) from None
-        if status.Get_count(byte) != size:  # tested here, since a function call would add a tenth to the time
-            require_whole(destination, status, back, call)
+            raise _receive_error(error, Spec.of(destination), back, call) from None
+        if (got := status.Get_count(byte)) != size:
+            raise _mismatch(Spec.of(destination), f"{got} bytes", back, call)
 
     return swap
 
@@ -414,8 +286,9 @@ class PreparedMessages:
             try:
                 request.Wait(status)
             except MPI.Exception as error:
-                raise receive_error(error, Spec.of(destination), envelope, call) from None
-            require_whole(destination, status, envelope, call)
+                raise _receive_error(error, Spec.of(destination), envelope, call) from None
+            if (got := status.Get_count(MPI.BYTE)) != destination.nbytes:
+                raise _mismatch(Spec.of(destination), f"{got} bytes", envelope, call)
         for request in self._sends:
             request.Wait()
         self._receives.clear()

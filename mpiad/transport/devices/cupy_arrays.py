@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any
 
@@ -22,7 +22,6 @@ class CupyArrays:
 
     def __init__(self, device: int):
         self.device = device
-        self._copying: Any = None
 
     @cached_property
     def launcher(self) -> CupyLauncher:
@@ -104,22 +103,6 @@ class CupyArrays:
     def wait(self, event: Any) -> None:
         """Wait for an event on the host."""
         event.synchronize()
-
-    def wait_on_device(self, event: object) -> None:
-        """Let the current stream wait for an event."""
-        with self.current():
-            cupy.cuda.get_current_stream().wait_event(event)
-
-    @contextmanager
-    def copying_stream(self) -> Iterator[Any]:
-        """Make this device's stream for copies the current one."""
-        # CuPy accepts a stream only on its own device, and another device may be current.
-        with self.current():
-            if self._copying is None:
-                # A blocking stream would wait for the default stream, which computes.
-                self._copying = cupy.cuda.Stream(non_blocking=True)
-            with self._copying:
-                yield self._copying
 
     def message(self, x: Array) -> Buffer:
         """Return the array: mpi4py reads `__cuda_array_interface__`."""

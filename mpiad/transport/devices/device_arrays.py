@@ -92,20 +92,10 @@ class ArrayModule(Protocol):
         """Wait until everything queued on the current stream is done."""
 
     def record(self) -> Any:
-        """Return an event after everything queued on the current stream, for `wait` and `wait_on_device`."""
+        """Return an event after everything queued on the current stream, for `wait`."""
 
     def wait(self, event: object) -> None:
         """Wait on the host until everything before an event is done."""
-
-    def wait_on_device(self, event: object) -> None:
-        """Let operations that are queued later on the current stream wait for an event; the host doesn't wait."""
-
-    def copying_stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which the current stream is one for copies, separate from the stream for arithmetic.
-
-        It isn't ordered with respect to other streams: use `wait_on_device` with an event of another stream.
-        """
-        ...
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this module's device is the current one of the thread."""

@@ -1,9 +1,8 @@
 """The GPUs of this node, the reports of the MPI library, and the settings for the communication of device arrays.
 
-The settings are read from the environment and made equal on all ranks: the smallest size of any rank applies, since sizes
-determine the number of messages for an array. A setting on one rank applies to all, since not every launcher passes
-variables on to all ranks. A collective divides large arrays, even host arrays, into pieces on all ranks or on none. So at
-the start the ranks agree whether any of them may use arrays that are copied to the host.
+The settings are read from the environment and made equal on all ranks: a setting on one rank applies to all, since not
+every launcher passes variables on to all ranks. All ranks or none sum large arrays, even host arrays, by an exchange of
+blocks. So at the start the ranks agree whether MPI may get device memory from any of them.
 """
 
 from __future__ import annotations
@@ -144,21 +143,19 @@ def supports_cuda() -> bool | None:
 
 T = TypeVar("T")
 
-LEAST_CHUNK = 64
 _MOST = np.iinfo(np.int64).max
+_EXCHANGED = 4 << 20  # bytes
 
 
 class DeviceSettings(NamedTuple):
     """The settings for the communication of device arrays."""
 
     cuda_aware: bool | None = None  # whether MPI accesses device memory directly; None: test it
-    chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
     pinned: int = 256 << 20  # bytes of unused page-locked host memory that are kept
-    any_staged: bool = True  # whether any rank may have arrays that are staged: then collectives divide large arrays
-    exchanged: bool = False  # whether sums of large arrays are computed by an exchange of blocks
+    exchanged: float = inf  # bytes of the largest array that isn't summed by an exchange of blocks
 
 
-_present = DeviceSettings(any_staged=False)
+_present = DeviceSettings()
 
 
 def present() -> DeviceSettings:
@@ -173,55 +170,34 @@ def put(settings: DeviceSettings) -> DeviceSettings:
     return before
 
 
-def chunk_of(nbytes: int) -> int | None:
-    """Return the bytes of a piece if a collective on an array of this size is divided, else None; the same on all ranks."""
-    chunk = _present.chunk
-    return chunk if nbytes > chunk and _present.any_staged and not _present.cuda_aware else None
-
-
 def exchanges(nbytes: int) -> bool:
     """Return whether arrays of this size are summed by an exchange of blocks; the same on all ranks."""
-    return nbytes > _present.chunk and _present.exchanged
+    return nbytes > _present.exchanged
 
 
 def from_environment() -> DeviceSettings:
-    """Return the settings in the environment; raise a ValueError for invalid values."""
-    default = DeviceSettings()
-    return DeviceSettings(
-        switch("MPIAD_CUDA_AWARE", None),
-        _bytes("MPIAD_DEVICE_CHUNK", LEAST_CHUNK, default.chunk),
-        _bytes("MPIAD_DEVICE_PINNED", 0, default.pinned),
-    )
-
-
-def _bytes(name: str, least: int, default: int) -> int:
-    given = os.environ.get(name, "")
-    if given == "":
-        return default
-    if not given.isascii() or not given.isdecimal() or not least <= int(given) < _MOST:
-        raise ValueError(f"{name} must be a number of bytes, {least} or more, but got {given!r}.")
-    return int(given)
+    """Return the settings in the environment; raise a ValueError for an invalid value."""
+    given, default = os.environ.get("MPIAD_DEVICE_PINNED", ""), DeviceSettings().pinned
+    if given and not (given.isascii() and given.isdecimal() and int(given) < _MOST):
+        raise ValueError(f"MPIAD_DEVICE_PINNED must be a number of bytes, 0 or more, but got {given!r}.")
+    return DeviceSettings(switch("MPIAD_CUDA_AWARE", None), int(given) if given else default)
 
 
 def start(comm: Comm) -> None:
     """Agree on the settings in all ranks' environments; a ValueError on all ranks if a value is invalid; collective."""
 
     def numbers(wanted: DeviceSettings) -> list[float]:
-        asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
-        sizes = [size if given else inf for size, given in zip((wanted.chunk, wanted.pinned), asked)]
-        expects, direct = asked[0] or may_bring_arrays(), bool(supports_cuda())
         # Each flag is 0 if a condition holds, so the minimum is 0 if it holds on any rank: MPIAD_CUDA_AWARE is 0; it is 1;
-        # there may be device arrays; they are copied to the host; MPI accesses them directly.
+        # there may be device arrays; MPI accesses them directly.
+        brings, pinned = may_bring_arrays(), wanted.pinned if os.environ.get("MPIAD_DEVICE_PINNED") else inf
         asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
-        return [*asks, not expects, not expects or direct, not expects or not direct, *sizes]
+        return [*asks, not brings, not (brings and supports_cuda()), pinned]
 
-    least = minima_over_ranks(comm, from_environment, numbers, "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED")
+    least = minima_over_ranks(comm, from_environment, numbers, "MPIAD_CUDA_AWARE or MPIAD_DEVICE_PINNED")
     cuda_aware = None if least[0] and least[1] else bool(least[0])  # if ranks request both 0 and 1: 0, which always works
-    chunk, pinned = (usual if size == inf else int(size) for size, usual in zip(least[5:], DeviceSettings()[1:]))
-    brought, copied, taken = (not flag for flag in least[2:5])
-    if cuda_aware is not None:
-        copied, taken = brought, brought and cuda_aware
-    put(DeviceSettings(cuda_aware, chunk, pinned, copied, taken))
+    direct = not least[3] if cuda_aware is None else cuda_aware and not least[2]
+    pinned = DeviceSettings().pinned if least[4] == inf else int(least[4])
+    put(DeviceSettings(cuda_aware, pinned, _EXCHANGED if direct else inf))
 
 
 def minima_over_ranks(

@@ -24,7 +24,7 @@ from mpiad.transport.devices.device_settings import device_buffers, gpus_of_node
 # nonblocking collectives.
 _BLOCKING_ONLY = MPI.get_vendor()[0] == "Open MPI"
 _LENGTHS = 8, 1 << 16  # MPI uses different protocols for short and long messages
-_REMEDY = "Arrays are copied to the host. With MPIAD_CUDA_AWARE=0 they always are, and large arrays are sent in pieces."
+_REMEDY = "Arrays are copied to the host. With MPIAD_CUDA_AWARE=0 they always are."
 _log = logging.getLogger("mpiad")
 _always_nonblocking = False
 _tried: dict[tuple[type, int], bool | None] = {}  # None if the library doesn't report support

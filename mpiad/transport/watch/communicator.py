@@ -17,7 +17,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Status
-from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, live_channels
 from mpiad.transport.watch.call_agreement import (
     Agreement,
@@ -124,10 +123,6 @@ class StartedReduction(GuardedRequest):
         comm.started += 1
         number = comm.started
         described = describe(comm.label, "Iallreduce", out, op, None)
-        call = calls.current()
-        if call is not None and call.arguments.shape is not None:
-            # If an array is summed in chunks, the description has the shape of the whole array.
-            described = described._replace(shape=call.arguments.shape)
         make = partial(CollectiveWait, comm, comm.label, number, described)
         super().__init__(comm, make, comm.bare.Iallreduce, array, out, op)
         self.caller = described.operation, described.place

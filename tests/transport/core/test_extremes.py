@@ -7,21 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
-from device_ways import travelling
 from mpi4py import MPI
 
 from mpiad.debug import checked
 from mpiad.transport import channel
 from mpiad.transport.core import collectives
-from mpiad.transport.devices.device_settings import DeviceSettings
 
 WORLD = MPI.COMM_WORLD
-LONG = 1 << 14  # doubles, and floats: enough for two ranks to exchange them
+LONG = 1 << 14
 WAYS: dict[str, tuple[int, Callable[[], AbstractContextManager]]] = {
     "short": (7, nullcontext),
-    "exchanged": (LONG, nullcontext),
-    "exchanged by halves": (19 * LONG + 1, nullcontext),
-    "in pieces": (LONG, lambda: travelling(DeviceSettings(cuda_aware=False, chunk=LONG))),
+    "long": (19 * LONG + 1, nullcontext),
     "watched": (LONG, checked),
 }
 

@@ -101,8 +101,8 @@ def test_the_variable_overrides_both(monkeypatch, forced):
 
 
 def test_each_rank_gives_mpi_what_it_takes_there(monkeypatch, rank, size):
-    """One rank's test fails: its arrays are copied, as a whole like those of the others, which MPI reads on the device."""
-    device_settings.put(DeviceSettings(chunk=64, any_staged=False))
+    """One rank's test fails: its arrays are copied; MPI reads those of the others on the device."""
+    device_settings.put(DeviceSettings())
     saying(monkeypatch, True)
     if rank == size - 1:
         monkeypatch.setattr(double, "message", lambda x: Memory(on_host(x)))

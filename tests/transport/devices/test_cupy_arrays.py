@@ -173,17 +173,3 @@ def test_contiguous_arrays_are_passed_through(arrays):
     assert arrays.contiguous(x).flags.c_contiguous
     assert arrays.message(x) is x and arrays.pointer(x) == x.values.ctypes.data
     assert arrays.pointer(arrays.empty((0,), float)) == 0
-
-
-def test_streams_wait_for_each_other(arrays):
-    first = Stream.current[0]
-    event = arrays.record()
-    with arrays.copying_stream() as copying:
-        arrays.wait_on_device(event)
-        assert copying.waited_for == [event] and event.stream is first
-        arrays.synchronize()
-    assert copying.synchronized == 1 and copying.device == arrays.device and Device.current == [0]
-    with arrays.copying_stream() as again:
-        assert again is copying
-    arrays.wait(event)
-    assert first.synchronized == 1

@@ -1,4 +1,4 @@
-"""Messages with large device arrays: in pieces, in any order, between ranks that divide them differently."""
+"""Messages with device arrays: in any order, between ranks whose arrays are copied or not."""
 
 from __future__ import annotations
 
@@ -12,55 +12,15 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.transport.core import lookup
-from mpiad.transport.core.messages import ANNOUNCEMENT_BYTES, Announcement, read_announcement
-from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.devices.device_settings import DeviceSettings
 from mpiad.transport.devices.staging import close_pools
-from mpiad.transport.devices.transfers import of_block, of_blocks
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
-PIECES = DeviceSettings(cuda_aware=False, chunk=100)
 
 
 def values(number, rank=WORLD.rank, length=61):
     return np.arange(float(length)) + 1000 * number + 1e6 * rank
-
-
-@pytest.mark.serial
-def test_pieces_hold_whole_entries_of_any_dtype():
-    assert of_block([20], 0, 8, 100) == [[(0, 12)], [(12, 20)]]
-    assert of_block([160], 0, 1, 100) == [[(0, 96)], [(96, 160)]]
-    assert of_block([0], 0, 8, 100) == []
-    assert of_block([2], 0, 16, 16) == [[(0, 1)], [(1, 2)]]
-
-
-@pytest.mark.serial
-def test_a_piece_of_blocks_has_a_part_of_each():
-    assert of_blocks([3, 0, 5], 8, 64) == [
-        [(0, 2), (3, 3), (3, 5)], [(2, 3), (3, 3), (5, 7)], [(3, 3), (3, 3), (7, 8)],
-    ]  # fmt: skip
-    assert of_block([3, 0, 5], 0, 8, 64) == [[(0, 2)], [(2, 3)], [(3, 3)]]
-    assert of_block([3, 0, 5], 1, 8, 64) == [[(0, 0)]] * 3
-    assert of_blocks([5], 8, 64) == [[(0, 5)]] and of_blocks([9], 8, 64) == [[(0, 8)], [(8, 9)]]
-    # Of many ranks' blocks no part gets shorter than a sixteenth of a piece, or than an entry.
-    assert of_block([2] * 100, 99, 4, 64) == [[(0, 1)], [(1, 2)]]
-    assert of_block([2] * 100, 99, 16, 64) == [[(0, 1)], [(1, 2)]]
-
-
-@pytest.mark.serial
-@pytest.mark.parametrize("dtype", ["?", "f4", "c16"])
-def test_an_announcement_is_told_from_an_array(dtype):
-    spec = Spec((10,), np.dtype(dtype))
-    said = Announcement(np.zeros(7), 48)[0]
-    buffer = np.zeros(64, np.uint8)
-    buffer[:ANNOUNCEMENT_BYTES] = said
-    assert read_announcement(buffer, ANNOUNCEMENT_BYTES, spec) == (56, 48)
-    assert read_announcement(buffer, ANNOUNCEMENT_BYTES + 1, spec) is None
-    assert read_announcement(np.zeros(64, np.uint8), ANNOUNCEMENT_BYTES, spec) is None
-    with double.cuda_aware():
-        there = on_device(buffer.view(dtype))
-        assert read_announcement(there, ANNOUNCEMENT_BYTES, spec._replace(arrays=double)) == (56, 48)
 
 
 @each_way
@@ -84,9 +44,8 @@ def test_messages_overtake_each_other_at_their_receiver(way):
         mpiad.mpi_waitall(sent[::-1])
 
 
-def test_the_two_ends_may_divide_differently():
-    sizes = [DeviceSettings(False, 64), DeviceSettings(False, 200), DeviceSettings(False), DeviceSettings(True)]
-    with travelling(sizes[WORLD.rank % len(sizes)]):
+def test_the_array_of_one_end_may_be_copied():
+    with travelling(DeviceSettings(WORLD.rank % 2 == 1)):
         x = on_device(values(0))
         swapped = mpiad.mpi_exchange(x, RIGHT, LEFT)
         mpiad.mpi_send(x, LEFT, 1)
@@ -96,7 +55,7 @@ def test_the_two_ends_may_divide_differently():
 
 
 def test_cotangents_find_their_messages():
-    """Of equal arrays under one tag, each in pieces both ways, waited for in another order on each rank."""
+    """Of equal arrays under one tag, waited for in another order on each rank."""
 
     def loss(x):
         coming = [mpiad.mpi_irecv(x, LEFT) for _ in range(3)]
@@ -107,19 +66,17 @@ def test_cotangents_find_their_messages():
         return mpiad.device.to_host(np.sum(came[0] + 10 * came[1] ** 2 + 100 * came[2] ** 3)) / 2
 
     x = np.linspace(-1, 1, 61) + WORLD.rank
-    with travelling(PIECES):
+    with travelling("staged"):
         gradient = mpiad.grad(loss, objective="sum")(on_device(x))
     expected = (1 + 10 * 2 * (2 * x) * 2 + 100 * 3 * (3 * x) ** 2 * 3) / 2
     np.testing.assert_allclose(on_host(gradient), expected, rtol=1e-13)
 
 
-@pytest.mark.parametrize(
-    "chunk, direct", [(1 << 30, False), (1 << 18, False), (1 << 18, True)], ids=["staged", "pieces", "direct"]
-)
-def test_what_is_under_way_is_not_overwritten(chunk, direct):
+@pytest.mark.parametrize("way", ["staged", "direct"])
+def test_what_is_under_way_is_not_overwritten(way):
     """Too long for MPI to copy it aside; the sender changes its array, and other calls borrow memory of the same size."""
     x = on_device(values(0, length=200_000))
-    with travelling(DeviceSettings(direct, chunk)):
+    with travelling(way):
         mpiad.mpi_send(x, RIGHT)
         going = mpiad.mpi_isend(x, RIGHT)
         x += 7
@@ -143,9 +100,9 @@ def test_memory_is_not_lent_while_the_device_reads_it(monkeypatch):
         double._queued.append(check)
 
     monkeypatch.setattr(double, "copy_to_device", queued)
-    for way, call in (("staged", mpiad.mpi_scan), (PIECES, mpiad.mpi_allreduce)):
+    for call in (mpiad.mpi_scan, mpiad.mpi_allreduce):
         close_pools()  # with little memory the next call takes that of the last one
-        with travelling(way):
+        with travelling("staged"):
             for k in range(6):
                 call(on_device(values(k)))
 
@@ -164,10 +121,10 @@ def test_reductions_started_before_other_collectives_are_waited_for_after_them(r
 
 
 @pytest.mark.mpi(min_size=2)
-def test_pieces_that_nobody_takes_are_dropped_at_a_reset(rank):
+def test_messages_that_nobody_takes_are_dropped_at_a_reset(rank):
     comm = WORLD.Dup()
     mpiad.mpi_init(comm)
-    with travelling(PIECES):
+    with travelling("staged"):
         if rank == 0:
             mpiad.mpi_send(on_device(values(0)), 1, comm=comm)
         mpiad.reset(comm)
@@ -182,20 +139,20 @@ def test_pieces_that_nobody_takes_are_dropped_at_a_reset(rank):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.unguarded
-def test_what_is_not_awaited_in_pieces_is_refused_and_dropped(rank):
-    with travelling(PIECES):
+def test_what_is_not_awaited_is_refused_and_dropped(rank):
+    with travelling("staged"):
         if rank == 0:
             mpiad.mpi_send(on_device(values(0)), 1)
             mpiad.mpi_send(on_device(values(1)), 1)
         if rank == 1:
-            with pytest.raises(ValueError, match="sent 488 bytes with tag 0"):
+            with pytest.raises(ValueError, match="sent (488|more) bytes with tag 0"):
                 mpiad.mpi_recv(on_device(np.zeros(60)), 0)
             np.testing.assert_array_equal(on_host(mpiad.mpi_recv(on_device(np.zeros(61)), 0)), values(1, 0))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_under_watch_what_is_refused_is_dropped(rank):
-    with travelling(PIECES), mpiad.debug.checked():
+    with travelling("staged"), mpiad.debug.checked():
         if rank == 0:
             mpiad.mpi_send(on_device(values(0)), 1)
         if rank == 1:

@@ -10,12 +10,12 @@ from mpi4py import MPI
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_settings import DeviceSettings, from_environment, may_bring_arrays
 
-NAMES = ("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")
+NAMES = ("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_PINNED")
 SHOW = """
 import os, sys
 rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-for k, name in enumerate(("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")):
-    value = sys.argv[1 + 3 * rank + k]
+for k, name in enumerate(("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_PINNED")):
+    value = sys.argv[1 + 2 * rank + k]
     os.environ.pop(name, None)
     if value != "-":
         os.environ[name] = value
@@ -24,7 +24,7 @@ try:
     mpiad.mpi_init()
     from mpiad.transport.devices.device_settings import present
     found = present()
-    mpiad.mpi_print(found.cuda_aware, found.chunk, found.pinned)
+    mpiad.mpi_print(found.cuda_aware, found.pinned)
 except ValueError as error:
     sys.stdout.write(f"rank {rank}: {error}\\n")
 """
@@ -39,48 +39,42 @@ def environment(monkeypatch):
 
 @pytest.mark.serial
 def test_defaults(environment):
-    assert from_environment() == DeviceSettings(None, 4 << 20, 256 << 20)
+    assert from_environment() == DeviceSettings(None, 256 << 20)
 
 
 @pytest.mark.serial
 def test_what_is_asked_for(environment):
-    for name, value in zip(NAMES, ("0", "64", "0")):
+    for name, value in zip(NAMES, ("0", "0")):
         environment.setenv(name, value)
-    assert from_environment() == DeviceSettings(False, 64, 0)
+    assert from_environment() == DeviceSettings(False, 0)
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    "name, value, expected",
-    [
-        ("MPIAD_DEVICE_CHUNK", "63", "a number of bytes, 64 or more, but got '63'"),
-        ("MPIAD_DEVICE_CHUNK", "4M", "a number of bytes, 64 or more, but got '4M'"),
-        ("MPIAD_DEVICE_CHUNK", "-100", "a number of bytes, 64 or more, but got '-100'"),
-        ("MPIAD_DEVICE_PINNED", "1e9", "a number of bytes, 0 or more, but got '1e9'"),
-        ("MPIAD_DEVICE_PINNED", "9" * 30, "a number of bytes, 0 or more"),
-    ],
+    "value, expected",
+    [("4M", "0 or more, but got '4M'"), ("-100", "0 or more, but got '-100'"), ("1e9", "0 or"), ("9" * 30, "0 or more")],
 )
-def test_other_values_are_refused(environment, name, value, expected):
-    environment.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{name} must be {expected}"):
+def test_other_values_are_refused(environment, value, expected):
+    environment.setenv("MPIAD_DEVICE_PINNED", value)
+    with pytest.raises(ValueError, match=f"MPIAD_DEVICE_PINNED must be a number of bytes, {expected}"):
         from_environment()
 
 
 @pytest.mark.parametrize(
-    "variables, brings, supports, divides, exchanges",
+    "variables, brings, supports, exchanges",
     [
-        ({}, False, False, False, False),
-        ({}, True, False, True, False),
-        ({}, True, None, True, False),
-        ({}, True, True, False, True),
-        ({"MPIAD_CUDA_AWARE": "0"}, True, True, True, False),
-        ({"MPIAD_CUDA_AWARE": "1"}, True, False, False, True),
-        ({"MPIAD_DEVICE_CHUNK": "4194304"}, False, False, True, False),
-        ({}, False, True, False, False),
+        ({}, False, False, False),
+        ({}, True, False, False),
+        ({}, True, None, False),
+        ({}, True, True, True),
+        ({"MPIAD_CUDA_AWARE": "0"}, True, True, False),
+        ({"MPIAD_CUDA_AWARE": "1"}, True, False, True),
+        ({"MPIAD_CUDA_AWARE": "1"}, False, False, False),
+        ({}, False, True, False),
     ],
 )
-def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
-    environment, rank, size, variables, brings, supports, divides, exchanges
+def test_large_sums_are_exchanged_where_mpi_may_get_device_memory(
+    environment, rank, size, variables, brings, supports, exchanges
 ):
     here = rank == size - 1
     environment.setattr(device_settings, "may_bring_arrays", lambda: brings and here)
@@ -90,9 +84,6 @@ def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
     before = device_settings.present()
     try:
         device_settings.start(MPI.COMM_WORLD)
-        chunk = 4 << 20
-        assert device_settings.chunk_of(chunk + 1) == (chunk if divides else None)
-        assert device_settings.chunk_of(chunk) is None
         assert device_settings.exchanges((4 << 20) + 1) is exchanges and not device_settings.exchanges(4 << 20)
     finally:
         device_settings.put(before)
@@ -111,9 +102,9 @@ def test_arrays_may_come_where_cupy_and_a_gpu_are(monkeypatch, installed, gpu, e
 @pytest.mark.parametrize(
     "asked, expected",
     [
-        ("- - - - - -", "None 4194304 268435456"),
-        ("1 - - - 1024 -", "True 1024 268435456"),
-        ("1 8000000 100 0 9000000 -", "False 8000000 100"),
+        ("- - - -", "None 268435456"),
+        ("1 - - 1024", "True 1024"),
+        ("1 100 0 200", "False 100"),
     ],
 )
 def test_ranks_agree(mpirun, asked, expected):
@@ -123,8 +114,8 @@ def test_ranks_agree(mpirun, asked, expected):
 
 @pytest.mark.launches
 def test_a_wrong_value_of_one_rank_is_refused_on_all(mpirun):
-    done = mpirun(2, SHOW, *"- - - - 4M -".split())
+    done = mpirun(2, SHOW, *"- - - 4M".split())
     assert sorted(line.partition(" has")[0] for line in done.stdout.splitlines()) == [
-        "rank 0: MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED",
-        "rank 1: MPIAD_DEVICE_CHUNK must be a number of bytes, 64 or more, but got '4M'.",
+        "rank 0: MPIAD_CUDA_AWARE or MPIAD_DEVICE_PINNED",
+        "rank 1: MPIAD_DEVICE_PINNED must be a number of bytes, 0 or more, but got '4M'.",
     ]

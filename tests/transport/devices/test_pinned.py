@@ -17,9 +17,6 @@ from mpiad.transport.devices.device_settings import DeviceSettings
 from mpiad.transport.devices.staging import PinnedBlock, Pool, pool_of
 
 serial = pytest.mark.serial
-each_staged_way = pytest.mark.parametrize(
-    "way", [DeviceSettings(cuda_aware=False), DeviceSettings(cuda_aware=False, chunk=1024)], ids=["staged", "pieces"]
-)
 
 
 def in_use(pool):
@@ -140,11 +137,10 @@ def program(x, rank, size):
     return mpiad.device.to_host(np.sum(mpiad.mpi_bcast(mpiad.mpi_allreduce(z), size - 1)))
 
 
-@each_staged_way
-def test_programs_give_all_memory_back_and_lock_no_more(rank, size, way, monkeypatch):
+def test_programs_give_all_memory_back_and_lock_no_more(rank, size, monkeypatch):
     pool_of(double)
     x = on_device(np.linspace(-1.0, 1.0, 700) + rank)
-    with travelling(way):
+    with travelling("staged"):
         for _ in range(3):
             mpiad.grad(lambda x: program(x, rank, size), objective="sum")(x)
         settle()
@@ -158,8 +154,7 @@ def test_programs_give_all_memory_back_and_lock_no_more(rank, size, way, monkeyp
         assert in_use(pool) == used and pool.kept == kept + sum(made) and len(made) <= 6
 
 
-@each_staged_way
-def test_an_exception_leaves_nothing_lent(rank, size, way):
+def test_an_exception_leaves_nothing_lent(rank, size):
     """Messages and a reduction are under way when it leaves the trace."""
     x = on_device(np.arange(500.0))
     comm = MPI.COMM_WORLD.Dup()
@@ -169,7 +164,7 @@ def test_an_exception_leaves_nothing_lent(rank, size, way):
         mpiad.mpi_irecv(x, (rank - 1) % size, 7, comm)
         raise KeyError("interrupted")
 
-    with travelling(way):
+    with travelling("staged"):
         mpiad.mpi_init(comm)
         settle()
         before = in_use(pool_of(double))
