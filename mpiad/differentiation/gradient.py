@@ -92,20 +92,7 @@ def grad(
     Returns
     -------
     callable
-        ``(*args) -> dJ/dx_r``
-
-    Raises
-    ------
-    TypeError, ValueError, RequestError
-        As in `value_and_grad`.
-
-    Ranks
-    -----
-    All ranks of `comm` call the result.
-
-    Adjoint
-    -------
-    The gradient can be differentiated again.
+        ``(*args) -> dJ/dx_r``. Exceptions, ranks and adjoint are as in `value_and_grad`.
 
     Examples
     --------

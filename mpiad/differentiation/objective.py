@@ -24,7 +24,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
 from mpiad.transport.core.agreement import agreed, fingerprint
-from mpiad.transport.core.messages import as_message
 from mpiad.transport.devices.device_arrays import is_device_array
 
 _FLOAT64 = np.dtype(np.float64)
@@ -163,27 +162,6 @@ def copies_error(texts: Sequence[str], call: str) -> ValueError:
     )
 
 
-def _prepared(p: ObjectiveReduction, x: Array, out: Array) -> Function | None:
-    if p.problem is not None:
-        return None
-    words = _digest_words(p.shapes, p.channel.size) if p.shapes else []
-    buffers: Any = np.array([0.0, 0.0, *words]), np.zeros(2 + len(words))
-    sent_message, received_message = (as_message(buffer.view(complex)) for buffer in buffers)
-    # Reading or writing a number takes half as long through a memoryview as through an array.
-    (sent, received), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
-
-    def run() -> None:
-        sent[1] = number[()]
-        p.channel.data.Allreduce(sent_message, received_message)
-        if received[0]:
-            raise_everywhere(p.channel, None)
-        if p.shapes:
-            _require_same_shapes(p, buffers[1][2:])
-        total[()] = received[1]
-
-    return run
-
-
 def raise_everywhere(channel: Channel, problem: PendingError | None) -> None:
     """Raise the problem of the lowest rank that has one; all ranks call this function, and raise the same error."""
     local = None if problem is None else (problem.kind.__name__, problem.text)
@@ -205,4 +183,3 @@ def _tangent(dx: Array, ans: Array, x: Array, p: ObjectiveReduction) -> Scalar:
 
 OBJECTIVE = Operation("value_and_grad")
 OBJECTIVE.define(_forward, _adjoint, _tangent)
-OBJECTIVE.prepared = _prepared

@@ -160,10 +160,8 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
 
     Raises
     ------
-    TypeError
-        If the argument holds no real or complex floating-point values, or differs from `v` in structure.
-    RequestError
-        If a request is never waited for.
+    TypeError, RequestError
+        As in `make_vjp`; and if the argument differs from `v` in structure.
 
     Ranks
     -----
@@ -193,7 +191,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
 
 
 def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Tree, Tree]:
-    """Evaluate a function of one argument and its tangent: ``make_jvp(fun)(x)(v)``.
+    """Evaluate a function of one argument and its tangent, ``make_jvp(fun)(x)(v)``; see `make_jvp`.
 
     Parameters
     ----------
@@ -204,15 +202,6 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Tree, Tree]:
     Returns
     -------
     (value, tangent)
-
-    Raises
-    ------
-    TypeError, RequestError
-        As in `make_jvp`.
-
-    Ranks
-    -----
-    All ranks that communicate in `fun` call it, each with its own `x` and `v`.
 
     Examples
     --------
@@ -239,20 +228,8 @@ def hvp(
     Returns
     -------
     callable
-        ``(*args, v_r) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s.
-
-    Raises
-    ------
-    TypeError, ValueError, RequestError
-        As in `value_and_grad`.
-
-    Ranks
-    -----
-    All ranks of `comm` call the result.
-
-    Adjoint
-    -------
-    The product can be differentiated again.
+        ``(*args, v_r) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s. Exceptions, ranks and adjoint are as in
+        `value_and_grad`.
 
     Examples
     --------
@@ -367,10 +344,8 @@ def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]
 
     Raises
     ------
-    TypeError
-        If the argument holds no real or complex floating-point values.
-    RequestError
-        If a request is never waited for.
+    TypeError, RequestError
+        As in `make_vjp`.
 
     Ranks
     -----
@@ -437,14 +412,9 @@ def make_hvp(
         ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards, with two linear
         solves for each linear solve in `fun`. `hvp` keeps no record, and needs four solves for each solve.
 
-    Raises
-    ------
-    TypeError, ValueError, RequestError
-        As in `value_and_grad`.
-
     Ranks
     -----
-    All ranks of `comm` call the result, and `product`.
+    All ranks of `comm` call the result, and `product`. The exceptions are those of `value_and_grad`.
 
     Adjoint
     -------

@@ -66,11 +66,11 @@ class Domain(Decomposition):
     ------
     TypeError, ValueError
         On all ranks, if an argument is invalid or differs between ranks, if a rank would own no cells, or if the halo is
-        wider than the smallest block.
+        wider than the smallest block. By methods, if a field isn't an array of the stated shape.
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same arguments. Blocks are numbered in row-major order. If the cells along a
+    All ranks of `comm` call it, with the same arguments, and each method that doesn't state otherwise. Blocks are numbered in row-major order. If the cells along a
     dimension don't divide evenly, the first blocks have one additional cell.
 
     Examples
@@ -148,10 +148,8 @@ class Domain(Decomposition):
 
         Raises
         ------
-        TypeError, ValueError
-            As in `exchange`.
-        RequestError
-            If the exchange that began 224 exchanges earlier on the same communicator hasn't ended.
+        TypeError, ValueError, RequestError
+            As in `exchange`; and if the exchange that began 224 exchanges earlier on the same communicator hasn't ended.
 
         Ranks
         -----
@@ -187,10 +185,8 @@ class Domain(Decomposition):
 
         Raises
         ------
-        TypeError
-            If `begun` isn't a result of `begin_exchange`.
-        RequestError
-            If the exchange has already ended, or began in another trace.
+        TypeError, RequestError
+            If `begun` isn't a result of `begin_exchange`, if the exchange has already ended, or began in another trace.
 
         Ranks
         -----
@@ -253,10 +249,6 @@ class Domain(Decomposition):
             On all ranks, if the order isn't an even number from 2 to 40, or the spacing isn't positive; and as in
             `stencil`.
 
-        Ranks
-        -----
-        As in `stencil`.
-
         Adjoint
         -------
         As in `stencil`; the Laplacian is self-adjoint if each dimension is periodic or has the boundary "zero".
@@ -298,10 +290,6 @@ class Domain(Decomposition):
         TypeError, ValueError
             If an array has another shape, or the weights need a halo wider than the smallest block.
 
-        Ranks
-        -----
-        All ranks call it.
-
         Adjoint
         -------
         The cotangent of a cell, times a weight, is added to the cotangent of the neighbor. The cotangent of the cell, times
@@ -326,10 +314,6 @@ class Domain(Decomposition):
         ------
         TypeError, ValueError
             On all ranks, if the root's `u` isn't an array of that shape, or `root` isn't a rank.
-
-        Ranks
-        -----
-        All ranks call it.
 
         Adjoint
         -------
@@ -362,10 +346,6 @@ class Domain(Decomposition):
         ------
         TypeError, ValueError
             If `u` isn't an array of that shape; on all ranks, if the blocks don't fit together.
-
-        Ranks
-        -----
-        All ranks call it.
 
         Adjoint
         -------
@@ -431,8 +411,6 @@ class Domain(Decomposition):
         ------
         IndexError
             If a cell isn't in the grid, or isn't in this rank's block.
-        TypeError, ValueError
-            If `index` isn't an array of integers of that shape.
 
         Ranks
         -----
@@ -452,10 +430,8 @@ class Domain(Decomposition):
 
         Parameters
         ----------
-        index : int array of shape (..., dimensions), or a tuple of int for one cell
-            Indices in this rank's block.
-        halo : bool
-            Whether `index` are indices in the block with its halo.
+        index, halo
+            Indices in this rank's block, as `to_local` returns them.
 
         Returns
         -------
@@ -465,8 +441,6 @@ class Domain(Decomposition):
         ------
         IndexError
             If an index isn't in the block, or is in a halo beyond a physical side.
-        TypeError, ValueError
-            If `index` isn't an array of integers of that shape.
 
         Ranks
         -----
@@ -684,15 +658,6 @@ class Domain(Decomposition):
         scalar
             The sum over all axes, the same on all ranks.
 
-        Raises
-        ------
-        TypeError, ValueError
-            If `u` isn't an array of that shape.
-
-        Ranks
-        -----
-        All ranks call it.
-
         Adjoint
         -------
         The cotangent of every cell is the sum of all ranks' cotangents.
@@ -730,15 +695,6 @@ class Domain(Decomposition):
         array of shape (k, l)
             Products without conjugation, as in `dot`; the same on all ranks.
 
-        Raises
-        ------
-        TypeError, ValueError
-            If `u` or `v` isn't an array of this shape.
-
-        Ranks
-        -----
-        All ranks call it.
-
         Adjoint
         -------
         The cotangents of u and v are G v and Gᵀ u, where G is the sum of all ranks' cotangents of the result.
@@ -775,15 +731,6 @@ class Domain(Decomposition):
         -------
         scalar
             The same on all ranks.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If `u` isn't an array of that shape.
-
-        Ranks
-        -----
-        All ranks call it.
 
         Adjoint
         -------
@@ -859,10 +806,6 @@ class Domain(Decomposition):
             On all ranks, if an argument is invalid on any rank, for example if `x0` doesn't have the block's shape.
         WorkerError
             On all ranks, if an evaluation raises on any rank.
-
-        Ranks
-        -----
-        All ranks of the domain call it.
 
         Adjoint
         -------

@@ -29,10 +29,8 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
 
     Raises
     ------
-    TypeError
-        On all ranks, if the root's `x` can't be sent.
-    ValueError
-        If `root` isn't a rank of `comm`.
+    TypeError, ValueError
+        On all ranks, if the root's `x` can't be sent; if `root` isn't a rank of `comm`.
 
     Ranks
     -----

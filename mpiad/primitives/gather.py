@@ -16,12 +16,9 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
 
     Parameters
     ----------
-    x : array or number
-        Same shape and dtype on all ranks; with `axis`, the lengths along this axis may differ.
+    x, axis, comm
+        As in `mpi_allgather`.
     root : int
-    axis : int, optional
-        Axis along which the arrays are concatenated, in the order of ranks; None stacks them along a new first axis.
-    comm : mpi4py intracommunicator, optional
 
     Returns
     -------
@@ -31,10 +28,8 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
 
     Raises
     ------
-    TypeError
-        On all ranks, if `x` can't be sent.
-    ValueError
-        If `root` isn't a rank of `comm`. On all ranks, if an array has no such axis, or if shapes or dtypes differ.
+    TypeError, ValueError
+        As in `mpi_allgather`; and if `root` isn't a rank of `comm`.
 
     Ranks
     -----

@@ -18,13 +18,8 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
 
     Parameters
     ----------
-    like : array or number
-        Template with the shape and dtype of the received array; its values are ignored.
-    source : int
-        The sender, not a wildcard: only `mpi_recv` receives from any rank. None or `MPI.PROC_NULL` for no sender.
-    tag : int
-    comm : mpi4py intracommunicator, optional
-        Its first use must be a collective call, for example `mpi_init(comm)`.
+    like, source, tag, comm
+        As in `mpi_recv`, but without wildcards.
 
     Returns
     -------
@@ -33,10 +28,8 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
 
     Raises
     ------
-    TypeError
-        If `like` isn't an array that can be received.
-    ValueError
-        If `source` isn't a rank of `comm`, or `tag` is invalid.
+    TypeError, ValueError
+        As in `mpi_recv`; a message of another size than `like` raises an error in `mpi_wait`.
 
     Ranks
     -----

@@ -23,23 +23,13 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     ----------
     x : array or number
         It may be overwritten after the call, since a copy is sent.
-    dest : int
-        The receiver; None or `MPI.PROC_NULL` for no receiver.
-    tag : int
-    comm : mpi4py intracommunicator, optional
-        Its first use must be a collective call, for example `mpi_init(comm)`.
+    dest, tag, comm
+        As in `mpi_send`; the exceptions, too.
 
     Returns
     -------
     Request
         The active send; `mpi_wait` returns the values sent.
-
-    Raises
-    ------
-    TypeError
-        If `x` can't be sent.
-    ValueError
-        If `dest` isn't a rank of `comm`, or `tag` is invalid.
 
     Ranks
     -----

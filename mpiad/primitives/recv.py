@@ -33,10 +33,9 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
 
     Raises
     ------
-    TypeError
-        If `like` isn't an array that can be received.
-    ValueError
-        If `source` isn't a rank of `comm`, `tag` is invalid, or the message and `like` differ in size.
+    TypeError, ValueError
+        If `like` isn't an array that can be received, `source` isn't a rank of `comm`, `tag` is invalid, or the message and
+        `like` differ in size.
 
     Ranks
     -----

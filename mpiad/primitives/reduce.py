@@ -18,11 +18,9 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
 
     Parameters
     ----------
-    x : array or number, the same shape and dtype on all ranks
-    op : mpi4py operation
-        As for `mpi_allreduce`.
+    x, op, comm
+        As in `mpi_allreduce`.
     root : int
-    comm : mpi4py intracommunicator, optional
 
     Returns
     -------
@@ -31,10 +29,8 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
 
     Raises
     ------
-    TypeError
-        If `x` can't be sent, or `op` isn't supported for its dtype.
-    ValueError
-        If `root` isn't a rank of `comm`.
+    TypeError, ValueError
+        As in `mpi_allreduce`; and if `root` isn't a rank of `comm`.
 
     Ranks
     -----

@@ -34,10 +34,8 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
 
     Raises
     ------
-    TypeError
-        If `x` can't be summed.
-    ValueError
-        If `x` can't be divided along `axis` into parts of the lengths `counts`.
+    TypeError, ValueError
+        If `x` can't be summed, or divided along `axis` into parts of the lengths `counts`.
 
     Ranks
     -----

@@ -41,10 +41,8 @@ def mpi_scatter(
 
     Raises
     ------
-    TypeError
-        On all ranks, if the root's `x` can't be sent.
-    ValueError
-        If `root` isn't a rank of `comm`. On all ranks, if the root's `x` can't be divided by `axis` and `counts`.
+    TypeError, ValueError
+        On all ranks, if the root's `x` can't be sent, or divided by `axis` and `counts`; if `root` isn't a rank of `comm`.
 
     Ranks
     -----

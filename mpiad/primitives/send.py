@@ -31,10 +31,8 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
 
     Raises
     ------
-    TypeError
-        If `x` can't be sent.
-    ValueError
-        If `dest` isn't a rank of `comm`, or `tag` is invalid.
+    TypeError, ValueError
+        If `x` can't be sent, `dest` isn't a rank of `comm`, or `tag` is invalid.
 
     Ranks
     -----

@@ -93,10 +93,8 @@ def mpi_rank(comm: Comm = None) -> Rank:
 
     Raises
     ------
-    TypeError
-        If `comm` isn't a communicator.
-    CommunicatorError
-        If `comm` is freed, null or an intercommunicator, or if MPI isn't initialized or has ended.
+    TypeError, CommunicatorError
+        If `comm` isn't a communicator, is freed, null or an intercommunicator; if MPI isn't initialized or has ended.
 
     Examples
     --------

@@ -27,10 +27,8 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
 
     Raises
     ------
-    TypeError
-        If `x` can't be summed.
-    ValueError
-        If `root` isn't a rank of `comm`.
+    TypeError, ValueError
+        If `x` can't be summed, or `root` isn't a rank of `comm`.
 
     Ranks
     -----
