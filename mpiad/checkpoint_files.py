@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import glob
 import json
@@ -23,11 +24,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where unfinished files of killed processes aren't removed
-    fcntl = None  # type: ignore[assignment]
 
 _DESCRIPTION = "description"
 _CHECKSUM_LENGTH = 8  # hexadecimal digits; the checksum is the archive's comment, which ends the file
@@ -72,8 +68,6 @@ def create_part(path: Path) -> tuple[Path, IO[bytes]]:
 
 def _lock(file: IO[bytes]) -> bool | None:
     """Lock a file; return False if another process has locked it, None if the file system has no locks."""
-    if fcntl is None:
-        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -70,8 +70,8 @@ class Domain(Decomposition):
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same arguments, and each method that doesn't state otherwise. Blocks are numbered in row-major order. If the cells along a
-    dimension don't divide evenly, the first blocks have one additional cell.
+    All ranks of `comm` call it, with the same arguments, and each method that doesn't state otherwise. Blocks are numbered
+    in row-major order. If the cells along a dimension don't divide evenly, the first blocks have one additional cell.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class Domain(Decomposition):
     12.0 5.5
     """
 
-    def _lattice(self, spacing: object, origin: object, extent: object, centred: bool) -> Lattice:
+    def _lattice(self, spacing: object, origin: object, extent: float | Sequence | None, centred: bool) -> Lattice:
         return lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
 
     @cached_property

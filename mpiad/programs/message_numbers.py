@@ -46,7 +46,7 @@ class MessageNumbers:
         if envelope is first:
             return made
         # A message from any rank may have another sender than in the trace.
-        return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, made)
+        return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made)
 
     def with_copies(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return parameters with copies of the envelopes, and the copies that need a new number in each run."""

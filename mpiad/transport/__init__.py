@@ -1,8 +1,5 @@
 """The interface to MPI: buffers, communicators, messages and collectives, without derivatives."""
 
-from mpiad.transport import launcher  # looks at the environment before MPI starts, which may end the process
-
-# isort: split
 from mpi4py.MPI import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Op
 
 from mpiad.transport.core.buffers import spec_of
@@ -13,5 +10,5 @@ from mpiad.transport.devices.device_arrays import Spec
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",
-    "launcher", "member", "prepare", "renew", "spec_of",
+    "member", "prepare", "renew", "spec_of",
 ]  # fmt: skip

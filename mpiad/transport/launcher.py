@@ -1,8 +1,4 @@
-"""The launcher of this process, recognized by its environment variables before MPI starts.
-
-If launcher and library belong to different MPIs, each process may become a world of its own, or end at the import of
-mpi4py. So a warning is logged before this import.
-"""
+"""The launcher of this process, recognized by its environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _log = logging.getLogger("mpiad")
 
@@ -60,37 +56,6 @@ def mpiexec_of_library(library: str) -> str:
     return str(candidate) if library and candidate.exists() else ""
 
 
-def warn_of_other_library() -> None:
-    """Log, on the first process, that mpi4py will load a library of another MPI than the launcher's."""
-    # Only for Open MPI's launcher, under which another library may end the process at the import of mpi4py; for other
-    # launchers `warn_of_separate_worlds` warns after the import.
-    found = launcher()
-    if found.family != "openmpi" or found.rank != 0 or "mpi4py.MPI" in sys.modules:
-        return
-    family = _family_to_be_loaded()
-    if family not in ("", found.family):
-        beside = Path(sys.executable).with_name("mpiexec")
-        mend = str(beside) if beside.exists() else "the mpiexec of that library"
-        _log.warning(
-            f"mpiad: this job was started by {found.name}, but mpi4py loads another MPI, of MPICH's kind. If launcher and "
-            f"library don't match, the job ends now, or each process is a world of one rank. Start it with {mend}."
-        )
-
-
-def _family_to_be_loaded() -> str:
-    # mpi4py's wheels choose among several builds at import; other builds support one MPI only.
-    try:
-        from mpi4py import _mpiabi
-    except ImportError:
-        return ""
-    try:
-        known: Any = _mpiabi
-        kind = known._get_mpiabi() if known._registry.get("mpi4py.MPI") else ""
-    except (AttributeError, OSError, RuntimeError):
-        return ""
-    return {"openmpi": "openmpi", "mpich": "mpich", "mpiabi": "mpich"}.get(kind, "")
-
-
 def warn_of_separate_worlds(size: int) -> None:
     """Log, on the first process, that the launcher started several processes, but each is a world of its own."""
     found = launcher()
@@ -105,6 +70,3 @@ def in_pool() -> bool:
     """Return whether `python -m mpi4py.futures` runs the program: on rank 0 alone, while the others wait for tasks."""
     core = sys.modules.get("mpi4py.futures._core")
     return getattr(core, "SharedPool", None) is not None
-
-
-warn_of_other_library()

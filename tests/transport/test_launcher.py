@@ -57,9 +57,3 @@ def test_separate_worlds_are_warned_of_once(rank):
     done = run_under(OTHER, rank, "import mpiad; print(mpiad.mpi_size())")
     assert done.stdout == "1\n", done.stderr
     assert done.stderr.count("each of them is a world of one rank") == (rank == 0)
-
-
-@pytest.mark.launches
-def test_before_mpi_starts_it_is_said_that_the_library_is_another_one():
-    done = run_under("openmpi", 0, "import mpiad")
-    assert ("mpi4py loads another MPI, of MPICH's kind" in done.stderr) == (OTHER == "openmpi")

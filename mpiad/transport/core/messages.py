@@ -32,13 +32,10 @@ class Envelope:
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
 
-    def __init__(
-        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None,
-        answers: Envelope | None = None,
-    ):  # fmt: skip
+    def __init__(self, channel: Channel, peer: int, tag: int, outgoing: bool, answers: Envelope | None = None):
         self.channel, self.peer, self.tag, self.outgoing = channel, peer, tag, outgoing
         self.answers, self.reverse, self.asked = answers, answers is not None, (peer, tag)
-        self.number = number if number is not None or peer < 0 or tag < 0 else self._next()
+        self.number: int | None = None if peer < 0 or tag < 0 else self._next() if answers is None else answers.number
 
     def _next(self) -> int:
         counts = self.channel.sent if self.outgoing else self.channel.received
@@ -76,7 +73,7 @@ class Envelope:
 
     def back(self) -> Envelope:
         """Return the envelope of the message with the cotangent, in the opposite direction."""
-        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, self.answers or self)
+        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.answers or self)
 
     def along(self) -> Envelope:
         """Return the envelope of the message with the tangent, which follows this one."""
@@ -261,8 +258,10 @@ class PreparedMessages:
         self, channel: Channel, peers: Sequence[Rank], tag: int, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
     ):
         self._channel, self._tag = channel, tag
-        self._outgoing = [(Envelope(channel, peer, tag, True, 0), x, as_message(x)) for peer, x in zip(peers, sent)]
-        self._incoming = [(Envelope(channel, peer, tag, False, 0), x, as_message(x)) for peer, x in zip(peers, received)]
+        self._outgoing = [(Envelope(channel, peer, tag, True), x, as_message(x)) for peer, x in zip(peers, sent)]
+        self._incoming = [(Envelope(channel, peer, tag, False), x, as_message(x)) for peer, x in zip(peers, received)]
+        for envelope, _, _ in (*self._outgoing, *self._incoming):
+            envelope.give_back()  # each start takes the next number
         self._sends: list[Request] = []
         self._receives: list[Request] = []
         self._status = MPI.Status()
