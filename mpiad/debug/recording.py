@@ -16,7 +16,7 @@ from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -277,7 +277,7 @@ def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[floa
                 yield _complete(rank, number, start, end, None)
 
 
-def _metadata(rank: int, thread: int, kind: str, **args: Any) -> str:
+def _metadata(rank: int, thread: int, kind: str, **args: object) -> str:
     return json.dumps({"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": args})
 
 
@@ -287,11 +287,11 @@ def _complete(rank: int, thread: int, start: int, end: int, event: Event | None)
     return json.dumps(fields | {"name": name, "cat": category, "args": args})
 
 
-def _trace_fields(event: Event) -> tuple[str, str, dict[str, Any]]:
+def _trace_fields(event: Event) -> tuple[str, str, dict[str, object]]:
     if event.direction == "phase":
         return event.name, "phase", {}
     arguments = event.arguments
-    args: dict[str, Any] = {"site": event.site, "forward site": event.forward_site}
+    args: dict[str, object] = {"site": event.site, "forward site": event.forward_site}
     args |= {name: getattr(arguments, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
     args["dtype"] = None if arguments.dtype is None else str(arguments.dtype)
     args |= {"shape": arguments.shape and list(arguments.shape), "bytes": arguments.nbytes}

@@ -101,7 +101,7 @@ def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) 
     return {k: time for chosen, times in zip(indices, replies) for k, time in zip(chosen, times)}
 
 
-def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
+def _awaited(arrival: _Arrival, began: dict[Rank, float]) -> float:
     name, root = arrival.operation, arrival.root
     if root is not None and name in _FROM_ROOT:
         return began.get(root, arrival.began)

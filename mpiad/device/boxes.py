@@ -41,7 +41,7 @@ class DeviceBox(ArrayBox):
     size = property(lambda self: self._value.size)
     dtype = property(lambda self: self._value.dtype)
 
-    def astype(self, dtype: DTypeLike, *args: Any, **kwargs: Any) -> Array:
+    def astype(self, dtype: DTypeLike, *args: object, **kwargs: object) -> Array:
         """Convert the array to another dtype."""
         return cast(self, np.dtype(dtype))
 

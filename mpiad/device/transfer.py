@@ -70,7 +70,7 @@ def own_device() -> int:
     return _selected[0] if _selected else select()
 
 
-def _import_cupy(call: str) -> Any:
+def _import_cupy(call: str) -> ModuleType:
     try:
         return import_module("cupy")
     except ImportError as error:
@@ -111,7 +111,7 @@ class Constants:
         self._arrays = arrays
         self._copies: dict[ArrayModule, tuple[Array, ...]] = {}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple:
         # The copies aren't pickled, since another process may not have the same devices.
         return Constants, self._arrays
 

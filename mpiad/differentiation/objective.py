@@ -119,18 +119,19 @@ _buffers = _Buffers()
 def _forward(x: Array, p: ObjectiveReduction) -> Scalar:
     sent, received, messages = _buffers.sent, _buffers.received, _buffers.messages
     if p.shapes:
-        sent, received = np.array([0.0, 0.0, *_digest_words(p.shapes, p.channel.size)]), np.empty(2 + _WORDS)
+        sent = np.array([0.0, 0.0, *_digest_words(p.shapes, p.channel.size)])
+        received = np.empty_like(sent)
         messages = sent.view(complex), received.view(complex)
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(*messages)
     if received[0]:
         raise_everywhere(p.channel, p.problem)
     if p.shapes:
-        _require_same_shapes(p, received[2:])
+        # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² over P ranks only if all w are equal.
+        sums = [int(word) for word in received[2:]]
+        if any(total**2 != p.channel.size * squares for total, squares in zip(sums[::2], sums[1::2])):
+            raise agreed(p.channel, copies_error(p.channel.data.allgather(shapes_text(p.shapes)), p.call))
     return received[1]
-
-
-_WORDS = 4
 
 
 @functools.lru_cache
@@ -138,14 +139,6 @@ def _digest_words(shapes: Shapes, size: int) -> list[int]:
     # Two words of a digest and their squares. The words have few bits, so the sums over the ranks are exact.
     digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
-
-
-def _require_same_shapes(p: ObjectiveReduction, sums: np.ndarray) -> None:
-    """Raise on all ranks if shapes or dtypes differ, from the sums of words w and squares w² (see `_digest_words`)."""
-    # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² over P ranks only if all w are equal.
-    if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
-        texts = p.channel.data.allgather(shapes_text(p.shapes))
-        raise agreed(p.channel, copies_error(texts, p.call))
 
 
 def shapes_text(shapes: Shapes) -> str:

@@ -18,7 +18,7 @@ _CALL = "Domain.minimize"
 
 
 def minimize(
-    domain: Decomposition, fun: Function, x0: LocalArray | Tree, method: str, checkpoint: Any, **keywords: Any
+    domain: Decomposition, fun: Function, x0: LocalArray | Tree, method: str, checkpoint: object, **keywords: Any
 ) -> scipy.optimize.OptimizeResult:
     """See `Domain.minimize`."""
     with raising_together(domain._channel):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -32,7 +31,7 @@ def integer_of(value: Array, call: str, argument: str, allowed: str) -> int:
         raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
 
 
-def positive_count(value: Any, argument: str, least: int = 1) -> int:
+def positive_count(value: object, argument: str, least: int = 1) -> int:
     """Return a number of objects as an int; raise a ValueError unless it is an integer above zero, or from `least` on."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         expected = "above zero" if least else "zero or more"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, TextIO
+from typing import TextIO
 
 from autograd import tracer
 from autograd.tracer import getval
@@ -175,7 +175,7 @@ def stop_gradient(x: Array) -> Array:
     return map_leaves(getval, x) if isinstance(x, (dict, list, tuple)) or type(x) in FIELDS else getval(x)
 
 
-def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, comm: Comm = None) -> None:
+def mpi_print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, comm: Comm = None) -> None:
     """Print one line for each rank, in the order of ranks.
 
     Parameters

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import comb
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpiad.primitives.checks import positive_count
 
@@ -152,7 +152,7 @@ class CheckpointSchedule(NamedTuple):
     host: bool = False
 
 
-def schedule_of(value: Any) -> CheckpointSchedule | None:
+def schedule_of(value: int | CheckpointSchedule | None) -> CheckpointSchedule | None:
     """Return the user's argument `checkpoints` as a schedule, or None; raise a TypeError or ValueError if it is invalid."""
     if value is None:
         return None

@@ -153,17 +153,9 @@ def prepare_memory() -> bool:
 
 def huge_pages() -> str:
     """Return as text whether this process's arrays are in huge pages."""
-    try:
-        switch = _SWITCH.read_text()
-    except OSError:
-        return "none: the system has no transparent huge pages"
-    mode = switch[switch.find("[") + 1 : switch.find("]")]
-    if mode == "never":
-        return "none: the system's setting is never"
-    if mode == "always":
-        return "for all arrays of 2 MiB and more, and for the heap"
-    own = "for the heap" if _advised else "glibc's own setting" if _named("glibc.malloc.hugetlb") else "not requested"
-    return f"{own} (the system's setting is {mode})"
+    modes = _SWITCH.read_text() if _SWITCH.exists() else "[never]"
+    requested = "for the heap" if _advised else "not requested"
+    return f"{requested} (the system's setting is {modes.partition('[')[2].partition(']')[0]})"
 
 
 def _named(tunable: str) -> bool:

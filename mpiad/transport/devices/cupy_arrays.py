@@ -28,7 +28,7 @@ class CupyArrays:
         """Compiles and runs kernels on this device."""
         return CupyLauncher(self)
 
-    def current(self) -> AbstractContextManager[Any]:
+    def current(self) -> AbstractContextManager[object]:
         """Make this device the current one."""
         return cupy.cuda.Device(self.device)
 

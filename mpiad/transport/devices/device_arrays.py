@@ -97,7 +97,7 @@ class ArrayModule(Protocol):
     def wait(self, event: object) -> None:
         """Wait on the host until everything before an event is done."""
 
-    def current(self) -> AbstractContextManager[Any]:
+    def current(self) -> AbstractContextManager[object]:
         """Return a context in which this module's device is the current one of the thread."""
         ...
 
