@@ -32,13 +32,8 @@ def jacobian(
     ----------
     fun : callable
         Runs on every rank and returns a real array F_r. With ``objective="root"``, ranks other than root may return None.
-    argnum : int or tuple of int
-    objective : {"root", "sum", "mean"}
-        J = F_root, the sum of all F_r, or their mean.
-    shared : bool or tuple of bool
-        Whether all ranks hold copies of one variable x as the argument; a tuple as in `value_and_grad`.
-    root : int
-    comm : mpi4py intracommunicator, optional
+    argnum, objective, shared, root, comm
+        As in `value_and_grad`; J = F_root, the sum of all F_r, or their mean.
 
     Returns
     -------
@@ -47,12 +42,8 @@ def jacobian(
 
     Raises
     ------
-    TypeError
-        On all ranks, if the returned arrays aren't real or differ in shape.
-    RequestError
-        On all ranks, if a rank never waits for a request.
-    ValueError
-        If `objective` is unknown, or `root` isn't a rank of `comm`.
+    TypeError, ValueError, RequestError
+        As in `value_and_grad`. On all ranks, if the returned arrays aren't real or differ in shape.
 
     Ranks
     -----

@@ -772,28 +772,13 @@ class Domain(Decomposition):
         x0 : array of shape (..., *local_shape), or pytree of them
             This rank's block of the starting point.
         method : {"L-BFGS-sharded", "Newton-CG-sharded", "MMA-sharded"}
-        jac : callable or True, optional
-            ``jac(u, *args)`` returns the gradient of the objective J with respect to this rank's block. With True, `fun`
-            returns ``(L_r, gradient)``. By default it is computed by `value_and_grad`.
-        hessp : callable, optional
-            ``hessp(u, v, *args)`` returns this rank's block of the product of the Hessian of J with v, for
-            "Newton-CG-sharded". By default it is computed by `make_hvp`.
-        bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-            Bounds of this rank's block, flattened.
-        constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
-            As in `minimize`, for "MMA-sharded" and "L-BFGS-sharded". Their functions are called on all ranks with their
-            blocks. The matrix of a LinearConstraint has the columns of this rank's block, flattened.
-        tol, options
-            As in `minimize`; the same on all ranks.
-        callback : callable, optional
-            ``callback(u)`` is called on every rank after each iteration.
+        jac, hessp, bounds, constraints, tol, options, callback, args, progress
+            As in `minimize`. Points, gradients and products with the Hessian are those of this rank's block; bounds and the
+            columns of a LinearConstraint are those of the block, flattened.
         objective : {"root", "sum", "mean"}
             The minimized function J: L_0 (for a `fun` that returns `Domain.sum`), the sum of all L_r, or their mean.
-        args : tuple
         checkpoint : path or mpiad.optimize.CheckpointFile, optional
             As in `minimize`. Each rank writes files next to this path; any number of ranks can resume from these files.
-        progress : bool
-            Whether rank 0 writes the progress to standard error.
 
         Returns
         -------

@@ -47,7 +47,7 @@ def check_adjoint(
     ulps: float = 16.0,
     seed: int = 0,
 ) -> float:
-    """Test over all ranks that the adjoint of a linear map is its transpose.
+    """Test over all ranks that the adjoint of a linear map is its transpose; not differentiable.
 
     Parameters
     ----------
@@ -76,10 +76,6 @@ def check_adjoint(
     Ranks
     -----
     All ranks of `comm` call it.
-
-    Adjoint
-    -------
-    Not differentiable.
 
     Examples
     --------
@@ -201,7 +197,7 @@ def check_grads(
     step: float = 0.1,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Measure the convergence rate of the Taylor remainders of the objective, and raise if it is too low.
+    """Measure the convergence rate of the objective's Taylor remainders, and raise if it is too low; not differentiable.
 
     Parameters
     ----------
@@ -237,10 +233,6 @@ def check_grads(
     Ranks
     -----
     All ranks of `comm` call it.
-
-    Adjoint
-    -------
-    Not differentiable.
 
     References
     ----------

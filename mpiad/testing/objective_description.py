@@ -63,13 +63,10 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
 
     Parameters
     ----------
-    fun : callable
-        The function to differentiate, as for `value_and_grad`.
+    fun, root, comm
+        As for `value_and_grad`.
     *args : object
         This rank's arguments.
-    root : int
-        The root of the objective.
-    comm : mpi4py intracommunicator, optional
 
     Returns
     -------
@@ -79,18 +76,12 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
 
     Raises
     ------
-    TypeError
-        On all ranks, if a rank returns an object that is neither a real number nor None.
-    RequestError
-        On all ranks, if a rank never waits for a request.
+    TypeError, RequestError
+        On all ranks, if a rank returns an object that is neither a real number nor None, or never waits for a request.
 
     Ranks
     -----
     All ranks of `comm` call it.
-
-    Adjoint
-    -------
-    Not differentiable.
 
     Examples
     --------

@@ -212,7 +212,8 @@ def scatter(
     received, sent = incoming_transfer(piece._replace(shape=shape)), None
     if channel.rank == root:
         counts = [length * prod(shape if axis is None else shape[1:]) for length in lengths]
-        sent = [outgoing_transfer(_front(outgoing(x, call), axis)).buffer, counts]
+        array = _front(outgoing(x, call), axis)
+        sent = [outgoing_transfer(array).buffer, counts]
     channel.data.Scatterv(sent, received.buffer, root)
     return _back(received.received(), axis)
 
