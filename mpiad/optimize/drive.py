@@ -32,17 +32,13 @@ from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import WrongValueError, common_error
 
 _CALL = "drive"
-# After this number of values in a row, without a derivative at one of their points, forward passes aren't stored: tracing
-# takes longer than the evaluation of a short function. A line search may reject several points. At the start one value
-# suffices, since methods that use derivatives compute one at the first point.
-_MAX_WITHOUT_DERIVATIVE = 8
 
 
 class DrivenEvaluation(Evaluation):
-    """Values and derivatives of a function that returns numbers or arrays; its first evaluation decides which."""
+    """Values and derivatives of a function that returns numbers or, on the root, arrays."""
 
     call = _CALL
-    shape: Shape | None = None  # of the values, () for numbers; None before the first evaluation
+    shape: Shape | None = None  # on the root: of the values, () for numbers; None before the first evaluation
     _cotangent = np.zeros(0)  # of the stored Hessian
     _point = b""  # of the last value
 
@@ -55,9 +51,9 @@ class DrivenEvaluation(Evaluation):
         """Return whether the forward pass at this point is stored."""
         return self._forward is not None and self._point == vector.tobytes()
 
-    def values(self, vectors: np.ndarray) -> np.ndarray:
+    def values(self, points: np.ndarray) -> np.ndarray:
         """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
-        forward = self._forward
+        forward, vectors = self._forward, points.reshape(-1, self.packing.size)
         found = [self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors]
         # Kept if a solver doesn't converge: with groups this may happen on some ranks, and all use the pass, or none does.
         self._forward = forward
@@ -67,36 +63,35 @@ class DrivenEvaluation(Evaluation):
         return np.full(self.shape or (), math.nan)[()]
 
     def value_at(self, x: Tree) -> Any:
-        """Return this rank's number or array."""
-        out = self._program.fun(x, *self._program.args)
+        """Return this rank's number or array; report the function's communication at its own lines, not at `drive`'s."""
+        around, tracing.site = tracing.site, None
+        try:
+            out = self._program.fun(x, *self._program.args)
+        finally:
+            tracing.site = around
         if self._weight == 0.0:
             return out
         shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", None)
-        if shape == () and not self.shape:
+        if self.shape is None:
+            self.shape = shape
+        if shape == self.shape == ():
             return self._checked(out)
-        if getattr(dtype, "kind", "") not in ("f", "i", "u") or self.shape not in (None, shape):
-            expected = f"shape {self.shape}, as at the first point" if self.shape else "one shape"
-            got = f"{type(out).__name__} of {dtype}, shape {shape}"
-            raise WrongValueError(f"{_CALL}: a function must return real numbers of {expected}, but returned {got}.")
+        if getattr(dtype, "kind", "") not in ("f", "i", "u") or shape != self.shape or self._program.objective != "root":
+            got = f"{type(out).__name__} of {dtype}, shape {shape}, with objective={self._program.objective!r}"
+            raise WrongValueError(
+                f"{_CALL}: a function must return real numbers of shape {self.shape}, as at the first point; arrays must be "
+                f"the same on all ranks, with objective='root'; but it returned {got}."
+            )
         return to_host(out)
 
     def _term(self, value: Any) -> float:
         return 0.0 if np.ndim(value) and type(value) not in Box.types else super()._term(value)
 
     def _reduced(self, value: Any) -> Any:
-        if self.shape is None:  # after the first evaluation
-            every = self._comm.allgather(np.shape(value) if self._weight else None)  # type: ignore[union-attr]
-            shapes = [shape for shape in every if shape is not None]
-            if len(set(shapes)) > 1:
-                self.agreement.run(partial(_refuse, set(shapes)))
-            self.shape = shapes[0]
-        return self._objective if self.shape == () else self._total(self._weighted_value(value))
-
-    def _weighted_value(self, value: Any) -> np.ndarray:
-        return self._weight * np.array(getval(value), dtype=float) if self._weight else np.zeros(self.shape or ())
+        return np.array(getval(value), dtype=float) if self.shape else self._objective
 
     def _backward(self) -> np.ndarray:
-        if self.shape != ():
+        if self.shape:
             raise WrongValueError(f"{_CALL}: the function returns arrays of shape {self.shape}. Use f.vjp(x, w) or f.jvp.")
         return super()._backward()
 
@@ -107,8 +102,8 @@ class DrivenEvaluation(Evaluation):
 
         def pulled() -> np.ndarray:
             traced, variables = self._forward  # type: ignore[misc]
-            seed = self._weight * cotangent.reshape(self.shape or ())
             depends = self._weight and traced.places[0] >= 0
+            seed = self._weight * cotangent.reshape(self.shape or ()) if depends else 0.0
             seeds = [(traced.places[0], spec_like(traced.values[0]).dtype.type(seed))] if depends else []
             found = cotangents_of_variables(traced, seeds, variables, keep=True)
             return self._packed_gradient(variables.filled(found, lambda leaf: None))
@@ -116,12 +111,12 @@ class DrivenEvaluation(Evaluation):
         return self.attempted(lambda: self._total(self.agreement.run(pulled)), lambda: vector * math.nan)
 
     def jvp(self, vector: np.ndarray, direction: np.ndarray) -> Any:
-        """Return, on the root, the product of the Jacobian with a direction."""
+        """Return the product of the Jacobian with a direction, on the root if it is an array."""
         x, v = self.packing.unpack(vector), self.packing.unpack(direction)
 
         def pushed() -> Any:
-            tangent = self.agreement.run(lambda: make_jvp(self._forward_pass)(x)(v)[1])
-            return self._total(self._weighted_value(tangent))
+            tangent, self._objective = self.agreement.summed(lambda: make_jvp(self._forward_pass)(x)(v)[1], self._term)
+            return self._reduced(tangent)
 
         return self.attempted(pushed, self._not_a_number)
 
@@ -136,17 +131,12 @@ class DrivenEvaluation(Evaluation):
         """Return value, gradient and Hessian products of the function, or of its product with the cotangent."""
         if not self._cotangent.size:
             return super().differentiated(fun, x)
-        w = self._cotangent.reshape(self.shape or ())
 
         def scalar(x: Tree) -> Scalar | None:
             value = fun(x)
-            return anp.sum(w * value) if self._weight else value if np.ndim(value) == 0 else None
+            return anp.sum(self._cotangent.reshape(self.shape or ()) * value) if self._weight else None
 
         return super().differentiated(scalar, x)
-
-
-def _refuse(shapes: set[Shape]) -> None:
-    raise WrongValueError(f"{_CALL}: the ranks must return values of one shape, but returned {shapes}.")
 
 
 class DrivenFunction:
@@ -197,20 +187,18 @@ class DrivenFunction:
         self._driver, self._number, self._bar = driver, number, bar
         self.evaluations: dict[str, int] = dict.fromkeys(("value", "gradient", "both", "product", "jvp", "vjp"), 0)
         self.seconds: dict[str, float] = dict.fromkeys(self.evaluations, 0.0)
-        # The number of values since the last derivative that can use a stored forward pass.
-        self._without_derivative = _MAX_WITHOUT_DERIVATIVE - 1
+        # Whether the next forward pass is stored: tracing takes longer than the evaluation of a short function.
+        self._traces = True
 
     def __call__(self, x: Tree) -> Any:
-        """Return the function's value at x: a number or an array."""
-        self._without_derivative += 1
+        """Return the function's value at x, a number or an array; after a value without a derivative it isn't traced."""
+        traces, self._traces = self._traces, False
         vector = self._vector(x)
-        if self._without_derivative > _MAX_WITHOUT_DERIVATIVE:
-            return self._evaluated("values", vector[None])[0]
-        return self._evaluated("value", vector)
+        return self._evaluated("value", vector) if traces else self._evaluated("values", vector)[0]
 
     def gradient(self, x: Tree) -> Tree:
         """Return the gradient at x, in the structure of x; after ``f(x)`` at this point without another evaluation."""
-        self._without_derivative = 0
+        self._traces = True
         vector = self._vector(x)
         with self._driver.exclusive():  # no other thread replaces the forward pass
             if self._evaluation.is_ready(vector):
@@ -235,12 +223,11 @@ class DrivenFunction:
     def jvp(self, x: Tree, v: Tree) -> Any:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
         vector, direction = self._vector(x), self._direction(v)
-        self._shape(vector)
         return self._evaluated("jvp", vector, direction)
 
     def vjp(self, x: Tree, w: Array) -> Tree:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""
-        self._without_derivative = 0
+        self._traces = True
         vector = self._vector(x)
         with self._driver.exclusive():  # no other thread replaces the forward pass
             cotangent = self._cotangent(w, vector)
@@ -255,7 +242,7 @@ class DrivenFunction:
         """
         if not len(points):
             return np.zeros(0)
-        return self._evaluated("values", np.stack([self._vector(x) for x in points]))
+        return self._evaluated("values", np.concatenate([self._vector(x) for x in points]), count=len(points))
 
     @property
     def _evaluation(self) -> DrivenEvaluation:
@@ -263,7 +250,7 @@ class DrivenFunction:
 
     def _vector(self, x: Tree) -> np.ndarray:
         if self._evaluation is None:
-            self._driver.request("start", sendable_variables(x, _CALL, "x"), function=self._number)
+            self._driver.request("start", function=self._number, start=sendable_variables(x, _CALL, "x"))
         packing = self._evaluation.packing
         return packing.pack(x) if _is_array(x) else packing.pack_point(as_variables(x, _CALL, "x"))
 
@@ -284,10 +271,9 @@ class DrivenFunction:
     def _like_x(self, vector: np.ndarray) -> Tree:
         return self._evaluation.packing.unpack_gradient(vector)
 
-    def _evaluated(self, method: str, points: np.ndarray, second: np.ndarray | None = None) -> Any:
-        kind, count = ("value", len(points)) if method == "values" else (method, 1)
-        start = time.perf_counter()
-        found = self._driver.request(method, points, second, self._number)
+    def _evaluated(self, method: str, *vectors: np.ndarray, count: int = 1) -> Any:
+        kind, start = "value" if method == "values" else method, time.perf_counter()
+        found = self._driver.request(method, *vectors, function=self._number)
         self.seconds[kind] += time.perf_counter() - start
         self.evaluations[kind] += count
         if self._bar is not None:
@@ -300,21 +286,6 @@ class DrivenFunction:
 
 def _is_array(x: Tree) -> bool:
     return type(x) is np.ndarray and x.dtype == float
-
-
-def _with_own_lines(fun: Function) -> Function:
-    """Return `fun` such that errors report its communication at its own lines, not at the line that calls `drive`."""
-    if not callable(fun):
-        return fun
-
-    def run(*args: Any) -> Any:
-        around, tracing.site = tracing.site, None
-        try:
-            return fun(*args)
-        finally:
-            tracing.site = around
-
-    return run
 
 
 @recoverable(_CALL, make_error=partial(common_error, call=_CALL))
@@ -339,7 +310,7 @@ def drive(
         this rank's term L_r, one real number or an array of them. With `groups` it is ``fun(x, comm)``, and communicates on
         the communicator `comm` of the rank's group.
     objective : {"root", "sum", "mean"}
-        The value of a function: L_root, the sum of all L_r, or their mean, also for arrays.
+        The value of a function: L_root, the sum of all L_r, or their mean. Arrays need "root".
     root : int
     comm : mpi4py intracommunicator, optional
     groups : mpiad.tasks.RankGroups or int, optional
@@ -387,7 +358,7 @@ def drive(
                 raise TypeError(f"{_CALL}: expected program and at least one function, but got no function.")
             if used.rank == root and not callable(program):
                 raise TypeError(f"{_CALL}: program must be callable on the root, but got {type(program).__name__}.")
-            programs = [Program(_with_own_lines(fun), None, None, (), objective, root) for fun in functions]
+            programs = [Program(fun, None, None, (), objective, root) for fun in functions]
             for each in programs:
                 check_program(each, used, _CALL)
             if isinstance(groups, RankGroups) and channel(groups.whole, _CALL).members != used.members:

@@ -199,7 +199,7 @@ class Points:
         finite = math.isfinite(self.iterate.value)
         return self.best if not finite or self.best_improves_on(self.iterate.x, self.iterate.value) else self.iterate
 
-    def _carry_out(self, kind: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        found = self._request(kind, x, direction)
+    def _carry_out(self, kind: str, *vectors: np.ndarray) -> Any:
+        found = self._request(kind, *vectors)
         self.counts[kind] += 1
         return found
