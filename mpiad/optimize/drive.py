@@ -79,8 +79,8 @@ class DrivenEvaluation(Evaluation):
         if getattr(dtype, "kind", "") not in ("f", "i", "u") or shape != self.shape or self._program.objective != "root":
             got = f"{type(out).__name__} of {dtype}, shape {shape}, with objective={self._program.objective!r}"
             raise WrongValueError(
-                f"{_CALL}: a function must return real numbers of shape {self.shape}, as at the first point; arrays must be "
-                f"the same on all ranks, with objective='root'; but it returned {got}."
+                f"{_CALL}: a function must return real numbers of shape {self.shape}, as at the first point; arrays must "
+                f"be the same on all ranks, with objective='root'; but it returned {got}."
             )
         return to_host(out)
 

@@ -326,7 +326,7 @@ def test_constants_of_the_first_point() -> None:
     def program(f: Any, g: Any) -> None:
         for h in (f, g):
             assert h({"a": 1.0, "n": 2}) == 2.0 and h({"n": 2, "a": 3.0}) == 6.0
-            with pytest.raises(TypeError, match=r"the first point\['n'\] is 2, but got the first point\['n'\], 3.0. A point"):
+            with pytest.raises(TypeError, match=r"the first point\['n'\] is 2, but got the first point\['n'\], 3.0."):
                 h({"a": 1.0, "n": 3.0})
             with pytest.raises(TypeError, match=r"the first point\['n'\] is 2, but got the first point\['m'\], 2. A point"):
                 h.map([{"a": 1.0, "m": 2}])
