@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
@@ -23,7 +23,6 @@ from mpiad.optimize.drive import DrivenFunction
 from mpiad.optional_packages import optional_package
 from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.programs.signature import arguments_of
-from mpiad.programs.traced_array import TracedArray
 from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import opaque
 
@@ -73,7 +72,7 @@ def from_jax(fun: Function) -> Function:
     >>> print(mpiad.grad(norm)(np.array([3.0, 4.0], np.float32)))
     [0.6 0.8]
     """
-    return _imported(_JAX("from_jax", fun), fun)
+    return _imported(_JAX(_name(fun, "from_jax")), fun)
 
 
 def from_torch(fun: Function) -> Function:
@@ -120,7 +119,7 @@ def from_torch(fun: Function) -> Function:
     >>> print(mpiad.grad(norm)(np.array([3.0, 4.0])))
     [0.6 0.8]
     """
-    return _imported(_Torch("from_torch", fun), fun)
+    return _imported(_Torch(_name(fun, "from_torch")), fun)
 
 
 def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
@@ -151,7 +150,7 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
     Adjoint
     -------
-    ``f.value_and_gradient``, or ``f.vjp`` for arrays; there is no derivative in forward mode or of second order.
+    ``f.vjp``; there is no derivative in forward mode or of second order.
 
     Examples
     --------
@@ -176,22 +175,11 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
         return jax.pure_callback(run, specs, *args, vmap_method="sequential")
 
-    def value_of(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype)
-
     @jax.custom_vjp
     def driven(x: Any) -> Any:
-        return called(f, value_of(x), x)
+        return called(f, jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype), x)
 
-    def forward(x: Any) -> tuple[Any, Any]:
-        if shape:
-            return driven(x), x
-        return called(f.value_and_gradient, (value_of(x), x), x)
-
-    def backward(kept: Any, g: Any) -> tuple[Any]:
-        return (called(f.vjp, kept, kept, g) if shape else tree_map(lambda gradient: g * gradient, kept),)
-
-    driven.defvjp(forward, backward)
+    driven.defvjp(lambda x: (driven(x), x), lambda x, g: (called(f.vjp, x, x, g),))
     return driven
 
 
@@ -267,6 +255,12 @@ def _check_driven(f: object, call: str) -> None:
         )
 
 
+def _name(fun: object, call: str) -> str:
+    if not callable(fun):
+        raise TypeError(f"{call}: expected a function, but got {type(fun).__name__} {fun!r:.60}.")
+    return f"{call}({getattr(fun, '__name__', type(fun).__name__)})"
+
+
 def _imported(framework: _Framework, fun: Function) -> Function:
     operators: dict[Hashable, _Operator] = {}
 
@@ -286,7 +280,7 @@ def _imported(framework: _Framework, fun: Function) -> Function:
                 return fun(*args, **kwargs)
 
             operators[given.form] = _Operator(framework, flat)
-        return operators[given.form]([np.asarray(leaf) if isinstance(leaf, TracedArray) else leaf for leaf in given.leaves])
+        return operators[given.form](given.leaves)
 
     called.__name__ = framework.name
     return opaque(called)
@@ -304,6 +298,29 @@ class _Operator:
         call = _Call(self, tuple([place for place, leaf in enumerate(leaves) if isbox(leaf)]))
         found = call.parts(_evaluate(*leaves, call=call)) if call.places else call.values(leaves)
         return call.build(found)
+
+    def natives(self, arrays: Sequence[Array]) -> list[object]:
+        """Return the framework's arrays with the values of plain arrays and numbers."""
+        found = []
+        for given in arrays:
+            x = np.asarray(given)
+            if x.dtype.kind not in "fciub":
+                kind = f"{type(given).__name__} of {x.dtype}"
+                raise TypeError(f"{self.framework.name}: expected arrays of numbers on the host, but got {kind}.")
+            found.append(self.framework.native(x))
+        return found
+
+    def arrays(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+        """Return plain arrays with the values of the leaves of a result."""
+        found = []
+        for y in leaves:
+            array = self.framework.array(y)
+            if array is None:
+                got = f"an array of {y.dtype} on {y.device}" if hasattr(y, "device") else f"{type(y).__name__} {y!r:.60}"
+                text = "the function must return floating-point or complex arrays on the CPU"
+                raise TypeError(f"{self.framework.name}: {text}, but returned {got}.")
+            found.append(array)
+        return found
 
     def of_variables(self, places: tuple[int, ...], natives: Sequence[object]) -> tuple[Function, list[object]]:
         """Return the function of the arrays at `places`, and these arrays."""
@@ -325,7 +342,7 @@ class _Operator:
             if count is None:
                 return self.framework.jvp(of, (variables,), (list(natives[n:]),))[1]
             result, pull = self.framework.vjp(of, variables)
-            return pull(flatten(result)[1](list(natives[n:])))
+            return pull(flatten(result)[1](list(natives[n:])))[0]
 
         key = places, count
         if key not in self._derivatives:
@@ -337,28 +354,24 @@ class _Call:
     """One call of an operator, traced at `places`; a traced result is one vector of all leaves, or the only leaf."""
 
     def __init__(self, operator: _Operator, places: tuple[int, ...]):
-        self._operator, self.places = operator, places
+        self.operator, self.places = operator, places
         self._pull: Function | None = None  # the adjoint with its intermediate values
 
     def values(self, arrays: Sequence[Array]) -> list[np.ndarray]:
         """Return the leaves of the result for plain arrays."""
-        operator, framework = self._operator, self._operator.framework
-        natives = framework.natives(arrays)
+        operator, framework = self.operator, self.operator.framework
+        natives = operator.natives(arrays)
         if self.places and framework.keeps:
             recorded = framework.compiled(lambda natives: framework.vjp(*operator.of_variables(self.places, natives)))
             tree, self._pull = recorded(natives)
         else:
             tree = operator.value(natives)
         leaves, self.build = flatten(tree)
-        return framework.arrays(leaves)
+        return operator.arrays(leaves)
 
-    def evaluate(self, arrays: Sequence[Array]) -> Array:
-        """Return the result for plain arrays, as one array."""
-        values = self.values(arrays)
-        self._layout = None if len(values) == 1 else Concatenation(list(map(spec_like, values)))
-        return self._joined(values)
-
-    def _joined(self, leaves: Sequence[Array]) -> Array:
+    def joined(self, leaves: Sequence[Array]) -> Array:
+        """Return the leaves as one array."""
+        self._layout = None if len(leaves) == 1 else Concatenation(list(map(spec_like, leaves)))
         return leaves[0] if self._layout is None else self._layout.vector(leaves)
 
     def parts(self, result: Array) -> list[Array]:
@@ -367,20 +380,16 @@ class _Call:
 
     def pull(self, places: tuple[int, ...], args: Sequence[Array], g: Array) -> Sequence[Array]:
         """Return the cotangents of the arrays at `places`."""
-        gs, framework = self.parts(g), self._operator.framework
+        gs, operator = self.parts(g), self.operator
         if self._pull is None or isbox(g) or any(map(isbox, args)):
-            return self._operator.derivative(places, len(gs))([*args, *gs])
-        found = dict(zip(self.places, framework.arrays(self._pull(self.build(framework.natives(gs))))))
+            return operator.derivative(places, len(gs))([*args, *gs])
+        found = dict(zip(self.places, operator.arrays(self._pull(self.build(operator.natives(gs)))[0])))
         return [found[place] for place in places]
-
-    def push(self, places: tuple[int, ...], args: Sequence[Array], gs: Sequence[Array]) -> Array:
-        """Return the tangent of the result."""
-        return self._joined(flatten(self._operator.derivative(places)([*args, *gs]))[0])
 
 
 @primitive
 def _evaluate(*arrays: Array, call: _Call) -> Array:
-    return call.evaluate(arrays)
+    return call.joined(call.values(arrays))
 
 
 def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
@@ -395,67 +404,23 @@ def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Cal
 
 
 def _jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    return kwargs["call"].push(argnums, args, [conformed(g, spec_like(args[k])) for k, g in zip(argnums, gs)])
+    call: _Call = kwargs["call"]
+    tangents = [conformed(g, spec_like(args[k])) for k, g in zip(argnums, gs)]
+    return call.joined(flatten(call.operator.derivative(argnums)([*args, *tangents]))[0])
 
 
 defvjp_argnums(_evaluate, _vjp)
 defjvp_argnums(_evaluate, _jvp)
 
 
-class _Framework:
-    """The functions of a framework, for errors about the function `fun` that `call` converts."""
-
-    module: Any
-    keeps: bool  # whether a call keeps intermediate values for its adjoint
-    compiled: Function  # (function of natives) -> function of natives
-    jvp: Function  # like jax.jvp
-    vjp: Function  # like jax.vjp, for one argument
-    native: Function  # (array) -> the framework's array
-    array: Function  # (leaf of a result) -> array, None if it isn't a floating-point or complex one on the CPU
-
-    def __init__(self, call: str, fun: object):
-        if not callable(fun):
-            raise TypeError(f"{call}: expected a function, but got {type(fun).__name__} {fun!r:.60}.")
-        self.name = f"{call}({getattr(fun, '__name__', type(fun).__name__)})"
-
-    def natives(self, arrays: Sequence[Array]) -> list[object]:
-        """Return the framework's arrays with the values of plain arrays and numbers."""
-        found = []
-        for given in arrays:
-            x = np.asarray(given)
-            if x.dtype.kind not in "fciub":
-                kind = f"{type(given).__name__} of {x.dtype}"
-                raise TypeError(f"{self.name}: expected arrays of numbers on the host, but got {kind}.")
-            found.append(self.native(x))
-        return found
-
-    def arrays(self, leaves: Sequence[Any]) -> list[np.ndarray]:
-        """Return plain arrays with the values of the leaves of a result."""
-        found = []
-        for y in leaves:
-            array = self.array(y)
-            if array is None:
-                got = f"an array of {y.dtype} on {y.device}" if hasattr(y, "device") else f"{type(y).__name__} {y!r:.60}"
-                text = "the function must return floating-point or complex arrays on the CPU"
-                raise TypeError(f"{self.name}: {text}, but returned {got}.")
-            found.append(array)
-        return found
-
-
-class _JAX(_Framework):
-    """JAX: compiled functions of pytrees of arrays."""
+class _JAX:
+    """JAX: compiled functions of pytrees of arrays; `name`: of the function, for errors."""
 
     keeps = False
 
-    def __init__(self, call: str, fun: object):
-        super().__init__(call, fun)
-        self.module = jax = optional_package("jax", "JAX", "jax", "mpiad.interop")
-        self.compiled, self.jvp = jax.jit, jax.jvp
-
-    def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
-        """Return the result of a function, and its adjoint."""
-        result, pull = self.module.vjp(fun, variables)
-        return result, lambda g: pull(g)[0]
+    def __init__(self, name: str):
+        self.name, self.module = name, optional_package("jax", "JAX", "jax", "mpiad.interop")
+        self.compiled, self.vjp, self.jvp = self.module.jit, self.module.vjp, self.module.jvp
 
     def native(self, x: np.ndarray) -> np.ndarray:
         """Return x, which JAX reads without a copy."""
@@ -473,15 +438,14 @@ class _JAX(_Framework):
         return np.asarray(y) if expected and all(device.platform == "cpu" for device in y.devices()) else None
 
 
-class _Torch(_Framework):
-    """PyTorch: functions of pytrees of tensors, called as they are."""
+class _Torch:
+    """PyTorch: functions of pytrees of tensors, called as they are; `keeps`: a call keeps what its adjoint needs."""
 
     keeps = True
 
-    def __init__(self, call: str, fun: object):
-        super().__init__(call, fun)
-        self.module = torch = optional_package("torch", "PyTorch", "torch", "mpiad.interop")
-        self.jvp = torch.func.jvp
+    def __init__(self, name: str):
+        self.name, self.module = name, optional_package("torch", "PyTorch", "torch", "mpiad.interop")
+        self.jvp = self.module.func.jvp
 
     def compiled(self, fun: Function) -> Function:
         """Return the function without a graph of its own, as for parameters of a module; it must not change arguments."""
@@ -490,18 +454,16 @@ class _Torch(_Framework):
             with self.module.no_grad():
                 result = fun(natives)
             if any(native._version for native in natives):
-                raise RuntimeError(
-                    f"{self.name}: the function changes an argument in place. Copy it first, with x.clone()."
-                )
+                raise RuntimeError(f"{self.name}: the function changes an argument in place. Copy it first, by x.clone().")
             return result
 
         return run
 
     def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint for cotangents that aren't conjugated, as PyTorch's are."""
-        conjugated = partial(self.module.utils._pytree.tree_map, lambda g: g.conj() if g.is_complex() else g)
+        conjugated = partial(self.module.utils._pytree.tree_map, self.module.conj)
         result, pull = self.module.func.vjp(fun, variables)
-        return result, lambda g: conjugated(pull(conjugated(g))[0])
+        return result, lambda g: conjugated(pull(conjugated(g)))
 
     def native(self, x: np.ndarray) -> object:
         """Return a tensor that shares the memory of x if possible."""
@@ -509,8 +471,9 @@ class _Torch(_Framework):
 
     def array(self, y: Any) -> np.ndarray | None:
         """Return the values of a result; None if it isn't a floating-point or complex tensor on the CPU."""
-        torch = self.module
-        dtypes = torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128
-        if not isinstance(y, torch.Tensor) or y.dtype not in dtypes or y.device.type != "cpu":
-            return None
-        return y.detach().resolve_conj().resolve_neg().numpy()
+        if isinstance(y, self.module.Tensor) and y.device.type == "cpu" and (y.is_floating_point() or y.is_complex()):
+            return y.detach().resolve_conj().resolve_neg().numpy()
+        return None
+
+
+_Framework: TypeAlias = _JAX | _Torch

@@ -51,6 +51,10 @@ class DrivenEvaluation(Evaluation):
         """Return whether the forward pass at this point is stored."""
         return self._forward is not None and self._point == vector.tobytes()
 
+    def gradient(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return the gradient, on the root, from the stored forward pass if it is at this point."""
+        return super().gradient(vector) if self.is_ready(vector) else self.both(vector)[1]
+
     def values(self, points: np.ndarray) -> np.ndarray:
         """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
         forward, vectors = self._forward, points.reshape(-1, self.packing.size)
@@ -96,7 +100,9 @@ class DrivenEvaluation(Evaluation):
         return super()._backward()
 
     def vjp(self, vector: np.ndarray, cotangent: np.ndarray) -> np.ndarray | None:
-        """Return, on the root, the product of the transposed Jacobian with a cotangent, at the point of the last value."""
+        """Return, on the root, the product of the transposed Jacobian with a cotangent; store the forward pass."""
+        if not self.is_ready(vector):
+            self.value(vector)
         if self._forward is None:  # a solver hasn't converged
             return vector * math.nan
 
@@ -150,7 +156,8 @@ class DrivenFunction:
     ----------
     evaluations : dict
         Numbers of evaluations on all ranks: "value", "gradient" (after a value at the same point), "both", "product"
-        (with the Hessian), "jvp" and "vjp". A point of `map` counts as a "value".
+        (with the Hessian), "jvp" and "vjp" (with the value, unless it has been computed at the same point). A point of
+        `map` counts as a "value".
     seconds : dict
         Time of these evaluations on the root, in seconds.
 
@@ -194,16 +201,14 @@ class DrivenFunction:
         """Return the function's value at x, a number or an array; after a value without a derivative it isn't traced."""
         traces, self._traces = self._traces, False
         vector = self._vector(x)
-        return self._evaluated("value", vector) if traces else self._evaluated("values", vector)[0]
+        return self._evaluated("value", vector) if traces else self._evaluated("values", vector, kind="value")[0]
 
     def gradient(self, x: Tree) -> Tree:
         """Return the gradient at x, in the structure of x; after ``f(x)`` at this point without another evaluation."""
         self._traces = True
         vector = self._vector(x)
-        with self._driver.exclusive():  # no other thread replaces the forward pass
-            if self._evaluation.is_ready(vector):
-                return self._like_x(self._evaluated("gradient", vector))
-            return self._like_x(self._evaluated("both", vector)[1])
+        kind = "gradient" if self._evaluation.is_ready(vector) else "both"
+        return self._like_x(self._evaluated("gradient", vector, kind=kind))
 
     def value_and_gradient(self, x: Tree) -> tuple[float, Tree]:
         """Return value and gradient at x."""
@@ -213,27 +218,23 @@ class DrivenFunction:
     def hvp(self, x: Tree, v: Tree, w: Array | None = None) -> Tree:
         """Return the product of the Hessian at x with v; with w, the Hessian is that of ``sum(w * f(x))``."""
         vector = self._vector(x)
-        direction = self._direction(v)
+        direction = self._evaluation.packing.pack(v)
         if w is not None:
             direction = np.concatenate([direction, self._cotangent(w, vector)])
-        elif self._shape(vector):
+        elif self._evaluation.shape:
             raise TypeError(f"{_CALL}: the function returns arrays. Pass a cotangent: f.hvp(x, v, w).")
         return self._like_x(self._evaluated("product", vector, direction))
 
     def jvp(self, x: Tree, v: Tree) -> Any:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
-        vector, direction = self._vector(x), self._direction(v)
-        return self._evaluated("jvp", vector, direction)
+        vector = self._vector(x)
+        return self._evaluated("jvp", vector, self._evaluation.packing.pack(v))
 
     def vjp(self, x: Tree, w: Array) -> Tree:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""
         self._traces = True
         vector = self._vector(x)
-        with self._driver.exclusive():  # no other thread replaces the forward pass
-            cotangent = self._cotangent(w, vector)
-            if not self._evaluation.is_ready(vector):
-                self._evaluated("value", vector)
-            return self._like_x(self._evaluated("vjp", vector, cotangent))
+        return self._like_x(self._evaluated("vjp", vector, self._cotangent(w, vector)))
 
     def map(self, points: Sequence[Tree]) -> np.ndarray:
         """Return the values at points, shape (k,) or (k, ...); with groups, several points at a time.
@@ -242,7 +243,8 @@ class DrivenFunction:
         """
         if not len(points):
             return np.zeros(0)
-        return self._evaluated("values", np.concatenate([self._vector(x) for x in points]), count=len(points))
+        vectors = np.concatenate([self._vector(x) for x in points])
+        return self._evaluated("values", vectors, kind="value", count=len(points))
 
     @property
     def _evaluation(self) -> DrivenEvaluation:
@@ -251,19 +253,14 @@ class DrivenFunction:
     def _vector(self, x: Tree) -> np.ndarray:
         if self._evaluation is None:
             self._driver.request("start", function=self._number, start=sendable_variables(x, _CALL, "x"))
+        is_array = type(x) is np.ndarray and x.dtype == float
         packing = self._evaluation.packing
-        return packing.pack(x) if _is_array(x) else packing.pack_point(as_variables(x, _CALL, "x"))
-
-    def _direction(self, v: Tree) -> np.ndarray:
-        return self._evaluation.packing.pack(v if _is_array(v) else as_variables(v, _CALL, "v"))
-
-    def _shape(self, vector: np.ndarray) -> Shape | None:
-        if self._evaluation.shape is None:
-            self._evaluated("value", vector)
-        return self._evaluation.shape
+        return packing.pack(x) if is_array else packing.pack_point(as_variables(x, _CALL, "x"))
 
     def _cotangent(self, w: Array, vector: np.ndarray) -> np.ndarray:
-        array, shape = np.asarray(w, dtype=float), self._shape(vector)
+        if self._evaluation.shape is None:
+            self._evaluated("value", vector)
+        array, shape = np.asarray(w, dtype=float), self._evaluation.shape
         if array.shape != shape:
             raise TypeError(f"{_CALL}: w must have the shape of the function's values, {shape}, but got {array.shape}.")
         return array.reshape(-1)
@@ -271,8 +268,8 @@ class DrivenFunction:
     def _like_x(self, vector: np.ndarray) -> Tree:
         return self._evaluation.packing.unpack_gradient(vector)
 
-    def _evaluated(self, method: str, *vectors: np.ndarray, count: int = 1) -> Any:
-        kind, start = "value" if method == "values" else method, time.perf_counter()
+    def _evaluated(self, method: str, *vectors: np.ndarray, kind: str = "", count: int = 1) -> Any:
+        kind, start = kind or method, time.perf_counter()
         found = self._driver.request(method, *vectors, function=self._number)
         self.seconds[kind] += time.perf_counter() - start
         self.evaluations[kind] += count
@@ -282,10 +279,6 @@ class DrivenFunction:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{_CALL}: {ELSEWHERE}")
-
-
-def _is_array(x: Tree) -> bool:
-    return type(x) is np.ndarray and x.dtype == float
 
 
 @recoverable(_CALL, make_error=partial(common_error, call=_CALL))

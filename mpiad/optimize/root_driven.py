@@ -44,7 +44,7 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.signals import postponed
 from mpiad.transport.exits.user_failures import StageFailures
 
-METHODS: list[str] = """finish start value values gradient both product not_finite jvp vjp residuals factor tangent
+METHODS: Sequence[str] = """finish start value values gradient both product not_finite jvp vjp residuals factor tangent
     cotangent""".split()
 _HEADER, _SHORT = 4, 28  # lengths: of the header, and at most of the vectors that are sent with it
 
@@ -123,18 +123,12 @@ class RootDriven(Solve):
         self.evaluation = self._factory(program, self.packing, group.agreement, group._used, group._comm)
         self.evaluations[function] = self.evaluation
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Exclude requests of other threads inside this context; raise a RuntimeError in a forked process."""
-        if os.getpid() != self._pid:  # where the lock may be held forever
-            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
-        with self._lock:
-            yield
-
     def request(self, method: str, *vectors: np.ndarray, function: int = 0, start: Tree = None) -> Any:
         """Execute an instruction on all ranks, and return its result; the root calls this, in any thread."""
         thread = threading.get_ident()
-        with self.exclusive():
+        if os.getpid() != self._pid:  # in a forked process, in which the lock may be held forever
+            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
+        with self._lock:
             if self._thread == thread:
                 raise RuntimeError(
                     f"{self._call}: a driven function was called inside an evaluation. Call the plain function."

@@ -64,7 +64,7 @@ def check_number(f: Any, c: float) -> None:
     np.testing.assert_allclose(f.jvp(X, V), c * 4 * X**3 @ V, rtol=1e-14)
     np.testing.assert_allclose(f.vjp(X, 2.0), c * 8 * X**3, rtol=1e-14)
     np.testing.assert_allclose(f.map([X, 2.0 * X]), c * np.sum(X**4) * np.array([1.0, 16.0]), rtol=1e-14)
-    assert f.evaluations == {"value": 4, "gradient": 1, "both": 2, "product": 2, "jvp": 1, "vjp": 1}
+    assert f.evaluations == {"value": 3, "gradient": 1, "both": 2, "product": 2, "jvp": 1, "vjp": 1}
     assert all(seconds > 0.0 for seconds in f.seconds.values())
 
 
@@ -330,7 +330,7 @@ def test_constants_of_the_first_point() -> None:
                 h({"a": 1.0, "n": 3.0})
             with pytest.raises(TypeError, match=r"the first point\['n'\] is 2, but got the first point\['m'\], 2. A point"):
                 h.map([{"a": 1.0, "m": 2}])
-        assert f.jvp({"a": 1.0, "n": 2}, {"a": 1.0, "n": 0}) == 2.0
+        assert f.jvp({"a": 1.0, "n": 2}, {"a": 1.0, "n": 2}) == 2.0
 
     drive(program, *[lambda x: x["a"] * x["n"]] * 2)
 
