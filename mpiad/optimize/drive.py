@@ -16,11 +16,9 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Shape, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_jvp
-from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import ELSEWHERE, RootDriven
-from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.transport import channel
@@ -94,10 +92,10 @@ class DrivenEvaluation(Evaluation):
     def _reduced(self, value: Any) -> Any:
         return np.array(getval(value), dtype=float) if self.shape else self._objective
 
-    def _backward(self) -> np.ndarray:
-        if self.shape:
+    def _backward(self, cotangent: Array = None, keep: bool = False) -> np.ndarray:
+        if self.shape and cotangent is None:
             raise WrongValueError(f"{_CALL}: the function returns arrays of shape {self.shape}. Use f.vjp(x, w) or f.jvp.")
-        return super()._backward()
+        return super()._backward(1.0 if cotangent is None else cotangent, keep)
 
     def vjp(self, vector: np.ndarray, cotangent: np.ndarray) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with a cotangent; store the forward pass."""
@@ -106,14 +104,8 @@ class DrivenEvaluation(Evaluation):
         if self._forward is None:  # a solver hasn't converged
             return vector * math.nan
 
-        def pulled() -> np.ndarray:
-            traced, variables = self._forward  # type: ignore[misc]
-            depends = self._weight and traced.places[0] >= 0
-            seed = self._weight * cotangent.reshape(self.shape or ()) if depends else 0.0
-            seeds = [(traced.places[0], spec_like(traced.values[0]).dtype.type(seed))] if depends else []
-            found = cotangents_of_variables(traced, seeds, variables, keep=True)
-            return self._packed_gradient(variables.filled(found, lambda leaf: None))
-
+        cotangent = cotangent.reshape(self.shape) if self._weight else np.zeros(())
+        pulled = partial(self._backward, cotangent, keep=True)
         return self.attempted(lambda: self._total(self.agreement.run(pulled)), lambda: vector * math.nan)
 
     def jvp(self, vector: np.ndarray, direction: np.ndarray) -> Any:

@@ -167,9 +167,8 @@ class Points:
         self._first_point = self._first_point or point
         found = self._carry_out(kind, x)
         value, gradient = found if kind == "both" else (found, None) if kind == "value" else (None, found)
-        self._last_with_value = (
-            point if kind == "value" else None
-        )  # an evaluation of the gradient consumes the forward pass
+        # An evaluation of the gradient consumes the forward pass.
+        self._last_with_value = point if kind == "value" else None
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value
