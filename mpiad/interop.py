@@ -1,15 +1,16 @@
 """Functions of JAX and PyTorch in mpiad's programs, and driven functions in programs of JAX and PyTorch.
 
-A function of another framework becomes one step of the tape. An `_Operator` is such a function of flat arrays. Its adjoint
-and its tangent are functions of the same framework, so they are operators as well, with derivatives of their own. A `_Call`
-is one call of an operator. PyTorch keeps intermediate values for the adjoint; JAX's compiled adjoint computes them again.
+A function of another framework becomes one step of the tape. An `_Operator` is such a function of a list of arrays. Its
+adjoint and its tangent are functions of the same framework, so they are operators as well, with derivatives of their own. A
+`_Call` is one call of an operator. PyTorch keeps intermediate values for the adjoint; JAX's compiled adjoint computes them
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,8 +23,7 @@ from mpiad.optimize.drive import DrivenFunction
 from mpiad.optional_packages import optional_package
 from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.programs.signature import arguments_of
-from mpiad.programs.traced_array import TracedArray
-from mpiad.pytrees import flatten, refuse_objects
+from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import opaque
 
 __all__ = ["from_jax", "from_torch", "to_jax", "to_torch"]
@@ -38,8 +38,7 @@ def from_jax(fun: Function) -> Function:
     ----------
     fun : callable
         A function of pytrees (dicts, lists and tuples) of arrays and numbers, that JAX can compile (`jax.jit`) and
-        differentiate. It returns a pytree of floating-point or complex arrays. Strings, booleans and None are constants of
-        the compiled program.
+        differentiate. It returns a pytree of floating-point or complex arrays.
 
     Returns
     -------
@@ -73,7 +72,7 @@ def from_jax(fun: Function) -> Function:
     >>> print(mpiad.grad(norm)(np.array([3.0, 4.0], np.float32)))
     [0.6 0.8]
     """
-    return _imported(_jax(), fun, "from_jax")
+    return _imported(_JAX(_name(fun, "from_jax")), fun)
 
 
 def from_torch(fun: Function) -> Function:
@@ -120,7 +119,7 @@ def from_torch(fun: Function) -> Function:
     >>> print(mpiad.grad(norm)(np.array([3.0, 4.0])))
     [0.6 0.8]
     """
-    return _imported(_torch(), fun, "from_torch")
+    return _imported(_Torch(_name(fun, "from_torch")), fun)
 
 
 def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
@@ -151,7 +150,7 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
     Adjoint
     -------
-    ``f.value_and_gradient``, or ``f.vjp`` for arrays; there is no derivative in forward mode or of second order.
+    ``f.vjp``; there is no derivative in forward mode or of second order.
 
     Examples
     --------
@@ -162,7 +161,7 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
     [2. 4.]
     """
     _check_driven(f, "to_jax")
-    jax = _jax().module
+    jax = optional_package("jax", "JAX", "jax", "mpiad.interop")
     tree_map = jax.tree_util.tree_map
 
     def called(method: Function, specs: Any, *args: Any) -> Any:
@@ -176,22 +175,11 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
         return jax.pure_callback(run, specs, *args, vmap_method="sequential")
 
-    def value_of(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype)
-
     @jax.custom_vjp
     def driven(x: Any) -> Any:
-        return called(f, value_of(x), x)
+        return called(f, jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype), x)
 
-    def forward(x: Any) -> tuple[Any, Any]:
-        if shape:
-            return driven(x), x
-        return called(f.value_and_gradient, (value_of(x), x), x)
-
-    def backward(kept: Any, g: Any) -> tuple[Any]:
-        return (called(f.vjp, kept, kept, g) if shape else tree_map(lambda gradient: g * gradient, kept),)
-
-    driven.defvjp(forward, backward)
+    driven.defvjp(lambda x: (driven(x), x), lambda x, g: (called(f.vjp, x, x, g),))
     return driven
 
 
@@ -233,7 +221,7 @@ def to_torch(f: DrivenFunction) -> Function:
     [2. 4.]
     """
     _check_driven(f, "to_torch")
-    torch = _torch().module
+    torch = optional_package("torch", "PyTorch", "torch", "mpiad.interop")
 
     def like(values: Any, x: Any) -> Any:
         return torch.as_tensor(np.asarray(values), dtype=x.dtype, device=x.device)
@@ -267,149 +255,141 @@ def _check_driven(f: object, call: str) -> None:
         )
 
 
-def _imported(framework: _Framework, fun: Function, call: str) -> Function:
+def _name(fun: object, call: str) -> str:
     if not callable(fun):
         raise TypeError(f"{call}: expected a function, but got {type(fun).__name__} {fun!r:.60}.")
-    name = f"{call}({getattr(fun, '__name__', type(fun).__name__)})"
+    return f"{call}({getattr(fun, '__name__', type(fun).__name__)})"
+
+
+def _imported(framework: _Framework, fun: Function) -> Function:
     operators: dict[Hashable, _Operator] = {}
 
     def called(*args: Tree, **kwargs: Tree) -> Tree:
-        if framework.name == "JAX" and _jax_waits.get():
+        if isinstance(framework, _JAX) and _jax_waits.get():
             raise RuntimeError(
-                f"{name} was called in a driven function that a program of JAX waits for (see to_jax). JAX may "
+                f"{framework.name} was called in a driven function that a program of JAX waits for (see to_jax). JAX may "
                 "wait forever for a function that it runs in such a call. Use a program of another framework, or call the "
                 "driven function's own methods."
             )
         given = arguments_of(args, kwargs)
-        leaves = [np.asarray(leaf) if isinstance(leaf, TracedArray) else leaf for leaf in given.leaves]
-        if len(given.traced) < len(leaves):
-            refuse_objects(given.build(leaves), "an argument", name)
-        variables = tuple(place for place in given.traced if isbox(leaves[place]))
-        dynamic = tuple(place for place in given.traced if place not in variables)
-        static = {place: leaf for place, leaf in enumerate(leaves) if place not in given.traced}
-        key = given.form, variables, dynamic, tuple((type(leaf), leaf) for leaf in static.values())
-        if key not in operators:
+        if given.form not in operators:
             build = given.build
 
-            def flat(natives: Sequence[object], constants: Sequence[object]) -> Tree:
-                found = {**static, **dict(zip(variables, natives)), **dict(zip(dynamic, constants))}
-                args, kwargs = build([found[place] for place in range(len(found))])
+            def flat(natives: Sequence[object]) -> Tree:
+                args, kwargs = build(natives)
                 return fun(*args, **kwargs)
 
-            operators[key] = _Operator(framework, flat, name)
-        operator = operators[key]
-        return operator([leaves[place] for place in variables], operator.natives([leaves[place] for place in dynamic]))
+            operators[given.form] = _Operator(framework, flat)
+        return operators[given.form](given.leaves)
 
-    called.__name__ = name
+    called.__name__ = framework.name
     return opaque(called)
 
 
 class _Operator:
-    """A function ``fun(variables, constants)`` of lists of another framework's arrays; the result is a pytree."""
+    """A function of a list of another framework's arrays; the result is a pytree."""
 
-    def __init__(self, framework: _Framework, fun: Function, name: str):
-        self.framework, self._fun, self._name = framework, fun, name
-        self.value, self.recorded = framework.compiled(fun, name), framework.compiled(self._vjp, name)
-        self._derivatives: dict[int, _Operator] = {}
+    def __init__(self, framework: _Framework, fun: Function):
+        self.framework, self._fun, self.value = framework, fun, framework.compiled(fun)
+        self._derivatives: dict[Hashable, _Operator] = {}
 
-    def __call__(self, variables: Sequence[Array], constants: Sequence[object]) -> Tree:
+    def __call__(self, leaves: Sequence[Array]) -> Tree:
         """Return the result, a pytree of arrays, for arrays that may be traced."""
-        traced = any(map(isbox, variables))
-        call = _Call(self, constants, traced and self.framework.keeps)
-        leaves = call.parts(_evaluate(*variables, call=call)) if traced else call.values(variables)
-        return call.build(leaves)
+        call = _Call(self, tuple([place for place, leaf in enumerate(leaves) if isbox(leaf)]))
+        found = call.parts(_evaluate(*leaves, call=call)) if call.places else call.values(leaves)
+        return call.build(found)
 
     def natives(self, arrays: Sequence[Array]) -> list[object]:
         """Return the framework's arrays with the values of plain arrays and numbers."""
-        found = [np.asarray(array) for array in arrays]
-        for x in found:
-            if type(x) is not np.ndarray or x.dtype.kind not in "fciub":
-                kind = f"{type(x).__name__} of {x.dtype}"
-                raise TypeError(f"{self._name}: expected arrays of numbers on the host, but got {kind}.")
-        return [self.framework.native(x, self._name) for x in found]
+        found = []
+        for given in arrays:
+            x = np.asarray(given)
+            if x.dtype.kind not in "fciub":
+                kind = f"{type(given).__name__} of {x.dtype}"
+                raise TypeError(f"{self.framework.name}: expected arrays of numbers on the host, but got {kind}.")
+            found.append(self.framework.native(x))
+        return found
 
     def arrays(self, leaves: Sequence[Any]) -> list[np.ndarray]:
         """Return plain arrays with the values of the leaves of a result."""
-        found = list(map(self.framework.array, leaves))
-        for y, array in zip(leaves, found):
+        found = []
+        for y in leaves:
+            array = self.framework.array(y)
             if array is None:
                 got = f"an array of {y.dtype} on {y.device}" if hasattr(y, "device") else f"{type(y).__name__} {y!r:.60}"
                 text = "the function must return floating-point or complex arrays on the CPU"
-                raise TypeError(f"{self._name}: {text}, but returned {got}.")
-        return found  # type: ignore[return-value]
+                raise TypeError(f"{self.framework.name}: {text}, but returned {got}.")
+            found.append(array)
+        return found
 
-    def _vjp(self, variables: Sequence[object], constants: Sequence[object]) -> tuple[Tree, Function]:
-        return self.framework.vjp(partial(self._fun, constants=constants), variables)
+    def of_variables(self, places: tuple[int, ...], natives: Sequence[object]) -> tuple[Function, list[object]]:
+        """Return the function of the arrays at `places`, and these arrays."""
 
-    def adjoint(self, count: int) -> _Operator:
-        """Return the operator from the variables and `count` cotangents of results to the cotangents of the variables."""
+        def fun(variables: Sequence[object]) -> Tree:
+            return self._fun(list((dict(enumerate(natives)) | dict(zip(places, variables))).values()))
 
-        def fun(natives: Sequence[object], constants: Sequence[object]) -> Tree:
-            n = len(natives) - count
-            result, pull = self._vjp(natives[:n], constants)
-            return pull(flatten(result)[1](list(natives[n:])))
+        return fun, [natives[place] for place in places]
 
-        return self._derivative(count, fun)
+    def derivative(self, places: tuple[int, ...], count: int | None = None) -> _Operator:
+        """Return the tangent with respect to the arrays at `places`, or the adjoint if the result has `count` leaves.
 
-    def tangent(self) -> _Operator:
-        """Return the operator from the variables and their tangents to the tangents of the results."""
+        An operator of the arrays, and of the tangents or of the cotangents of the leaves.
+        """
 
-        def fun(natives: Sequence[object], constants: Sequence[object]) -> Tree:
-            n = len(natives) // 2
-            return self.framework.jvp(partial(self._fun, constants=constants), (natives[:n],), (natives[n:],))[1]
+        def fun(natives: Sequence[object]) -> Tree:
+            n = len(natives) - (len(places) if count is None else count)
+            of, variables = self.of_variables(places, natives[:n])
+            if count is None:
+                return self.framework.jvp(of, (variables,), (list(natives[n:]),))[1]
+            result, pull = self.framework.vjp(of, variables)
+            return pull(flatten(result)[1](list(natives[n:])))[0]
 
-        return self._derivative(-1, fun)
-
-    def _derivative(self, key: int, fun: Function) -> _Operator:
+        key = places, count
         if key not in self._derivatives:
-            self._derivatives[key] = _Operator(self.framework, fun, self._name)
+            self._derivatives[key] = _Operator(self.framework, fun)
         return self._derivatives[key]
 
 
 class _Call:
-    """One call of an operator; a traced result is one vector of all leaves, or the only leaf."""
+    """One call of an operator, traced at `places`; a traced result is one vector of all leaves, or the only leaf."""
 
-    def __init__(self, operator: _Operator, constants: Sequence[object], records: bool):
-        self._operator, self._constants, self._records = operator, constants, records
+    def __init__(self, operator: _Operator, places: tuple[int, ...]):
+        self.operator, self.places = operator, places
         self._pull: Function | None = None  # the adjoint with its intermediate values
 
-    def values(self, variables: Sequence[Array]) -> list[np.ndarray]:
+    def values(self, arrays: Sequence[Array]) -> list[np.ndarray]:
         """Return the leaves of the result for plain arrays."""
-        operator = self._operator
-        tree = (operator.recorded if self._records else operator.value)(operator.natives(variables), self._constants)
-        if self._records:
-            tree, self._pull = tree
+        operator, framework = self.operator, self.operator.framework
+        natives = operator.natives(arrays)
+        if self.places and framework.keeps:
+            recorded = framework.compiled(lambda natives: framework.vjp(*operator.of_variables(self.places, natives)))
+            tree, self._pull = recorded(natives)
+        else:
+            tree = operator.value(natives)
         leaves, self.build = flatten(tree)
         return operator.arrays(leaves)
 
-    def evaluate(self, variables: Sequence[Array]) -> Array:
-        """Return the result for plain arrays, as one array."""
-        values = self.values(variables)
-        self._layout = None if len(values) == 1 else Concatenation(list(map(spec_like, values)))
-        return self._joined(values)
-
-    def _joined(self, leaves: Sequence[Array]) -> Array:
+    def joined(self, leaves: Sequence[Array]) -> Array:
+        """Return the leaves as one array."""
+        self._layout = None if len(leaves) == 1 else Concatenation(list(map(spec_like, leaves)))
         return leaves[0] if self._layout is None else self._layout.vector(leaves)
 
     def parts(self, result: Array) -> list[Array]:
         """Return the leaves of the result."""
         return [result] if self._layout is None else self._layout.parts(result)
 
-    def pull(self, args: Sequence[Array], g: Array) -> Sequence[Array]:
-        """Return the cotangents of the variables."""
-        operator, gs = self._operator, self.parts(g)
+    def pull(self, places: tuple[int, ...], args: Sequence[Array], g: Array) -> Sequence[Array]:
+        """Return the cotangents of the arrays at `places`."""
+        gs, operator = self.parts(g), self.operator
         if self._pull is None or isbox(g) or any(map(isbox, args)):
-            return operator.adjoint(len(gs))([*args, *gs], self._constants)
-        return operator.arrays(self._pull(self.build(operator.natives(gs))))
-
-    def push(self, args: Sequence[Array], gs: Sequence[Array]) -> Array:
-        """Return the tangent of the result."""
-        return self._joined(flatten(self._operator.tangent()([*args, *gs], self._constants))[0])
+            return operator.derivative(places, len(gs))([*args, *gs])
+        found = dict(zip(self.places, operator.arrays(self._pull(self.build(operator.natives(gs)))[0])))
+        return [found[place] for place in places]
 
 
 @primitive
-def _evaluate(*variables: Array, call: _Call) -> Array:
-    return call.evaluate(variables)
+def _evaluate(*arrays: Array, call: _Call) -> Array:
+    return call.joined(call.values(arrays))
 
 
 def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
@@ -417,15 +397,16 @@ def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Cal
     like = spec_like(ans)
 
     def vjp(g: Array) -> list[Array]:
-        found = call.pull(args, conform(g, *like))
-        return [conform(found[k], *spec_like(args[k])) for k in argnums]
+        found = call.pull(argnums, args, conform(g, *like))
+        return [conform(part, *spec_like(args[k])) for k, part in zip(argnums, found)]
 
     return vjp
 
 
 def _jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    tangents: Mapping[int, Array] = dict(zip(argnums, gs))
-    return kwargs["call"].push(args, [conformed(tangents.get(k), spec_like(x)) for k, x in enumerate(args)])
+    call: _Call = kwargs["call"]
+    tangents = [conformed(g, spec_like(args[k])) for k, g in zip(argnums, gs)]
+    return call.joined(flatten(call.operator.derivative(argnums)([*args, *tangents]))[0])
 
 
 defvjp_argnums(_evaluate, _vjp)
@@ -433,29 +414,20 @@ defjvp_argnums(_evaluate, _jvp)
 
 
 class _JAX:
-    """JAX: compiled functions of pytrees of arrays."""
+    """JAX: compiled functions of pytrees of arrays; `name`: of the function, for errors."""
 
-    name, keeps = "JAX", False
+    keeps = False
 
-    def __init__(self) -> None:
-        self.module = jax = optional_package("jax", "JAX", "jax", "mpiad.interop")
-        self.jvp = jax.jvp
+    def __init__(self, name: str):
+        self.name, self.module = name, optional_package("jax", "JAX", "jax", "mpiad.interop")
+        self.compiled, self.vjp, self.jvp = self.module.jit, self.module.vjp, self.module.jvp
 
-    def compiled(self, fun: Function, name: str) -> Function:
-        """Return a function of variables and constants, compiled at its first call for these shapes."""
-        return self.module.jit(fun)
-
-    def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
-        """Return the result of a function, and its adjoint."""
-        result, pull = self.module.vjp(fun, variables)
-        return result, lambda g: pull(g)[0]
-
-    def native(self, x: np.ndarray, name: str) -> np.ndarray:
+    def native(self, x: np.ndarray) -> np.ndarray:
         """Return x, which JAX reads without a copy."""
         dtype = self.module.dtypes.canonicalize_dtype(x.dtype)
         if dtype != x.dtype and (x.dtype.kind in "fc" or not np.array_equal(x, x.astype(dtype))):
             raise TypeError(
-                f"{name}: an argument is {x.dtype}, but JAX's 64-bit mode is off, and JAX would round it to 32 bits. "
+                f"{self.name}: an argument is {x.dtype}, but JAX's 64-bit mode is off, and JAX would round it to 32 bits. "
                 'Call jax.config.update("jax_enable_x64", True) at the start of the program, or pass 32-bit arrays.'
             )
         return x
@@ -467,43 +439,41 @@ class _JAX:
 
 
 class _Torch:
-    """PyTorch: functions of pytrees of tensors, called as they are."""
+    """PyTorch: functions of pytrees of tensors, called as they are; `keeps`: a call keeps what its adjoint needs."""
 
-    name, keeps = "PyTorch", True
+    keeps = True
 
-    def __init__(self) -> None:
-        self.module = torch = optional_package("torch", "PyTorch", "torch", "mpiad.interop")
-        self.jvp = torch.func.jvp
-        self._dtypes = torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128
+    def __init__(self, name: str):
+        self.name, self.module = name, optional_package("torch", "PyTorch", "torch", "mpiad.interop")
+        self.jvp = self.module.func.jvp
 
-    def compiled(self, fun: Function, name: str) -> Function:
+    def compiled(self, fun: Function) -> Function:
         """Return the function without a graph of its own, as for parameters of a module; it must not change arguments."""
 
-        def run(variables: Sequence[Any], constants: Sequence[Any]) -> object:
+        def run(natives: Sequence[Any]) -> object:
             with self.module.no_grad():
-                result = fun(variables, constants)
-            if any(native._version for native in (*variables, *constants)):
-                raise RuntimeError(f"{name}: the function changes an argument in place. Copy it first, with x.clone().")
+                result = fun(natives)
+            if any(native._version for native in natives):
+                raise RuntimeError(f"{self.name}: the function changes an argument in place. Copy it first, by x.clone().")
             return result
 
         return run
 
     def vjp(self, fun: Function, variables: Sequence[object]) -> tuple[Tree, Function]:
         """Return the result of a function, and its adjoint for cotangents that aren't conjugated, as PyTorch's are."""
-        conjugated = partial(self.module.utils._pytree.tree_map, lambda g: g.conj() if g.is_complex() else g)
+        conjugated = partial(self.module.utils._pytree.tree_map, self.module.conj)
         result, pull = self.module.func.vjp(fun, variables)
-        return result, lambda g: conjugated(pull(conjugated(g))[0])
+        return result, lambda g: conjugated(pull(conjugated(g)))
 
-    def native(self, x: np.ndarray, name: str) -> object:
+    def native(self, x: np.ndarray) -> object:
         """Return a tensor that shares the memory of x if possible."""
         return self.module.from_numpy(np.require(x, requirements=("C", "W")))
 
     def array(self, y: Any) -> np.ndarray | None:
         """Return the values of a result; None if it isn't a floating-point or complex tensor on the CPU."""
-        if not isinstance(y, self.module.Tensor) or y.dtype not in self._dtypes or y.device.type != "cpu":
-            return None
-        return y.detach().resolve_conj().resolve_neg().numpy()
+        if isinstance(y, self.module.Tensor) and y.device.type == "cpu" and (y.is_floating_point() or y.is_complex()):
+            return y.detach().resolve_conj().resolve_neg().numpy()
+        return None
 
 
 _Framework: TypeAlias = _JAX | _Torch
-_jax, _torch = lru_cache(None)(_JAX), lru_cache(None)(_Torch)

@@ -130,9 +130,9 @@ def _evaluator(
     return evaluate
 
 
-def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Array]]:
+def seeds_of_term(traced: Traced, weight: Array) -> list[tuple[int, Array]]:
     """Return a traced result's position on the tape with `weight` as its cotangent; nothing for a constant or weight 0."""
-    if traced.places[0] < 0 or weight == 0.0:
+    if traced.places[0] < 0 or not np.any(weight):
         return []
     spec = spec_like(traced.values[0])
     seed = spec.dtype.type(weight)

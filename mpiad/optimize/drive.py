@@ -16,11 +16,9 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Shape, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_jvp
-from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import ELSEWHERE, RootDriven
-from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.transport import channel
@@ -32,17 +30,13 @@ from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import WrongValueError, common_error
 
 _CALL = "drive"
-# After this number of values in a row, without a derivative at one of their points, forward passes aren't stored: tracing
-# takes longer than the evaluation of a short function. A line search may reject several points. At the start one value
-# suffices, since methods that use derivatives compute one at the first point.
-_MAX_WITHOUT_DERIVATIVE = 8
 
 
 class DrivenEvaluation(Evaluation):
-    """Values and derivatives of a function that returns numbers or arrays; its first evaluation decides which."""
+    """Values and derivatives of a function that returns numbers or, on the root, arrays."""
 
     call = _CALL
-    shape: Shape | None = None  # of the values, () for numbers; None before the first evaluation
+    shape: Shape | None = None  # on the root: of the values, () for numbers; None before the first evaluation
     _cotangent = np.zeros(0)  # of the stored Hessian
     _point = b""  # of the last value
 
@@ -55,9 +49,13 @@ class DrivenEvaluation(Evaluation):
         """Return whether the forward pass at this point is stored."""
         return self._forward is not None and self._point == vector.tobytes()
 
-    def values(self, vectors: np.ndarray) -> np.ndarray:
+    def gradient(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return the gradient, on the root, from the stored forward pass if it is at this point."""
+        return super().gradient(vector) if self.is_ready(vector) else self.both(vector)[1]
+
+    def values(self, points: np.ndarray) -> np.ndarray:
         """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
-        forward = self._forward
+        forward, vectors = self._forward, points.reshape(-1, self.packing.size)
         found = [self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors]
         # Kept if a solver doesn't converge: with groups this may happen on some ranks, and all use the pass, or none does.
         self._forward = forward
@@ -67,61 +65,56 @@ class DrivenEvaluation(Evaluation):
         return np.full(self.shape or (), math.nan)[()]
 
     def value_at(self, x: Tree) -> Any:
-        """Return this rank's number or array."""
-        out = self._program.fun(x, *self._program.args)
+        """Return this rank's number or array; report the function's communication at its own lines, not at `drive`'s."""
+        around, tracing.site = tracing.site, None
+        try:
+            out = self._program.fun(x, *self._program.args)
+        finally:
+            tracing.site = around
         if self._weight == 0.0:
             return out
         shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", None)
-        if shape == () and not self.shape:
+        if self.shape is None:
+            self.shape = shape
+        if shape == self.shape == ():
             return self._checked(out)
-        if getattr(dtype, "kind", "") not in ("f", "i", "u") or self.shape not in (None, shape):
-            expected = f"shape {self.shape}, as at the first point" if self.shape else "one shape"
-            got = f"{type(out).__name__} of {dtype}, shape {shape}"
-            raise WrongValueError(f"{_CALL}: a function must return real numbers of {expected}, but returned {got}.")
+        if getattr(dtype, "kind", "") not in ("f", "i", "u") or shape != self.shape or self._program.objective != "root":
+            got = f"{type(out).__name__} of {dtype}, shape {shape}, with objective={self._program.objective!r}"
+            raise WrongValueError(
+                f"{_CALL}: a function must return real numbers of shape {self.shape}, as at the first point; arrays must "
+                f"be the same on all ranks, with objective='root'; but it returned {got}."
+            )
         return to_host(out)
 
     def _term(self, value: Any) -> float:
         return 0.0 if np.ndim(value) and type(value) not in Box.types else super()._term(value)
 
     def _reduced(self, value: Any) -> Any:
-        if self.shape is None:  # after the first evaluation
-            every = self._comm.allgather(np.shape(value) if self._weight else None)  # type: ignore[union-attr]
-            shapes = [shape for shape in every if shape is not None]
-            if len(set(shapes)) > 1:
-                self.agreement.run(partial(_refuse, set(shapes)))
-            self.shape = shapes[0]
-        return self._objective if self.shape == () else self._total(self._weighted_value(value))
+        return np.array(getval(value), dtype=float) if self.shape else self._objective
 
-    def _weighted_value(self, value: Any) -> np.ndarray:
-        return self._weight * np.array(getval(value), dtype=float) if self._weight else np.zeros(self.shape or ())
-
-    def _backward(self) -> np.ndarray:
-        if self.shape != ():
+    def _backward(self, cotangent: Array = None, keep: bool = False) -> np.ndarray:
+        if self.shape and cotangent is None:
             raise WrongValueError(f"{_CALL}: the function returns arrays of shape {self.shape}. Use f.vjp(x, w) or f.jvp.")
-        return super()._backward()
+        return super()._backward(1.0 if cotangent is None else cotangent, keep)
 
     def vjp(self, vector: np.ndarray, cotangent: np.ndarray) -> np.ndarray | None:
-        """Return, on the root, the product of the transposed Jacobian with a cotangent, at the point of the last value."""
+        """Return, on the root, the product of the transposed Jacobian with a cotangent; store the forward pass."""
+        if not self.is_ready(vector):
+            self.value(vector)
         if self._forward is None:  # a solver hasn't converged
             return vector * math.nan
 
-        def pulled() -> np.ndarray:
-            traced, variables = self._forward  # type: ignore[misc]
-            seed = self._weight * cotangent.reshape(self.shape or ())
-            depends = self._weight and traced.places[0] >= 0
-            seeds = [(traced.places[0], spec_like(traced.values[0]).dtype.type(seed))] if depends else []
-            found = cotangents_of_variables(traced, seeds, variables, keep=True)
-            return self._packed_gradient(variables.filled(found, lambda leaf: None))
-
+        cotangent = cotangent.reshape(self.shape) if self._weight else np.zeros(())
+        pulled = partial(self._backward, cotangent, keep=True)
         return self.attempted(lambda: self._total(self.agreement.run(pulled)), lambda: vector * math.nan)
 
     def jvp(self, vector: np.ndarray, direction: np.ndarray) -> Any:
-        """Return, on the root, the product of the Jacobian with a direction."""
+        """Return the product of the Jacobian with a direction, on the root if it is an array."""
         x, v = self.packing.unpack(vector), self.packing.unpack(direction)
 
         def pushed() -> Any:
-            tangent = self.agreement.run(lambda: make_jvp(self._forward_pass)(x)(v)[1])
-            return self._total(self._weighted_value(tangent))
+            tangent, self._objective = self.agreement.summed(lambda: make_jvp(self._forward_pass)(x)(v)[1], self._term)
+            return self._reduced(tangent)
 
         return self.attempted(pushed, self._not_a_number)
 
@@ -136,17 +129,12 @@ class DrivenEvaluation(Evaluation):
         """Return value, gradient and Hessian products of the function, or of its product with the cotangent."""
         if not self._cotangent.size:
             return super().differentiated(fun, x)
-        w = self._cotangent.reshape(self.shape or ())
 
         def scalar(x: Tree) -> Scalar | None:
             value = fun(x)
-            return anp.sum(w * value) if self._weight else value if np.ndim(value) == 0 else None
+            return anp.sum(self._cotangent.reshape(self.shape or ()) * value) if self._weight else None
 
         return super().differentiated(scalar, x)
-
-
-def _refuse(shapes: set[Shape]) -> None:
-    raise WrongValueError(f"{_CALL}: the ranks must return values of one shape, but returned {shapes}.")
 
 
 class DrivenFunction:
@@ -160,7 +148,8 @@ class DrivenFunction:
     ----------
     evaluations : dict
         Numbers of evaluations on all ranks: "value", "gradient" (after a value at the same point), "both", "product"
-        (with the Hessian), "jvp" and "vjp". A point of `map` counts as a "value".
+        (with the Hessian), "jvp" and "vjp" (with the value, unless it has been computed at the same point). A point of
+        `map` counts as a "value".
     seconds : dict
         Time of these evaluations on the root, in seconds.
 
@@ -197,25 +186,21 @@ class DrivenFunction:
         self._driver, self._number, self._bar = driver, number, bar
         self.evaluations: dict[str, int] = dict.fromkeys(("value", "gradient", "both", "product", "jvp", "vjp"), 0)
         self.seconds: dict[str, float] = dict.fromkeys(self.evaluations, 0.0)
-        # The number of values since the last derivative that can use a stored forward pass.
-        self._without_derivative = _MAX_WITHOUT_DERIVATIVE - 1
+        # Whether the next forward pass is stored: tracing takes longer than the evaluation of a short function.
+        self._traces = True
 
     def __call__(self, x: Tree) -> Any:
-        """Return the function's value at x: a number or an array."""
-        self._without_derivative += 1
+        """Return the function's value at x, a number or an array; after a value without a derivative it isn't traced."""
+        traces, self._traces = self._traces, False
         vector = self._vector(x)
-        if self._without_derivative > _MAX_WITHOUT_DERIVATIVE:
-            return self._evaluated("values", vector[None])[0]
-        return self._evaluated("value", vector)
+        return self._evaluated("value", vector) if traces else self._evaluated("values", vector, kind="value")[0]
 
     def gradient(self, x: Tree) -> Tree:
         """Return the gradient at x, in the structure of x; after ``f(x)`` at this point without another evaluation."""
-        self._without_derivative = 0
+        self._traces = True
         vector = self._vector(x)
-        with self._driver.exclusive():  # no other thread replaces the forward pass
-            if self._evaluation.is_ready(vector):
-                return self._like_x(self._evaluated("gradient", vector))
-            return self._like_x(self._evaluated("both", vector)[1])
+        kind = "gradient" if self._evaluation.is_ready(vector) else "both"
+        return self._like_x(self._evaluated("gradient", vector, kind=kind))
 
     def value_and_gradient(self, x: Tree) -> tuple[float, Tree]:
         """Return value and gradient at x."""
@@ -225,28 +210,23 @@ class DrivenFunction:
     def hvp(self, x: Tree, v: Tree, w: Array | None = None) -> Tree:
         """Return the product of the Hessian at x with v; with w, the Hessian is that of ``sum(w * f(x))``."""
         vector = self._vector(x)
-        direction = self._direction(v)
+        direction = self._evaluation.packing.pack(v)
         if w is not None:
             direction = np.concatenate([direction, self._cotangent(w, vector)])
-        elif self._shape(vector):
+        elif self._evaluation.shape:
             raise TypeError(f"{_CALL}: the function returns arrays. Pass a cotangent: f.hvp(x, v, w).")
         return self._like_x(self._evaluated("product", vector, direction))
 
     def jvp(self, x: Tree, v: Tree) -> Any:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
-        vector, direction = self._vector(x), self._direction(v)
-        self._shape(vector)
-        return self._evaluated("jvp", vector, direction)
+        vector = self._vector(x)
+        return self._evaluated("jvp", vector, self._evaluation.packing.pack(v))
 
     def vjp(self, x: Tree, w: Array) -> Tree:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""
-        self._without_derivative = 0
+        self._traces = True
         vector = self._vector(x)
-        with self._driver.exclusive():  # no other thread replaces the forward pass
-            cotangent = self._cotangent(w, vector)
-            if not self._evaluation.is_ready(vector):
-                self._evaluated("value", vector)
-            return self._like_x(self._evaluated("vjp", vector, cotangent))
+        return self._like_x(self._evaluated("vjp", vector, self._cotangent(w, vector)))
 
     def map(self, points: Sequence[Tree]) -> np.ndarray:
         """Return the values at points, shape (k,) or (k, ...); with groups, several points at a time.
@@ -255,7 +235,8 @@ class DrivenFunction:
         """
         if not len(points):
             return np.zeros(0)
-        return self._evaluated("values", np.stack([self._vector(x) for x in points]))
+        vectors = np.concatenate([self._vector(x) for x in points])
+        return self._evaluated("values", vectors, kind="value", count=len(points))
 
     @property
     def _evaluation(self) -> DrivenEvaluation:
@@ -263,20 +244,15 @@ class DrivenFunction:
 
     def _vector(self, x: Tree) -> np.ndarray:
         if self._evaluation is None:
-            self._driver.request("start", sendable_variables(x, _CALL, "x"), function=self._number)
+            self._driver.request("start", function=self._number, start=sendable_variables(x, _CALL, "x"))
+        is_array = type(x) is np.ndarray and x.dtype == float
         packing = self._evaluation.packing
-        return packing.pack(x) if _is_array(x) else packing.pack_point(as_variables(x, _CALL, "x"))
-
-    def _direction(self, v: Tree) -> np.ndarray:
-        return self._evaluation.packing.pack(v if _is_array(v) else as_variables(v, _CALL, "v"))
-
-    def _shape(self, vector: np.ndarray) -> Shape | None:
-        if self._evaluation.shape is None:
-            self._evaluated("value", vector)
-        return self._evaluation.shape
+        return packing.pack(x) if is_array else packing.pack_point(as_variables(x, _CALL, "x"))
 
     def _cotangent(self, w: Array, vector: np.ndarray) -> np.ndarray:
-        array, shape = np.asarray(w, dtype=float), self._shape(vector)
+        if self._evaluation.shape is None:
+            self._evaluated("value", vector)
+        array, shape = np.asarray(w, dtype=float), self._evaluation.shape
         if array.shape != shape:
             raise TypeError(f"{_CALL}: w must have the shape of the function's values, {shape}, but got {array.shape}.")
         return array.reshape(-1)
@@ -284,10 +260,9 @@ class DrivenFunction:
     def _like_x(self, vector: np.ndarray) -> Tree:
         return self._evaluation.packing.unpack_gradient(vector)
 
-    def _evaluated(self, method: str, points: np.ndarray, second: np.ndarray | None = None) -> Any:
-        kind, count = ("value", len(points)) if method == "values" else (method, 1)
-        start = time.perf_counter()
-        found = self._driver.request(method, points, second, self._number)
+    def _evaluated(self, method: str, *vectors: np.ndarray, kind: str = "", count: int = 1) -> Any:
+        kind, start = kind or method, time.perf_counter()
+        found = self._driver.request(method, *vectors, function=self._number)
         self.seconds[kind] += time.perf_counter() - start
         self.evaluations[kind] += count
         if self._bar is not None:
@@ -296,25 +271,6 @@ class DrivenFunction:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{_CALL}: {ELSEWHERE}")
-
-
-def _is_array(x: Tree) -> bool:
-    return type(x) is np.ndarray and x.dtype == float
-
-
-def _with_own_lines(fun: Function) -> Function:
-    """Return `fun` such that errors report its communication at its own lines, not at the line that calls `drive`."""
-    if not callable(fun):
-        return fun
-
-    def run(*args: Any) -> Any:
-        around, tracing.site = tracing.site, None
-        try:
-            return fun(*args)
-        finally:
-            tracing.site = around
-
-    return run
 
 
 @recoverable(_CALL, make_error=partial(common_error, call=_CALL))
@@ -339,7 +295,7 @@ def drive(
         this rank's term L_r, one real number or an array of them. With `groups` it is ``fun(x, comm)``, and communicates on
         the communicator `comm` of the rank's group.
     objective : {"root", "sum", "mean"}
-        The value of a function: L_root, the sum of all L_r, or their mean, also for arrays.
+        The value of a function: L_root, the sum of all L_r, or their mean. Arrays need "root".
     root : int
     comm : mpi4py intracommunicator, optional
     groups : mpiad.tasks.RankGroups or int, optional
@@ -387,7 +343,7 @@ def drive(
                 raise TypeError(f"{_CALL}: expected program and at least one function, but got no function.")
             if used.rank == root and not callable(program):
                 raise TypeError(f"{_CALL}: program must be callable on the root, but got {type(program).__name__}.")
-            programs = [Program(_with_own_lines(fun), None, None, (), objective, root) for fun in functions]
+            programs = [Program(fun, None, None, (), objective, root) for fun in functions]
             for each in programs:
                 check_program(each, used, _CALL)
             if isinstance(groups, RankGroups) and channel(groups.whole, _CALL).members != used.members:

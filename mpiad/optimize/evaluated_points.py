@@ -167,9 +167,8 @@ class Points:
         self._first_point = self._first_point or point
         found = self._carry_out(kind, x)
         value, gradient = found if kind == "both" else (found, None) if kind == "value" else (None, found)
-        self._last_with_value = (
-            point if kind == "value" else None
-        )  # an evaluation of the gradient consumes the forward pass
+        # An evaluation of the gradient consumes the forward pass.
+        self._last_with_value = point if kind == "value" else None
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value
@@ -199,7 +198,7 @@ class Points:
         finite = math.isfinite(self.iterate.value)
         return self.best if not finite or self.best_improves_on(self.iterate.x, self.iterate.value) else self.iterate
 
-    def _carry_out(self, kind: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        found = self._request(kind, x, direction)
+    def _carry_out(self, kind: str, *vectors: np.ndarray) -> Any:
+        found = self._request(kind, *vectors)
         self.counts[kind] += 1
         return found

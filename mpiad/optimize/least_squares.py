@@ -113,6 +113,7 @@ class ResidualEvaluation:
         self.gathers = packing.size > _MAX_DENSE if solver is None else solver == "lsmr"
         self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
         self.counts: list[int] = []
+        self.weights = np.zeros(0)  # on the root, for `cotangent`
         self._key = b""  # of the point whose residuals and linearization are stored
         self._f = np.zeros(0)
         self._linearized: Any = None
@@ -212,10 +213,10 @@ class ResidualEvaluation:
         v = self.packing.unpack(direction)
         return self._gathered(self.agreement.run(lambda: self._as_vector(self._linearized.jvp(v))))
 
-    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
-        """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
+    def cotangent(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return, on the root, the product of the transposed Jacobian with the root's `weights`."""
         own = np.empty(self.counts[self._comm.rank])
-        self._comm.Scatterv((weights, self.counts) if self._is_root else None, own, self._program.root)
+        self._comm.Scatterv((self.weights, self.counts) if self._is_root else None, own, self._program.root)
         if callable(self._program.jac):
             rows = self._jacobian(vector)
             part = self.agreement.run(lambda: rows.T @ own)
@@ -296,8 +297,8 @@ class _Problem:
         self.resumed = self._restarted = True
         return self.iterate.x
 
-    def _carry_out(self, method: str, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        found = self._request(method, x, direction)
+    def _carry_out(self, method: str, name: str, *vectors: np.ndarray) -> Any:
+        found = self._request(method, *vectors)
         self.counts[name] += 1
         return found
 
@@ -342,7 +343,8 @@ class _Problem:
 
     def _operator(self, iterate: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
-            found = self._carry_out("cotangent", "product", iterate.x, np.array(weights, dtype=float).reshape(-1))
+            self._evaluation.weights = np.array(weights, dtype=float).reshape(-1)
+            found = self._carry_out("cotangent", "product", iterate.x)
             # The first product that SciPy requests at a point is the gradient.
             if iterate.gradient is None:
                 iterate.gradient = found

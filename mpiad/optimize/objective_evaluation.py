@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from autograd.tracer import Box, getval
 
-from mpiad._typing import Comm, Function, Rank, Scalar, Tree
+from mpiad._typing import Array, Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_hvp
 from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
@@ -117,11 +117,11 @@ class Evaluation:
             return self._total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
         return self._total(self.agreement.run(self._backward))
 
-    def _backward(self) -> np.ndarray:
+    def _backward(self, cotangent: Array = 1.0, keep: bool = False) -> np.ndarray:
         traced, variables = self._forward  # type: ignore[misc]
-        self._forward = None
+        self._forward = self._forward if keep else None
         # Ranks with weight zero participate, too, since cotangents of other ranks pass through them.
-        found = cotangents_of_variables(traced, seeds_of_term(traced, self._weight), variables)
+        found = cotangents_of_variables(traced, seeds_of_term(traced, self._weight * cotangent), variables, keep)
         return self._packed_gradient(variables.filled(found, lambda leaf: None))
 
     def _packed_gradient(self, gradient: Tree) -> np.ndarray:

@@ -98,18 +98,13 @@ class Packing:
     def pack_point(self, tree: Tree) -> np.ndarray:
         """Return ``pack(tree)``; raise if the pytree has other keys, or its leaves that aren't variables other values."""
         vector = self.pack(tree)
-        for (expected, _), (path, _) in zip(
-            named_leaves(self._build(self._leaves), self._name), named_leaves(tree, self._name)
-        ):
-            if path != expected:
-                raise TypeError(f"{self._call}: expected {expected}, but got {path}.")
-        if len(self._positions) < len(self._leaves):
-            for k, (leaf, first) in enumerate(zip(flatten(tree)[0], self._leaves)):
-                if k not in self._positions and not np.array_equal(leaf, first):
-                    raise TypeError(
-                        f"{self._call}: {self._path(k)} is the constant {first!r:.60}, but got {leaf!r:.60}. If it is a "
-                        f"variable, pass it as a floating-point number in {self._name}, too."
-                    )
+        first_leaves, leaves = (named_leaves(each, self._name) for each in (self._build(self._leaves), tree))
+        for (expected, first), (path, leaf) in zip(first_leaves, leaves):
+            if path != expected or not is_variable(first) and not np.array_equal(leaf, first):
+                raise TypeError(
+                    f"{self._call}: {expected} is {first!r:.60}, but got {path}, {leaf!r:.60}. A point has the keys of the "
+                    "first one, and the same values in leaves that aren't floating-point numbers."
+                )
         return vector
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:

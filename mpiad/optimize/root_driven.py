@@ -2,10 +2,9 @@
 
 An *instruction* is the call of a method of a function's evaluation, such as ``gradient(x)``, on all ranks:
 
-1. The root broadcasts its header: the method, the function's index, the number of points, and the length of the second
-   array. The other ranks wait for it in `_serve`.
-2. The root broadcasts the points, one after the other in a vector, and the second array if there is one, for example a
-   direction. If both are short, the header contains them, and there is no second message.
+1. The root broadcasts its header: the method, the function's index, and the lengths of two vectors: the points, one after
+   the other, and a second one if the method has it, for example a direction. The other ranks wait for it in `_serve`.
+2. The root broadcasts the vectors. If they are short, the header contains them, and there is no second message.
 3. All ranks call the method. It runs the user's functions, communicates, and returns the result on the root. If it
    raises on any rank, all ranks raise (`StageFailures`), and this is the last instruction.
 
@@ -20,13 +19,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad._typing import Function, Rank, Tree
 from mpiad.differentiation.advice import explain
 from mpiad.domain.root_copies import with_registered_copies
 from mpiad.errors import DeadlockError, WorkerError
@@ -45,12 +44,9 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.signals import postponed
 from mpiad.transport.exits.user_failures import StageFailures
 
-METHODS = (
-    "finish", "start", "value", "values", "gradient", "both", "product", "not_finite", "jvp", "vjp", "residuals", "factor",
-    "tangent", "cotangent",
-)  # fmt: skip
-_NUMBERS = {method: number for number, method in enumerate(METHODS)}
-_HEADER, _SHORT = 4, 28  # lengths: of the header, and of the points and the second array if they are sent with it
+METHODS: Sequence[str] = """finish start value values gradient both product not_finite jvp vjp residuals factor tangent
+    cotangent""".split()
+_HEADER, _SHORT = 4, 28  # lengths: of the header, and at most of the vectors that are sent with it
 
 
 class Solve:
@@ -87,16 +83,6 @@ class Solve:
         self._used.drop(self._comm)
 
 
-class _Group(NamedTuple):
-    """The group of this rank, if there are several; `root`: the rank in the group that has the results."""
-
-    division: RankGroups
-    used: Channel
-    comm: Comm
-    agreement: StageFailures
-    root: Rank
-
-
 _OUTSIDE = "a driven function is evaluated by groups of ranks, and communicates on its argument comm"
 ELSEWHERE = (
     "a driven function can't be called in another process, such as those of a pool, from which the other ranks can't be "
@@ -118,7 +104,6 @@ class RootDriven(Solve):
         self.evaluations: list[Any] = [None] * len(programs)
         self.evaluation: Any = None  # of the function that was defined last
         self._message: Any = np.zeros(_HEADER + _SHORT)
-        self._buffers = [np.empty(0), np.empty(0)]
         self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._by_main = threading.current_thread() is threading.main_thread()
@@ -126,36 +111,24 @@ class RootDriven(Solve):
         self._failure: BaseException | None = None  # of an instruction: the other ranks no longer wait for instructions
         self._ended = False
         self.site: Site | None = None  # the line at which instructions are reported, if the user's code makes requests
-        self._group: _Group | None = None
-        if division is not None and division.count > 1:
-            inside = channel(division.comm, call)
-            comm = inside.derive()
-            agreement = StageFailures(comm, call, "mpiad.optimize", explain)
-            self._group = _Group(division, inside, comm, agreement, root % inside.size)
+        self._division = division
+        self._group: Solve = self if division is None else Solve(channel(division.comm, call), call)
 
     def define(self, function: int, start: Tree, name: str = "x0") -> None:
         """Make a function's evaluation, for variables like those that all ranks have; on all ranks."""
-        used, comm, agreement = self.used, self._comm, self.agreement
-        if self._group is not None:
-            _, used, comm, agreement, _ = self._group
-        program = self._programs[function]
-        if used.size > 1:
+        program, group = self._programs[function], self._group
+        if group._comm.size > 1:
             program = program._replace(fun=with_registered_copies(program.fun))
         self.packing = Packing(start, self._call, name)
-        self.evaluation = self.evaluations[function] = self._factory(program, self.packing, agreement, used, comm)
+        self.evaluation = self._factory(program, self.packing, group.agreement, group._used, group._comm)
+        self.evaluations[function] = self.evaluation
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Exclude requests of other threads inside this context; raise a RuntimeError in a forked process."""
-        if os.getpid() != self._pid:  # where the lock may be held forever
-            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
-        with self._lock:
-            yield
-
-    def request(self, method: str, points: Any, second: np.ndarray | None = None, function: int = 0) -> Any:
+    def request(self, method: str, *vectors: np.ndarray, function: int = 0, start: Tree = None) -> Any:
         """Execute an instruction on all ranks, and return its result; the root calls this, in any thread."""
         thread = threading.get_ident()
-        with self.exclusive():
+        if os.getpid() != self._pid:  # in a forked process, in which the lock may be held forever
+            raise RuntimeError(f"{self._call}: {ELSEWHERE}")
+        with self._lock:
             if self._thread == thread:
                 raise RuntimeError(
                     f"{self._call}: a driven function was called inside an evaluation. Call the plain function."
@@ -169,77 +142,56 @@ class RootDriven(Solve):
             around, tracing.site = tracing.site, self.site or tracing.site
             # `program` may use other threads than the one that called `drive`, and evaluations may contain further solves.
             for_main, tracing.for_main = tracing.for_main, tracing.for_main or self._by_main
-            arrays = (points,) if second is None else (points, second)
             try:
-                for agreement in (self.agreement, *(() if self._group is None else (self._group.agreement,))):
-                    agreement.watch(thread)
-                self._send(method, function, arrays)
-                return self._execute(method, function, arrays)
+                for solve in (self, self._group):
+                    solve.agreement.watch(thread)
+                self._send(method, function, vectors)
+                return self._execute(method, function, vectors, start)
             except BaseException as error:
                 self._failure = error
                 raise
             finally:
                 self._thread, self.used.fault, tracing.site, tracing.for_main = None, refusal, around, for_main
 
-    def _send(self, method: str, function: int = 0, arrays: tuple[Any, ...] = ()) -> None:
+    def _send(self, method: str, function: int = 0, vectors: Sequence[np.ndarray] = ()) -> None:
         if self._comm.size == 1:
             return
-        # `cotangent` scatters its second array, and `start` broadcasts a pytree.
-        sent = () if method == "start" else arrays[:1] if method == "cotangent" else arrays
-        flat = [np.ascontiguousarray(array, dtype=float).reshape(-1) for array in sent]
-        sizes = [array.size for array in flat]
-        message = self._message
-        count = len(arrays[0]) if method == "values" else len(flat[:1])
-        header = self._header
-        header[0], header[1], header[2], header[3] = _NUMBERS[method], function, count, sum(sizes[1:])
-        short = sum(sizes) <= _SHORT
-        if short and flat:
-            message[_HEADER : _HEADER + sum(sizes)] = flat[0] if len(flat) == 1 else np.concatenate(flat)
-        self._comm.Ibcast(message, self.root).Wait()  # nonblocking, to match the call in `_serve`
-        if not short:
-            for array in flat:
-                self._comm.Bcast(array, self.root)
+        flat = [np.ascontiguousarray(vector, dtype=float).reshape(-1) for vector in vectors]
+        vector = flat[0] if len(flat) == 1 else np.concatenate([*flat, []])
+        sizes, header = [*map(len, flat), 0, 0], self._header
+        header[0], header[1], header[2], header[3] = METHODS.index(method), function, sizes[0], sizes[1]
+        if len(vector) <= _SHORT:
+            self._message[_HEADER : _HEADER + len(vector)] = vector
+        self._comm.Ibcast(self._message, self.root).Wait()  # nonblocking, to match the call in `_serve`
+        if len(vector) > _SHORT:
+            self._comm.Bcast(vector, self.root)
 
     def _serve(self) -> Any:
         """Execute the root's instructions until the end; return the outcome."""
         while True:
             wait_gently(self._comm.Ibcast(self._message, self.root))
-            number, function, count, second = map(int, self._header)
+            number, function, first, second = map(int, self._header)
             method = METHODS[number]
             if method == "finish":
                 return self._share_outcome()
-            evaluation = self.evaluations[function]
-            sizes = [count * (0 if evaluation is None else evaluation.packing.size), second]
-            if sum(sizes) <= _SHORT:
-                both = self._message[_HEADER : _HEADER + sum(sizes)]
-                arrays = [both[: sizes[0]], both[sizes[0] :]]
-            else:
-                arrays = [self._received(k, size) for k, size in enumerate(sizes)]
-            if method == "values":
-                arrays[0] = arrays[0].reshape(count, -1)
-            self._execute(method, function, tuple(arrays if second else arrays[:1]))
+            vector = self._message[_HEADER : _HEADER + first + second]
+            if first + second > _SHORT:
+                vector = np.empty(first + second)
+                self._comm.Bcast(vector, self.root)  # sent immediately after the header, so the call may block
+            self._execute(method, function, (vector[:first], vector[first:]) if second else (vector,))
 
-    def _received(self, k: int, size: int) -> np.ndarray:
-        if self._buffers[k].size < size:
-            self._buffers[k] = np.empty(size)
-        array = self._buffers[k][:size]
-        if size:
-            self._comm.Bcast(array, self.root)  # sent immediately after the header, so the call may block
-        return array
-
-    def _execute(self, method: str, function: int, arrays: tuple[Any, ...]) -> Any:
+    def _execute(self, method: str, function: int, vectors: Sequence[np.ndarray], start: Tree = None) -> Any:
         if method == "start":
-            start = arrays[0] if self._is_root else None
             start = shared_start(self.used, self.root, start, None, self._programs[function].args, self._call)
             return self.define(function, start, "the first point")
-        call, group = getattr(self.evaluations[function], method), self._group
-        if group is None:
-            return call(*arrays)
+        call, group, division = getattr(self.evaluations[function], method), self._group, self._division
+        if division is None:
+            return call(*vectors)
 
         def stage() -> Any:
             try:
                 with self.used.refusing(_OUTSIDE):
-                    return call(*arrays)
+                    return call(*vectors)
             except Exception as error:
                 if error is not group.agreement.error:
                     raise
@@ -249,16 +201,13 @@ class RootDriven(Solve):
 
         if method != "values":
             return self.agreement.run(stage)
-        points, count = arrays[0], group.division.count
-        arrays = (points[group.division.index :: count],)
-        found = self.agreement.run(stage)
-        parts = self._comm.gather(found if group.used.rank == group.root else None, self.root)
+        points, count = vectors[0].reshape(-1, self.evaluations[function].packing.size), division.count
+        vectors = (points[division.index :: count],)
+        parts = self._comm.gather(self.agreement.run(stage), self.root)
         if parts is None:
             return None
-        values = [None] * len(points)
-        for index, part in enumerate(parts[group.root :: group.used.size]):
-            values[index::count] = list(part)
-        return np.array(values)
+        parts = parts[self.root % group._comm.size :: group._comm.size]  # of the rank in each group that has the values
+        return np.array([parts[k % count][k // count] for k in range(len(points))])
 
     def run(self, program: Callable[[RootDriven], Any], everywhere: bool = True) -> Any:
         """Run the program on the root and execute its instructions; return its result, on all ranks or on the root."""
@@ -290,11 +239,10 @@ class RootDriven(Solve):
         return outcome
 
     def _close(self) -> None:
-        if self._group is not None:
-            self._group.agreement.close()
-            self._group.used.drop(self._group.comm)
+        if self._group is not self:
+            self._group._close()
             if self.agreement.error is not None:
-                renew(self._group.used.user, self._call)
+                renew(self._group._used.user, self._call)
         super()._close()
 
 

@@ -112,10 +112,8 @@ def _leaf_difference(path: str, own: Array, theirs: Array, root: Rank) -> Differ
     a, b = np.asarray(own), np.asarray(theirs)
     if a.dtype.kind not in _KIND_NAMES:
         return None  # for other objects only the types are compared
-    equal = np.asarray(a == b)
-    if not equal.all():
-        equal |= (a != a) & (b != b)  # NaNs
-    if equal.all():
+    equal = (a == b) | (a != a) & (b != b)  # NaNs are equal
+    if np.all(equal):
         return None
     common_dtype = np.result_type(a, b)
     # `compare` compares bits, so equal values with different bits, such as 0.0 and -0.0, are replaced.

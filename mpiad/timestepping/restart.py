@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from numbers import Integral
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
 from mpiad._typing import Comm, Tree
+from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import described, leaf_on_device, rebuilt
 from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import raising_together, require_same
@@ -83,7 +83,11 @@ def restartable(
     """
     used = channel(comm, _CALL)
     with raising_together(used, Exception):
-        _check_arguments(n_steps, state, every)
+        positive_count(n_steps, f"{_CALL}: n_steps", least=0)
+        positive_count(every, f"{_CALL}: every")
+        if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+            got = f"{type(state).__name__} {state!r:.60}"
+            raise TypeError(f"{_CALL}: state must be a dict with names as keys, but got {got}.")
         warnings, file = as_warnings(signals, _CALL), Path(path).absolute()
         described(state, "state", {}, _CALL)
         if not file.parent.is_dir():
@@ -100,16 +104,6 @@ def restartable(
             structure = rebuilt(files.description["structure"], arrays, arrays_of(leaf_on_device(state)))
         state.update(structure)
     return _steps(n_steps, state, files, used, every, (patience, warnings))
-
-
-def _check_arguments(n_steps: object, state: object, every: object) -> None:
-    for name, value, least in (("n_steps", n_steps, 0), ("every", every, 1)):
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise TypeError(f"{_CALL}: {name} must be an integer, but got {type(value).__name__} {value!r:.60}.")
-        if value < least:
-            raise ValueError(f"{_CALL}: {name} must be at least {least}, but got {value}.")
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise TypeError(f"{_CALL}: state must be a dict with names as keys, but got {type(state).__name__} {state!r:.60}.")
 
 
 def _steps(

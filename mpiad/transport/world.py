@@ -297,7 +297,7 @@ def finalize() -> None:
         note_finalize()
         _announce_end()
         _close()
-        if all_ranks_alive(base()):
+        if not started() or all_ranks_alive(base()):
             MPI.Finalize()
 
 
@@ -321,7 +321,8 @@ def _complete_at_exit() -> None:
             if not watch_settings.present().watches:
                 raise
             _end_job(error)  # no caller is left to catch it
-        if not all_ranks_alive(base()):
+        # Ranks that haven't started the library don't know which ranks have, so they can't agree with them.
+        if started() and not all_ranks_alive(base()):
             leave_process(code_at_end())
 
 

@@ -47,13 +47,9 @@ def number(objective: str, rank: int, comm: Any = None) -> Callable[[Any], Any]:
     return lambda x: (rank + 1) * anp.sum(x**4)
 
 
-def array(objective: str, rank: int, comm: Any = None) -> Callable[[Any], Any]:
-    """Return this rank's term of sum(weights) * (x^3, sin x)."""
-
-    def term(x: Any) -> Any:
-        return (rank + 1) * anp.concatenate([x**3, anp.sin(x)])
-
-    return (lambda x: mpiad.mpi_allreduce(term(x), comm=comm)) if objective == "root" else term
+def array(rank: int, comm: Any = None) -> Callable[[Any], Any]:
+    """Return a function with the values sum(rank + 1) * (x^3, sin x)."""
+    return lambda x: mpiad.mpi_allreduce((rank + 1) * anp.concatenate([x**3, anp.sin(x)]), comm=comm)
 
 
 def check_number(f: Any, c: float) -> None:
@@ -68,7 +64,7 @@ def check_number(f: Any, c: float) -> None:
     np.testing.assert_allclose(f.jvp(X, V), c * 4 * X**3 @ V, rtol=1e-14)
     np.testing.assert_allclose(f.vjp(X, 2.0), c * 8 * X**3, rtol=1e-14)
     np.testing.assert_allclose(f.map([X, 2.0 * X]), c * np.sum(X**4) * np.array([1.0, 16.0]), rtol=1e-14)
-    assert f.evaluations == {"value": 4, "gradient": 1, "both": 2, "product": 2, "jvp": 1, "vjp": 1}
+    assert f.evaluations == {"value": 3, "gradient": 1, "both": 2, "product": 2, "jvp": 1, "vjp": 1}
     assert all(seconds > 0.0 for seconds in f.seconds.values())
 
 
@@ -91,14 +87,16 @@ def check_array(g: Any, c: float) -> None:
 
 @pytest.mark.parametrize("objective", ["root", "sum", "mean"])
 def test_values_and_derivatives(objective: str, rank: int, size: int) -> None:
-    def program(f: Any, g: Any) -> str:
+    def program(f: Any, g: Any = None) -> str:
         c = float(np.sum(weights(objective, size)))
         check_number(f, c)
-        check_array(g, c)
+        if g is not None:
+            check_array(g, c)
         return "done"
 
     for root in {0, size - 1}:
-        found = drive(program, number(objective, rank), array(objective, rank), objective=objective, root=root)
+        functions = [number(objective, rank)] + [array(rank)] * (objective == "root")
+        found = drive(program, *functions, objective=objective, root=root)
         assert found == ("done" if rank == root else None)
 
 
@@ -113,7 +111,7 @@ def test_part_of_the_ranks(rank: int, size: int) -> None:
         check_array(g, c)
         return True
 
-    found = drive(program, number("root", comm.rank, comm), array("root", comm.rank, comm), root=root, comm=comm)
+    found = drive(program, number("root", comm.rank, comm), array(comm.rank, comm), root=root, comm=comm)
     assert found == (True if comm.rank == root else None)
     comm.Free()
 
@@ -180,7 +178,7 @@ def test_values_alone_are_not_traced(rank: int) -> None:
         assert f(3.0) == 9.0 * WORLD.size and f.gradient(3.0) == 6.0 * WORLD.size and f.evaluations["gradient"] == 1
 
     drive(program, fun)
-    assert traced == [True] + [False] * 11 + [True] + [True] * 8 + [False] * 5 + [True, True]
+    assert traced == [True] + [False] * 11 + [True] + [True] + [False] * 12 + [True, True]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -232,7 +230,7 @@ def test_exception_on_a_rank(kind: str, rank: int, size: int) -> None:
             return "caught"
 
         with pytest.raises(WorkerError, match="ZeroDivisionError: no way") as raised:
-            drive(program, fun, objective="mean", root=size - 1)
+            drive(program, fun, objective="root" if kind == "array" else "mean", root=size - 1)
         assert raised.value.rank == failing and "test_drive.py" in raised.value.traceback
         assert len(caught) == 2 * (rank == size - 1) and all(error is raised.value for error in caught)
 
@@ -252,11 +250,8 @@ def test_exception_in_a_group(rank: int, size: int) -> None:
         drive(lambda f: f.map(np.arange(6.0)), fun, groups=2)
     assert caught.value.rank == size - 1
 
-    def uneven(x: Any, comm: Any) -> Any:
-        return np.ones(2 + (rank == size - 1)) * x
-
-    with pytest.raises(TypeError, match="of one shape, but returned"):
-        drive(lambda f: f(1.0), uneven, groups=size // 2 if size > 2 else 1, objective="sum")
+    with pytest.raises(TypeError, match="arrays must be the same on all ranks, with objective='root'"):
+        drive(lambda f: f(1.0), lambda x, comm: np.ones(2), groups=size // 2 if size > 2 else 1, objective="sum")
 
 
 def test_exceptions_of_the_program(rank: int, size: int) -> None:
@@ -295,14 +290,17 @@ def test_solver_that_does_not_converge_is_not_a_number(rank: int, size: int) -> 
             raise ConvergenceError("no")
         return x**2
 
-    def program(f: Any, g: Any) -> None:
+    def program(f: Any) -> None:
         assert f(2.0) == 4.0 and np.isnan(f(3.0)) and np.isnan(f.gradient(3.0)) and f.gradient(2.0) == 4.0
         assert np.isnan(f.jvp(3.0, 1.0)) and np.isnan(f.hvp(3.0, 1.0))
         assert np.array_equal(f.map([1.0, 3.0, 2.0]), [1.0, np.nan, 4.0], equal_nan=True)
+
+    def arrays(g: Any) -> None:
         assert np.array_equal(g(2.0), [4.0, 4.0]) and np.array_equal(g(3.0), [np.nan] * 2, equal_nan=True)
         assert np.isnan(g.vjp(3.0, np.ones(2))) and g.vjp(2.0, np.ones(2)) == 8.0
 
-    drive(program, fun, lambda x: fun(x) * np.ones(2), objective="mean")
+    drive(program, fun, objective="mean")
+    drive(arrays, lambda x: fun(x) * np.ones(2))
     with pytest.raises(WorkerError, match="ConvergenceError"):
         drive(lambda f: f(3.0), fun, objective="mean")  # the first point
 
@@ -328,13 +326,11 @@ def test_constants_of_the_first_point() -> None:
     def program(f: Any, g: Any) -> None:
         for h in (f, g):
             assert h({"a": 1.0, "n": 2}) == 2.0 and h({"n": 2, "a": 3.0}) == 6.0
-            with pytest.raises(
-                TypeError, match=r"the first point\['n'\] is the constant 2, but got 3.0. If it is a variable"
-            ):
+            with pytest.raises(TypeError, match=r"the first point\['n'\] is 2, but got the first point\['n'\], 3.0."):
                 h({"a": 1.0, "n": 3.0})
-            with pytest.raises(TypeError, match=r"expected the first point\['n'\], but got the first point\['m'\]"):
+            with pytest.raises(TypeError, match=r"the first point\['n'\] is 2, but got the first point\['m'\], 2. A point"):
                 h.map([{"a": 1.0, "m": 2}])
-        assert f.jvp({"a": 1.0, "n": 2}, {"a": 1.0, "n": 0}) == 2.0
+        assert f.jvp({"a": 1.0, "n": 2}, {"a": 1.0, "n": 2}) == 2.0
 
     drive(program, *[lambda x: x["a"] * x["n"]] * 2)
 
@@ -375,20 +371,21 @@ def test_functions_that_return_something_else(rank: int, size: int) -> None:
 
     for fun, call, text in (
         (lambda x: "a", lambda f: f(1.0), "real number"),
-        (lambda x: np.array([1j, 2.0]), lambda f: f(1.0), "real numbers of one shape"),
+        (lambda x: np.array([1j, 2.0]), lambda f: f(1.0), r"real numbers .* returned ndarray of complex128, shape \(2,\)"),
         (lambda x: x * np.ones(2), lambda f: f.gradient(1.0), r"arrays of shape \(2,\). Use f.vjp"),
-        (changing, lambda f: (f(1.0), f(1.0)), r"shape \(1,\), as at the first point, but returned .* shape \(2,\)"),
+        (changing, lambda f: (f(1.0), f(1.0)), r"shape \(1,\), as at the first point; .* shape \(2,\)"),
     ):
         with pytest.raises(TypeError, match=text):
-            drive(call, fun, objective="mean")
-    if size > 1:
-        with pytest.raises(TypeError, match="values of one shape"):
-            drive(lambda f: f(1.0), lambda x: np.ones(2 + (rank == 1)), objective="sum")
+            drive(call, fun)
+    with pytest.raises(TypeError, match="real number"):
+        drive(lambda f: f(1.0), lambda x: "a", objective="mean")
+    with pytest.raises(TypeError, match="arrays must be the same on all ranks, with objective='root'"):
+        drive(lambda f: f(1.0), lambda x: np.ones(2 + (rank == 1)), objective="sum")
 
 
 def test_traced_values_of_an_enclosing_function(size: int) -> None:
     def outer(y: Any, shape: tuple) -> Any:
-        drive(lambda f: f.map([1.0]), lambda x: x * y * np.ones(shape), objective="mean")
+        drive(lambda f: f.map([1.0]), lambda x: x * y * np.ones(shape))
         return y
 
     for shape in ((), (2,)):

@@ -11,6 +11,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from fault_tolerant import with_ulfm
 from mpi4py import MPI
 
 import mpiad
@@ -128,6 +129,26 @@ mpiad.mpi_allreduce(1.0)
     for rank in (1, 2):
         assert f"mpi_allreduce: rank {rank} has waited for" in done.stderr
     assert "Rank 0 made none so far" in done.stderr and "mpiad.mpi_init(world=comm)" in done.stderr
+
+
+IMPORTED = """
+from mpi4py import MPI
+import mpiad
+comm = MPI.COMM_WORLD
+part = comm.Split(comm.rank > 0)
+if comm.rank > 0:
+    mpiad.mpi_init(world=part)
+    assert mpiad.mpi_allreduce(1.0) == 2.0
+print(comm.rank, flush=True)
+"""
+
+
+class TestWithRecovery:
+    pytestmark = with_ulfm
+
+    def test_a_rank_that_only_imports_the_library_ends_with_the_others(self, ft_run: Start) -> None:
+        done = ft_run(3, IMPORTED)
+        assert done.returncode == 0 and sorted(done.stdout.split()) == ["0", "1", "2"], done.stderr
 
 
 OTHER_WORLDS = """
