@@ -116,10 +116,15 @@ class TangentTape(LibraryTape):
 # Derivatives of a function in several directions, from one evaluation.
 
 
+# Rules for tangents in all directions at once, arrays whose first axis counts the directions; a rule may return None.
+STACKED_JVPS: dict[Primitive, JvpMaker] = {}
+_PLAIN = {np.ndarray, type(None)}
+
+
 class BundleNode(TangentNode):
     """A node of a forward-mode trace; `g` has one tangent per direction: a list, with None for zero, or one array."""
 
-    __slots__ = ("whole",)  # an array of the value and all tangents, if it exists
+    __slots__ = ()
 
     def __init__(
         self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
@@ -128,6 +133,11 @@ class BundleNode(TangentNode):
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
         self.tape = tape
+        stacked = STACKED_JVPS.get(fun)
+        if stacked and type(value) is np.ndarray and all(parent.tape is tape and parent.stacked() for parent in parents):
+            self.g = stacked(parent_argnums, [parent.g for parent in parents], value, args, kwargs)
+            if self.g is not None:
+                return
         # Inputs of other traces are constants.
         inputs = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
         rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
@@ -139,6 +149,15 @@ class BundleNode(TangentNode):
                 self.g.append(rule(argnums, gs, value, args, kwargs))
             else:
                 self.g.append(None)
+
+    def stacked(self) -> bool:
+        """Turn `g` into one array and return True, if all tangents are plain arrays on the host, or some are zero."""
+        if type(self.g) is not np.ndarray:
+            if not {np.ndarray} <= {type(g) for g in self.g} <= _PLAIN:
+                return False
+            zero = np.zeros_like(next(g for g in self.g if g is not None))
+            self.g = np.stack([zero if g is None else g for g in self.g])
+        return True
 
 
 notrace_primitives[BundleNode] = notrace_primitives[JVPNode]

@@ -8,8 +8,9 @@ The adjoint of a Rosenbrock method in a kernel needs second derivatives of f; it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,12 +18,11 @@ from mpiad._typing import Array, Tree
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, evaluated, simplify
 from mpiad.device.transfer import to_host
-from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.trace import packing_of, program_of
-from mpiad.ensemble.compiled.traced_problem import remembered
+from mpiad.ensemble.compiled.traced_problem import MOST_COMPONENTS, remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.sparse_lu import LEAST_SPARSE
@@ -62,8 +62,8 @@ def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Pr
 _COMPARED_TRAJECTORIES = 3
 
 
-# Number of operations of a program that take as much time as a tangent of one operation of arrays.
-_PER_TANGENT = 8
+# Number of operations of a program that take as much time as one operation of traced arrays.
+_PER_TRACED = 8
 
 
 class FieldJacobian:
@@ -146,43 +146,60 @@ def jacobian_of(batch: Batch) -> FieldJacobian:
 
 # The places of the entries, and the program or the groups of columns: see `FieldJacobian`.
 _Structure: TypeAlias = "tuple[Places, JacobianProgram | None, Array | None]"
+_Found = TypeVar("_Found")
+
+
+def field_program(batch: Batch) -> Program | None:
+    """Return the program of f; None if f can't be traced, or if derivatives of f by arrays take less time."""
+    if len(batch.u0) + packing_of(batch.p).size > MOST_COMPONENTS or np.iscomplexobj(batch.u0):
+        return None
+    found = _remembered(batch, "field", lambda program, own: program if program.cost <= _traced_cost(own) else "slow")
+    return found if isinstance(found, Program) else None
 
 
 def _structure_of(batch: Batch) -> _Structure | str:
     """Return the structure of the Jacobian, or the reason why f can't be traced; the result is cached."""
-    on_host = not is_on_device(batch)
-    if not on_host:  # a few trajectories as host arrays
+    sparse = not is_on_device(batch) and len(batch.u0) >= LEAST_SPARSE
+
+    def structure(program: Program, batch: Batch) -> _Structure:
+        if sparse:
+            places = pattern_of(program)
+            groups = groups_of(places, len(batch.u0))
+            if _traced_cost(batch) * (2 + len(groups)) < program.cost:
+                return places, None, groups
+        found = jacobian_program(program)
+        return Places(*np.array(found.places, int).reshape(-1, 2).T), found, None
+
+    return _remembered(batch, f"Jacobian, sparse: {sparse}", structure)
+
+
+def _remembered(batch: Batch, name: str, make: Callable[[Program, Batch], _Found]) -> _Found | str:
+    """Return ``make(program of f, batch on the host)``, or the reason why f can't be traced; the result is cached."""
+    if is_on_device(batch):  # a few trajectories as host arrays
         batch = batch.share(slice(0, _COMPARED_TRAJECTORIES))
         u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
         batch = batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
 
-    def find(_: bool) -> _Structure | str:
+    def find(_: bool) -> _Found | str:
         try:
-            program = program_of(batch)
-            if on_host and len(batch.u0) >= LEAST_SPARSE:
-                places = pattern_of(program)
-                groups = groups_of(places, len(batch.u0))
-                if _tangents_cost(batch, len(groups)) < program.cost:
-                    return places, None, groups
-            found = jacobian_program(program)
-            return Places(*np.array(found.places, int).reshape(-1, 2).T), found, None
+            return make(program_of(batch), batch)
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 
-    found: Any = remembered(find, batch, (), "Jacobian", on_host)
+    found: Any = remembered(find, batch, (), name)
     return found
 
 
-def _tangents_cost(batch: Batch, directions: int) -> float:
-    """Return the time of f with tangents in operations of a program; infinity if f can't be differentiated by arrays."""
+def _traced_cost(batch: Batch) -> float:
+    """Return the time of f for traced arrays in operations of a program; infinity if f can't be differentiated so."""
     p, u, t = _first_columns(batch)
     try:
         with np.errstate(all="ignore"):
             field, leaves = Field(batch), _leaves(p)
-            _, _, recording = trace_list(lambda variables: [field.array(shortened(variables[0]), leaves, t)], [u])
+            _, _, recording = trace_list(lambda variables: [field.array(variables[0], leaves, t)], [u])
     except (TypeError, ValueError, NotImplementedError):
         return np.inf
-    return _PER_TANGENT * len(recording.nodes) * (2 + directions)
+    return _PER_TRACED * len(recording.nodes)
 
 
 def _first_columns(batch: Batch) -> tuple[Tree, Array, Array]:

@@ -16,10 +16,9 @@ from mpiad._typing import Array
 from mpiad.device.assembly import array, concatenate
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.forward import Bundle
-from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.step_operators import rows_like
+from mpiad.ensemble.step_operators import rows_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.core.tracing import restoring_state
 
@@ -49,7 +48,7 @@ def with_leaves(leaves: Sequence[Any], places: Iterable[int], values: Iterable[A
 def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> None:
     """Trace f once with respect to the states; raise a TypeError if f uses functions that can't be traced."""
     try:
-        values, _, _ = trace_list(lambda variables: [field.array(shortened(variables[0]), leaves, t)], [u])
+        values, _, _ = trace_list(lambda variables: [field.array(variables[0], leaves, t)], [u])
         np.copyto(np.empty_like(u), values[0], casting="same_kind")  # raises for NumPy's arrays of traced values
     except (TypeError, ValueError) as error:
         advice = "Write it with the functions of autograd.numpy instead of numpy."
@@ -66,8 +65,8 @@ def jacobian_by_tangents(
     zeros = np.zeros_like(getval(u))
     units = (np.eye(len(u)) if directions is None else directions).astype(zeros.dtype)[:, :, None] + zeros
     with restoring_state(), Bundle() as bundle:
-        state = shortened(bundle.variable(u, [*units, None]))
-        time = shortened(bundle.variable(t, [None] * len(units) + [np.ones_like(getval(t))]))
+        state = bundle.variable(u, [*units, None])
+        time = bundle.variable(t, [None] * len(units) + [np.ones_like(getval(t))])
         value, found = bundle.parts(field.array(state, leaves, time))
     *columns, slope = found or [None] * (len(units) + 1)
     return value, [zeros if column is None else column for column in columns], slope
@@ -86,7 +85,7 @@ class Field:
             return self._each(u, leaves, t)
         value = self._f(u if self._shape else u[0], self._build(leaves), t)
         rows = value if self._shape and isinstance(value, (list, tuple)) else [value]
-        return rows[0] if len(rows) == 1 and anp.shape(rows[0]) == u.shape else rows_like(u, *rows)
+        return rows[0] if len(rows) == 1 and anp.shape(rows[0]) == u.shape else rows_of(getval(u), *rows)
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivatives of flattened states, by one call of f per trajectory."""

@@ -19,13 +19,12 @@ from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.products import jvp
-from mpiad.differentiation.shortcuts import shortened
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.compiled.trace import packing_of
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_operators import replaced, row_sums, rows_of, solved, sum_of_stages, values_of
+from mpiad.ensemble.step_operators import advanced, replaced, row_sums, rows_of, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
@@ -39,6 +38,7 @@ class StepReplay:
     def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array):
         self._run, self._leaves, self._u, self.t, self.h = run, leaves, u, t, h
         self._size, self._k = _like(h, u), []
+        self._rows = None if run.program is None else _numbers(run, leaves, getval(u))  # the parameters
         self._prepare()
         for i in range(run.tableau.stages - 1):
             self._k.append(self._stage(i))
@@ -48,7 +48,9 @@ class StepReplay:
 
     def _stage(self, i: int) -> Array:
         t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
-        return self._run.field.array(shortened(self.argument(i)), self._leaves, t)
+        if self._run.program is None:
+            return self._run.field.array(self.argument(i), self._leaves, t)
+        return values_of(self._run.program, self.argument(i), self._rows, t[None])
 
     def argument(self, i: int) -> Array:
         """Return the argument of stage i; the argument of the last stage is the new state."""
@@ -56,7 +58,7 @@ class StepReplay:
 
     def _sum(self, u: Array, h: Array | float, weights: tuple[float, ...]) -> Array:
         stages, chosen = _nonzero(weights, self._run.coefficients.real)
-        return sum_of_stages(u, h, chosen, *[self._k[j] for j in stages]) if stages else u
+        return advanced(u, h, chosen, *[self._k[j] for j in stages]) if stages else u
 
     def weights(self, x: Array) -> Array:
         """Return the interpolant's weights at fractions x of the step, shape (stages, m), or (stages, s, 1, m)."""
@@ -71,7 +73,7 @@ class StepReplay:
         u, h, stages = self._u, self._size, self._k[used]
         if type(columns) is not slice:
             u, h, stages = u[:, columns], h[columns], [k[:, columns] for k in stages]
-        return sum_of_stages(u, h, weights[used], *stages)
+        return advanced(u, h, weights[used], *stages)
 
     def event(self, located: LocatedEvent, exact: bool) -> tuple[Array, Array]:
         """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
@@ -115,7 +117,7 @@ class RosenbrockReplay(StepReplay):
 
     def _prepare(self) -> None:
         run, size = self._run, getval(self._size)
-        self._entries, self._slope = linearized(run, self._u, self._leaves, _like(self.t, self._u))
+        self._entries, self._slope = self._linearized(_like(self.t, self._u))
         self._lu = run.step_matrices.factorized(getval(self._entries) * -size)
 
     def _stage(self, i: int) -> Array:
@@ -135,18 +137,18 @@ class RosenbrockReplay(StepReplay):
             right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
         return solved(self._lu, self._run.jacobian.places, self._entries, self._size, right)
 
-
-def linearized(run: Run, u: Array, leaves: list[Any], t: Array) -> tuple[Array, Array | None]:
-    """Return the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
-    jacobian, d, plain = run.jacobian, len(u), getval(u)
-    found = jacobian.program
-    if found is not None:
-        values = values_of(found.program, u, _numbers(run, leaves, plain), t[None])
-        count, of_time = len(found.places), dict(zip(found.slopes, range(len(found.places), len(values))))
-        slope = rows_of(plain, *[values[of_time[i]] if i in of_time else 0.0 for i in range(d)]) if of_time else None
-        return values[:count], slope
-    _, products, slope = jacobian_by_tangents(run.field, u, leaves, t, jacobian.groups)
-    return jacobian.chosen(concatenate(products)), slope
+    def _linearized(self, t: Array) -> tuple[Array, Array | None]:
+        """Return the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
+        run, u, jacobian, plain = self._run, self._u, self._run.jacobian, getval(self._u)
+        found = jacobian.program
+        if found is not None:
+            rows = _numbers(run, self._leaves, plain) if self._rows is None else self._rows
+            values = values_of(found.program, u, rows, t[None])
+            count, of_time = len(found.places), dict(zip(found.slopes, range(len(found.places), len(values))))
+            slopes = [values[of_time[i]] if i in of_time else 0.0 for i in range(len(u))]
+            return values[:count], rows_of(plain, *slopes) if of_time else None
+        _, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups)
+        return jacobian.chosen(concatenate(products)), slope
 
 
 def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:
@@ -210,8 +212,7 @@ class Replay:
     def visited(self, sweep: StepSweep, visit: Visit, u: Array, inputs: Inputs) -> Visited:
         """Return the results of a visit, given the states before it and the inputs of its columns."""
         run, columns = self._run, self._run.doubled(len(visit.t))
-        inputs = inputs._replace(leaves=list(map(shortened, inputs.leaves)))
-        (t, h), u, leaves = self._times(sweep, visit, inputs), shortened(u), inputs.leaves
+        (t, h), leaves = self._times(sweep, visit, inputs), inputs.leaves
         if type(columns) is not slice:
             u, t, h, leaves = u[:, columns], t[columns], h[columns], run.batch.p.chosen(columns, leaves)
         step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import Array, Tree
+from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients, coefficients_of
 from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.field_jacobian import FieldJacobian, jacobian_of
+from mpiad.ensemble.field_jacobian import FieldJacobian, field_program, jacobian_of
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
@@ -235,6 +236,11 @@ class Run:
     def coefficients(self) -> Coefficients:
         """The method's coefficients, on the device of the states."""
         return coefficients_of(self.tableau, self.batch.u0)
+
+    @cached_property
+    def program(self) -> Program | None:
+        """The program of f, if its derivatives take less time than those of f."""
+        return field_program(self.batch)
 
     @cached_property
     def jacobian(self) -> FieldJacobian:

@@ -19,9 +19,8 @@ from mpiad._typing import Array
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Program, evaluated
 from mpiad.device.assembly import concatenate, stack
-from mpiad.differentiation.forward import BundleNode
+from mpiad.differentiation.forward import STACKED_JVPS
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
-from mpiad.differentiation.shortcuts import BundleBox, bundle_box
 from mpiad.ensemble.column_lu import Places, sums_by_row
 from mpiad.ensemble.sparse_lu import LU
 
@@ -132,11 +131,16 @@ def _advanced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
 @primitive
 def values_of(program: Program, *groups: Array) -> Array:
     """Return the outputs of a program of scalars for n columns, (outputs, n), given (inputs, n) for each of its groups."""
-    like, values = groups[0][0], evaluated(program, *groups)
-    out = np.empty_like(like, shape=(len(values), *like.shape))
+    values = evaluated(program, *groups)
+    # The last group may have several rows of numbers.
+    out = np.empty_like(groups[0], shape=(len(values), *groups[-1].shape[1:]))
     for i, value in enumerate(values):
         out[i] = value
     return out
+
+
+def _stacked_advanced_jvp(argnums: tuple[int, ...], gs: Sequence[Array], *call: Any) -> Array | None:
+    return None if 1 in argnums or 2 in argnums else _advanced_jvp(argnums, gs, *call)
 
 
 @lru_cache(64)
@@ -162,6 +166,10 @@ def _values_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args:
     names = list(program.groups)
     wanted = tuple(names[k - 1] for k in argnums)
     return _applied(values_of, _derivative_of(program, False, wanted), *groups, concatenate(list(gs)))
+
+
+def _stacked_values_jvp(argnums: tuple[int, ...], gs: Sequence[Array], *call: Any) -> Array:
+    return np.swapaxes(_values_jvp(argnums, [np.swapaxes(np.concatenate(gs, axis=1), 0, 1)], *call), 0, 1)
 
 
 row_sums = primitive(sums_by_row)
@@ -224,62 +232,4 @@ for _operator, _vjp, _jvp in (
     defjvp_argnums(_operator, _jvp)
     # mpiad's traces call their own rules without the checks of autograd's.
     VJP_RULES[_operator], JVP_RULES[_operator] = _vjp, _jvp
-
-
-# In a `Bundle` the states and stages of a step are stored with all their tangents in one array (`BundleNode.whole`), so one
-# evaluation computes the value and the tangents of an operator. Otherwise the overhead of the calls would dominate.
-
-
-def rows_like(u: Array, *rows: Array) -> Array:
-    """Return an array of the shape and dtype of u from its rows, as `rows_of` does; u and the rows may be traced."""
-    if type(u) is not BundleBox or type(u._value) is not np.ndarray:
-        return rows_of(getval(u), *rows)
-    tape = u._node.tape
-    whole = np.zeros((1 + len(u._node.g), *u._value.shape), u._value.dtype)
-    zero = set(range(1, len(whole)))  # the tangents without any nonzero row
-    for i, row in enumerate(rows):
-        if not isbox(row):
-            whole[0, i] = row
-            continue
-        node = row._node
-        if type(node) is not BundleNode or node.tape is not tape or tape.record is None or isbox(row._value):
-            return rows_of(u._value, *rows)
-        whole[0, i] = row._value
-        if type(node.g) is np.ndarray:
-            whole[1:, i] = node.g
-            zero.clear()
-            continue
-        for j, g in enumerate(node.g, 1):
-            if isbox(g):
-                return rows_of(u._value, *rows)
-            if g is not None:
-                whole[j, i] = g
-                zero.discard(j)
-    return rows_of(u._value, *rows) if zero else _box_of(whole, u)
-
-
-def sum_of_stages(u: Array, h: Array | float, weights: Array | Sequence[Array], *k: Array) -> Array:
-    """Return `advanced(u, h, weights, *k)`; in a `Bundle`, with all tangents at once."""
-    if type(u) is BundleBox and not isbox(h) and not isbox(weights):
-        wholes = [_whole(x, u._node.tape) for x in (u, *k)]
-        if all(x is not None for x in wholes):
-            return _box_of(advanced.fun(wholes[0], h, weights, *wholes[1:]), u)
-    return advanced(u, h, weights, *k)
-
-
-def _whole(x: Any, tape: object) -> Array | None:
-    """Return x and its tangents on a tape as one array; None if some are zero, traced, or on another tape."""
-    node = getattr(x, "_node", None)
-    if type(node) is not BundleNode or node.tape is not tape or node.tape.record is None:
-        return None
-    if not hasattr(node, "whole"):
-        if any(type(part) is not np.ndarray for part in (x._value, *node.g)):
-            return None
-        node.whole = np.stack([x._value, *node.g])
-    return node.whole
-
-
-def _box_of(whole: Array, like: Any) -> Array:
-    box = bundle_box(whole[0], whole[1:], like._node.tape, like._trace)
-    box._node.whole = whole
-    return box
+STACKED_JVPS.update({advanced: _stacked_advanced_jvp, values_of: _stacked_values_jvp})

@@ -190,6 +190,23 @@ def test_states_within_one_ode():
         close(mpiad.grad(loss, k)(w, u0), autograd.grad(one, k)(w, u0))
 
 
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_f_that_a_program_replays_or_that_is_called_again(gradient):
+    """A branch on values can't be traced, so steps call this f again; both have the same derivatives."""
+
+    def checked(u, p, t):
+        assert np.all(autograd.tracer.getval(u[0]) < 1e6)
+        return forced(u, p, t)
+
+    def loss(x, f):
+        ensemble = EnsembleProblem(ODEProblem(f, x["u0"], (0.0, 1.0)), p=x["p"])
+        return anp.sum(solve(ensemble, saveat=SAVED, gradient=gradient, compile=False).u ** 2)
+
+    found, expected = (mpiad.grad(loss)({"u0": draws(2), "p": draws(3, 2, seed=1)}, f) for f in (checked, forced))
+    for name in ("u0", "p"):
+        close(found[name], expected[name])
+
+
 def test_single_precision():
     u0, p = draws(3, 2).astype(np.float32), draws(3, 2, seed=1).astype(np.float32)
     weights = draws(3, 3, 2, seed=5)
