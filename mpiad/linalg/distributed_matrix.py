@@ -49,7 +49,7 @@ _kept: weakref.WeakKeyDictionary[Probing, tuple[np.ndarray, DistributedMatrix]] 
 
 def probed_matrix(
     matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool, probing: Probing
-) -> DistributedMatrix:  # fmt: skip
+) -> DistributedMatrix:
     """Return the matrix of an operator; its values may be traced."""
     values = probing.values(matvec, params, shape, comm, call, takes_batches)
     # Most operators use some neighbors in a domain's halo only. Derivatives of zeros may differ from zero.

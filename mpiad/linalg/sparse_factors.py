@@ -44,6 +44,7 @@ class SparseFactors:
         except RuntimeError as error:
             raise ValueError(f"{name} can't be factorized: {error}.") from error
         self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), itertools.count()
+        self._block_solver: _BlockSolver | None = None
 
     def solve(self, rows: LocalArray, kind: str = "N") -> LocalArray:
         """Return the solutions for right-hand sides (k, n), or the transposed matrix's if `kind` is "T"."""
@@ -54,15 +55,12 @@ class SparseFactors:
         if len(rows) == 1:
             return self._factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
         if rows.dtype == self._dtype == np.float64 and next(self._solves) >= _FIRST_SOLVES:
+            self._block_solver = self._block_solver or _BlockSolver(self._factors)
             return self._block_solver(rows, kind)
         # More columns at once than fit into the caches would take longer than one by one.
         step = len(rows) if rows.shape[1] <= _MOST_AT_ONCE else 3
         parts = [self._factors.solve(np.ascontiguousarray(rows[k : k + step]).T, kind).T for k in range(0, len(rows), step)]
         return np.concatenate(parts)
-
-    @functools.cached_property
-    def _block_solver(self) -> _BlockSolver:
-        return _BlockSolver(self._factors)
 
 
 class _Triangle(NamedTuple):
