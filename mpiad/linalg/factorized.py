@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
-import scipy.sparse
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
@@ -164,9 +163,10 @@ class _Factors:
         with restoring_state(), suspended():
             self.matrix = matrix = options.assembled(operator, requires_all)
             if options.group.size == 1:
-                self._inverse: Any = _factors_of(matrix.local_rows(), options.call)
+                name = f"{options.call}: the matrix {matrix.shape}"
+                self._inverse: Any = SparseFactors(matrix.local_rows().tocsc(), name)
             elif options.method == "gathered" or options.method == "auto" and matrix.shape[0] <= _MOST_GATHERED:
-                self._inverse = GatheredFactors(matrix, lambda whole: _factors_of(whole, options.call))
+                self._inverse = GatheredFactors(matrix, options.call)
             else:
                 self._inverse = AdditiveSchwarz(matrix, restricted=True)
         try:
@@ -407,18 +407,6 @@ def host_error(call: str, name: str, value: Array) -> Exception | None:
     if not is_device_array(value):
         return None
     return TypeError(f"{call} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
-
-
-def _factors_of(rows: Any, call: str) -> Any:
-    try:
-        return SparseFactors(rows.tocsc(), f"{call}: the matrix {rows.shape}")
-    except ValueError as error:
-        # The null vector of a singular matrix, by one inverse iteration with a small shift, is largest in these unknowns.
-        shift = 1e-10 * max(float(np.abs(rows.data).max(initial=0.0)), 1.0)
-        shifted = (rows + shift * scipy.sparse.eye_array(rows.shape[0])).tocsc()
-        start = np.random.default_rng(0).standard_normal((1, rows.shape[0])).astype(rows.dtype)
-        vector = SparseFactors(shifted, call).solve(start)
-        raise ValueError(f"{error} The null vector is largest in row {int(np.abs(vector).argmax())}.") from error
 
 
 @recoverable(_CALL)

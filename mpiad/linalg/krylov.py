@@ -168,14 +168,13 @@ class CompiledArnoldi(Arnoldi):
 
 @functools.cache
 def _kernels() -> list[Callable[..., None]]:
-    signature = f"linked(int64[::1], {', '.join(['float64[::1]'] * 6)})"
-    return functions_of(__name__, dict.fromkeys(("inner_products", "extended_spaces"), signature), "reassoc contract")
+    # The first kernel uses the first two floating-point arrays of the block.
+    counts = {"inner_products": 2, "extended_spaces": 6}
+    signatures = {name: f"linked(int64[::1], {', '.join(['float64[::1]'] * count)})" for name, count in counts.items()}
+    return functions_of(__name__, signatures, "reassoc contract")
 
 
-def inner_products(
-    numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray, gram: np.ndarray, hessenberg: np.ndarray, null: np.ndarray,
-    state: np.ndarray,
-) -> None:  # fmt: skip
+def inner_products(numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray) -> None:
     """Compute the inner products of the basis with its last vector and with w, and of w with itself."""
     count, systems, n = numbers[0], numbers[1], numbers[2]
     for c in range(systems):
