@@ -162,20 +162,14 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
             users.setdefault(argument, []).append(number)
     for j, place in enumerate(inputs):
         # The other inputs have no tangents, since zero tangents would remain in products: 0 · x may be NaN.
-        tangents = {place: one}
-        _push(builder, _dependent(users, *tangents), tangents)
+        tangents, dependent, waiting = {place: one}, set[int](), [place]
+        while waiting:
+            new_users = set(users.get(waiting.pop(), ())) - dependent
+            dependent |= new_users
+            waiting += new_users
+        _push(builder, sorted(dependent), tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}
     return found
-
-
-def _dependent(users: Mapping[int, list[int]], number: int) -> list[int]:
-    """Return the numbers of the values that depend on a value, in order."""
-    found, waiting = set[int](), [number]
-    while waiting:
-        new = [user for user in users.get(waiting.pop(), ()) if user not in found]
-        found.update(new)
-        waiting += new
-    return sorted(found)
 
 
 def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:

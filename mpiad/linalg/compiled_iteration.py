@@ -111,7 +111,21 @@ class Operator:
 
             known.entries[key] = optional_program(traced, arguments_of((self._params, *state), {}), self._read)
         entry = known.entries[key]
-        return None if entry is None else _runner(entry, self._given)
+        if entry is None:
+            return None
+        if tracing.channels is not None:
+            tracing.channels |= entry.channels
+        params = [self._given.leaves[k] for k in self._given.traced]
+        replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
+
+        def run(*state: LocalArray) -> list[Array]:
+            replay = free.pop() if free else replays.take()
+            count_communications(entry.communications)
+            made = replay.first(*params, *state)
+            replays.give_back(replay)
+            return made
+
+        return run
 
     @cached_property
     def _given(self) -> Arguments:
@@ -135,22 +149,6 @@ class Operator:
             _known.remove(found)
         _known[:] = [found, *_known[: _MOST_KNOWN - 1]]
         return found
-
-
-def _runner(entry: Entry, given: Arguments) -> Function:
-    if tracing.channels is not None:
-        tracing.channels |= entry.channels
-    params = [given.leaves[k] for k in given.traced]
-    replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
-
-    def run(*state: LocalArray) -> list[Array]:
-        replay = free.pop() if free else replays.take()
-        count_communications(entry.communications)
-        made = replay.first(*params, *state)
-        replays.give_back(replay)
-        return made
-
-    return run
 
 
 def _are_alike(one: Any, other: Any) -> bool:

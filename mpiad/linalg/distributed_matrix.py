@@ -49,7 +49,7 @@ _kept: weakref.WeakKeyDictionary[Probing, tuple[np.ndarray, DistributedMatrix]] 
 
 def probed_matrix(
     matvec: Function, params: tuple, shape: tuple[int, ...], comm: Comm, call: str, takes_batches: bool, probing: Probing
-) -> DistributedMatrix:  # fmt: skip
+) -> DistributedMatrix:
     """Return the matrix of an operator; its values may be traced."""
     values = probing.values(matvec, params, shape, comm, call, takes_batches)
     # Most operators use some neighbors in a domain's halo only. Derivatives of zeros may differ from zero.
@@ -646,16 +646,13 @@ class GatheredFactors:
 
     takes_blocks = True  # arrays with leading axes
 
-    def __init__(self, matrix: DistributedMatrix, factored: Function | None = None):
-        # `factored`: returns the factors of the whole matrix.
+    def __init__(self, matrix: DistributedMatrix, call: str = "DistributedMatrix.solve"):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
         # Only rank 0 detects a singular matrix. All ranks raise, since the other ranks would wait for rank 0.
-        with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
-            if whole is not None and factored is not None:
-                self._factors = factored(whole)
-            elif whole is not None:
-                self._factors = SparseFactors(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
+        with raising_together(channel(matrix.comm, call)):
+            if whole is not None:
+                self._factors = SparseFactors(whole.tocsc(), f"{call}: the matrix {matrix.shape}")
 
     @property
     def T(self) -> GatheredFactors:

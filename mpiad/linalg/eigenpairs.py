@@ -178,7 +178,7 @@ def ritz_pairs(
     normal = np.random.Generator(np.random.Philox(key=key)).standard_normal
     draw = (lambda _: seed(next(numbers))) if callable(seed) else (lambda v: normal(v.shape))
     functions = {"seed": draw, "product": product, "mass": mass, "mass_solve": mass_solve}
-    space = _KrylovSpace(group, DeferredFailures(comm, _CALL, apart=True), like.shape, functions, batch)
+    space = _KrylovSpace(group, like.shape, functions, batch)
     with restoring_state(), suspended():
         block = space.add_random(min(block_size, size))
         while block:
@@ -237,11 +237,9 @@ def _checked_sizes(
 class _KrylovSpace:
     """Orthonormal vectors, the rows of `basis`; B⁻¹A times row `expanded[j]` is column j of `projected` times `basis`."""
 
-    def __init__(
-        self, group: Channel, failures: DeferredFailures, shape: tuple[int, ...], functions: dict[str, Product | None],
-        batch: bool,
-    ):  # fmt: skip
-        self.group, self.failures, self.shape, self.functions, self.batch = group, failures, shape, functions, batch
+    def __init__(self, group: Channel, shape: tuple[int, ...], functions: dict[str, Product | None], batch: bool):
+        self.group, self.failures = group, DeferredFailures(group.user, _CALL, apart=True)
+        self.shape, self.functions, self.batch = shape, functions, batch
         self.basis, self.projected, self.expanded = np.zeros((0, math.prod(shape))), np.zeros((0, 0)), []
 
     def add_random(self, count: int) -> list[int]:

@@ -13,13 +13,12 @@ If p isn't a variable, a solve is a step of compiled programs, which are also di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
-import scipy.sparse
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
@@ -78,28 +77,32 @@ class _Operator(NamedTuple):
         return over_lanes(one, 0 if self.takes_batches else len(spec_like(u).shape) - len(self.shape))(u)
 
 
+class _Use(NamedTuple):
+    """Factors, the indices of the traced leaves among those of the params, and whether to solve with the transpose."""
+
+    factors: _Factors
+    indices: tuple[int, ...]
+    transposed: bool
+
+
 @custom_operator
-def back_substitution(
-    b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
-) -> LocalArray:
-    """Return the solution of A u = b or Aᵀ u = b; `variables`: the traced leaves of the params, at `indices`."""
-    return factors.solved(b, transposed)
+def back_substitution(b: LocalArray, *variables: Array, use: _Use) -> LocalArray:
+    """Return the solution of A u = b or Aᵀ u = b; `variables`: the traced leaves of the params."""
+    return use.factors.solved(b, use.transposed)
 
 
-def _adjoint(
-    ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
-) -> Callable:
+def _adjoint(ans: LocalArray, b: LocalArray, *variables: Array, use: _Use) -> Callable:
     def cotangents(multiplier: LocalArray) -> list:
         # In both cases, the function λᵀ A u of the params is differentiated. Right-hand sides aren't joined, since the
         # tape would record that, too.
-        operator, pair = factors.operator, (ans, multiplier) if transposed else (multiplier, ans)
+        operator, pair = use.factors.operator, (ans, multiplier) if use.transposed else (multiplier, ans)
         count = math.prod(spec_like(ans).shape[: -len(operator.shape) or None])
         left, right = ([u] if operator.takes_batches else list(anp.reshape(u, (count, *operator.shape))) for u in pair)
-        pull, _ = make_vjp(lambda x: [operator.product(u, x, indices, False) for u in right])(list(variables))
+        pull, _ = make_vjp(lambda x: [operator.product(u, x, use.indices, False) for u in right])(list(variables))
         return [-part for part in pull(left)]
 
     def vjp(g: LocalArray) -> list:
-        multiplier = back_substitution(g, *variables, factors=factors, indices=indices, transposed=not transposed)
+        multiplier = back_substitution(g, *variables, use=use._replace(transposed=not use.transposed))
         lead = spec_like(g).shape[: -len(spec_like(ans).shape) or None]  # of several cotangents
         if not variables or not lead:
             return [multiplier, *(cotangents(multiplier) if variables else ())]
@@ -108,15 +111,12 @@ def _adjoint(
     return vjp
 
 
-def _tangent(
-    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...],
-    transposed: bool,
-) -> LocalArray:  # fmt: skip
+def _tangent(gs: list, ans: LocalArray, b: LocalArray, *variables: Array, use: _Use) -> LocalArray:
     residual = tangent_of(b, gs[0])
     if variables:
-        product = lambda x: factors.operator.product(x[0], x[1:], indices, transposed)  # noqa: E731
+        product = lambda x: use.factors.operator.product(x[0], x[1:], use.indices, use.transposed)  # noqa: E731
         residual = residual - change_along(product, ans, variables, gs[1:])
-    return back_substitution(residual, *variables, factors=factors, indices=indices, transposed=transposed)
+    return back_substitution(residual, *variables, use=use)
 
 
 back_substitution.batched_adjoint = True
@@ -163,9 +163,10 @@ class _Factors:
         with restoring_state(), suspended():
             self.matrix = matrix = options.assembled(operator, requires_all)
             if options.group.size == 1:
-                self._inverse: Any = _factors_of(matrix.local_rows(), options.call)
+                name = f"{options.call}: the matrix {matrix.shape}"
+                self._inverse: Any = SparseFactors(matrix.local_rows().tocsc(), name)
             elif options.method == "gathered" or options.method == "auto" and matrix.shape[0] <= _MOST_GATHERED:
-                self._inverse = GatheredFactors(matrix, lambda whole: _factors_of(whole, options.call))
+                self._inverse = GatheredFactors(matrix, options.call)
             else:
                 self._inverse = AdditiveSchwarz(matrix, restricted=True)
         try:
@@ -183,7 +184,7 @@ class _Factors:
         same = same and all(x is y for x, y in zip(options[:-1], self.options[:-1]))  # apart from what is known
         return same and self._has_leaves(operator.leaves) and self.is_current()
 
-    def _has_leaves(self, leaves: list[Any]) -> bool:
+    def _has_leaves(self, leaves: Sequence[object]) -> bool:
         return all(same_bits(np.asarray(x), np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))
 
     def again(self) -> _Factors:
@@ -368,7 +369,7 @@ class Factorized:
 @opaque
 def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
     factors = solve._current(solve._error(stop_gradient(b)))
-    return back_substitution(b, *variables, factors=factors, indices=solve._indices, transposed=solve._transposed)
+    return back_substitution(b, *variables, use=_Use(factors, solve._indices, solve._transposed))
 
 
 class _Options(NamedTuple):
@@ -406,18 +407,6 @@ def host_error(call: str, name: str, value: Array) -> Exception | None:
     if not is_device_array(value):
         return None
     return TypeError(f"{call} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
-
-
-def _factors_of(rows: Any, call: str) -> Any:
-    try:
-        return SparseFactors(rows.tocsc(), f"{call}: the matrix {rows.shape}")
-    except ValueError as error:
-        # The null vector of a singular matrix, by one inverse iteration with a small shift, is largest in these unknowns.
-        shift = 1e-10 * max(float(np.abs(rows.data).max(initial=0.0)), 1.0)
-        shifted = (rows + shift * scipy.sparse.eye_array(rows.shape[0])).tocsc()
-        start = np.random.default_rng(0).standard_normal((1, rows.shape[0])).astype(rows.dtype)
-        vector = SparseFactors(shifted, call).solve(start)
-        raise ValueError(f"{error} The null vector is largest in row {int(np.abs(vector).argmax())}.") from error
 
 
 @recoverable(_CALL)

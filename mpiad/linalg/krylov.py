@@ -108,21 +108,16 @@ class Arnoldi:
             # A remainder below this bound consists of rounding errors.
             remainders[remainders <= (10.0 * np.finfo(w.dtype).eps) ** 2 * squares] = 0.0
         for c in growing:
-            inverses[c] = self._extended(c, h[c], math.sqrt(max(remainders[c], 0.0)))
+            norm, null = math.sqrt(max(remainders[c], 0.0)), self._null[c]
+            self._hessenberg[c, :count, j], self._hessenberg[c, count, j], self.steps[c] = h[c], norm, count
+            if norm == 0.0:
+                self._complete[c], self.norms[c] = 1.0, self._least_squares(c)[1]
+                continue
+            null[count], inverses[c] = -(null[:count] @ h[c]) / norm, 1.0 / norm
+            self._squares[c] += abs(null[count]) ** 2
+            self.norms[c] = self._first_norms[c] / math.sqrt(self._squares[c])
         np.multiply(w, column(w, inverses.astype(w.real.dtype)), out=self.vectors[count])
         self.grows = bool(self._growing(count))
-
-    def _extended(self, c: int, h: np.ndarray, norm: float) -> float:
-        """Add a column to H; return the inverse of the norm of w - V h, or 0 if the space can't grow."""
-        count, null = len(h), self._null[c]
-        self._hessenberg[c, :count, count - 1], self._hessenberg[c, count, count - 1], self.steps[c] = h, norm, count
-        if norm == 0.0:
-            self._complete[c], self.norms[c] = 1.0, self._least_squares(c)[1]
-            return 0.0
-        null[count] = -(null[:count] @ h) / norm
-        self._squares[c] += abs(null[count]) ** 2
-        self.norms[c] = self._first_norms[c] / math.sqrt(self._squares[c])
-        return 1.0 / norm
 
     def _least_squares(self, c: int) -> tuple[np.ndarray, float]:
         """Return the coefficients of one system's vector with the minimal residual, and the norm of this residual."""
@@ -173,14 +168,13 @@ class CompiledArnoldi(Arnoldi):
 
 @functools.cache
 def _kernels() -> list[Callable[..., None]]:
-    signature = f"linked(int64[::1], {', '.join(['float64[::1]'] * 6)})"
-    return functions_of(__name__, dict.fromkeys(("inner_products", "extended_spaces"), signature), "reassoc contract")
+    # The first kernel uses the first two floating-point arrays of the block.
+    counts = {"inner_products": 2, "extended_spaces": 6}
+    signatures = {name: f"linked(int64[::1], {', '.join(['float64[::1]'] * count)})" for name, count in counts.items()}
+    return functions_of(__name__, signatures, "reassoc contract")
 
 
-def inner_products(
-    numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray, gram: np.ndarray, hessenberg: np.ndarray, null: np.ndarray,
-    state: np.ndarray,
-) -> None:  # fmt: skip
+def inner_products(numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray) -> None:
     """Compute the inner products of the basis with its last vector and with w, and of w with itself."""
     count, systems, n = numbers[0], numbers[1], numbers[2]
     for c in range(systems):
@@ -432,8 +426,8 @@ def _cg_iteration(
     # The operator maps the direction of a very long step to zero, up to rounding.
     is_valid = (rz > 0.0) & (curvature > 0.0) & (alpha * np.finfo(r.dtype).eps <= shortest) & is_nearly_real(sums)
     x, r, p, s = system.updated(_cg_update, (x, r, p, s, z, w), (alpha, beta))
-    numbers = [anp.where(active, rz, np.inf), anp.where(active, curvature, 0.0), norms,
-               anp.where(active, anp.minimum(shortest, alpha), shortest), targets]  # fmt: skip
+    numbers = [anp.where(active, rz, np.inf), anp.where(active, curvature, 0.0), norms]
+    numbers += [anp.where(active, anp.minimum(shortest, alpha), shortest), targets]
     is_finite = anp.isfinite(rr) & anp.isfinite(rz) & anp.isfinite(wz)
     # If the norm would come within twice the target after a decrease by the same factor as in the last step, it is
     # computed by an additional reduction.

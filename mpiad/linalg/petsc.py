@@ -128,9 +128,13 @@ def _method(
 
     def of_system(params: tuple, transposed: bool) -> Method:
         def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-            operator = (
-                _shell(petsc, group, system) if matrix is None else _assemble(petsc, group, matrix, params[0], transposed)
-            )
+            if matrix is None:
+                operator = _shell(petsc, group, system)
+            else:
+                rows, kind = matrix.with_values(params[0]).local_rows(), petsc.IntType
+                csr = rows.indptr.astype(kind), rows.indices.astype(kind), rows.data.astype(petsc.ScalarType)
+                operator = petsc.Mat().createAIJ(tuple(zip(matrix.local_shape, matrix.shape)), csr=csr, comm=group.user)
+                operator = operator.transpose() if transposed else operator
             # The tolerance is relative, since PETSc may use the norms of preconditioned residuals.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
             prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
@@ -178,12 +182,3 @@ def _shell(petsc: ModuleType, group: Channel, system: System) -> Any:
     size = system.length, None
     # PETSc duplicates the user's communicator; it doesn't accept this library's wrapper of a communicator.
     return petsc.Mat().createPython((size, size), Context(), comm=group.user)
-
-
-def _assemble(petsc: ModuleType, group: Channel, matrix: DistributedMatrix, values: LocalArray, transposed: bool) -> Any:
-    rows = matrix.with_values(values).local_rows()
-    size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
-    integer_type = petsc.IntType
-    csr = rows.indptr.astype(integer_type), rows.indices.astype(integer_type), rows.data.astype(petsc.ScalarType)
-    assembled = petsc.Mat().createAIJ(size, csr=csr, comm=group.user)
-    return assembled.transpose() if transposed else assembled

@@ -152,7 +152,7 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     return u
 
 
-def _called(name: str, fun: Function, *args: Any, again: object = None) -> Any:
+def _called(name: str, fun: Function, *args: object, again: object = None) -> Any:
     """Do what `DeferredFailures.attempt` does, in a trace."""
     return fun(*args)
 
@@ -305,19 +305,14 @@ def transposed_preconditioner(preconditioner: Function, transpose: Any, params: 
 
 def bind_params(fun: Function, params: tuple) -> Function:
     """Return `fun` as a function of its first argument only, with bound params if `fun` requires them."""
-    params = params if _requires_params(fun, len(params)) else ()
-    return lambda r: fun(r, *params)
-
-
-def _requires_params(fun: Function, extra: int) -> bool:
     try:
-        kinds = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        return False  # some built-in functions have no signature
-    if any(p.kind is p.VAR_POSITIONAL for p in kinds):
-        return True
+        kinds = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        kinds = []
     required = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    return len(required) == 1 + extra  # arguments with a default aren't counted
+    # Arguments with a default aren't counted.
+    takes_params = len(required) == 1 + len(params) or any(p.kind is p.VAR_POSITIONAL for p in kinds)
+    return lambda r: fun(r, *(params if takes_params else ()))
 
 
 @recoverable("linalg.solve")

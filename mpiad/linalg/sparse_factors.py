@@ -1,9 +1,8 @@
 """SuperLU's factors of a sparse matrix on one rank, and solves with them for one or several right-hand sides.
 
-SuperLU solves for right-hand sides one by one, or for a few at a time. For several right-hand sides, after a few solves, a
-compiled loop is used instead, which reads each entry of the factors once for all of them. It is written in the kernel
-language (see `mpiad.compiling.translation`), and compiled from the source code of this file. The right-hand sides are the
-innermost axis of its array x.
+For several right-hand sides, after a few solves by SuperLU, a compiled loop is used instead, which reads each entry of the
+factors once for all of them. It is written in the kernel language (see `mpiad.compiling.translation`), and compiled from
+the source code of this file. The right-hand sides are the innermost axis of its array x.
 
 With permutation matrices P and Q, the factors of A are P A Q = L U. The columns of L and the rows of U are stored. A solve
 with A runs forward along the columns of L, and backward along the rows of U. Since Qᵀ Aᵀ Pᵀ = Uᵀ Lᵀ, a solve with Aᵀ runs
@@ -18,6 +17,7 @@ SIAM Journal on Matrix Analysis and Applications 20 (1999).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -31,7 +31,6 @@ from mpiad._typing import LocalArray
 from mpiad.compiling.cache import functions_of
 
 _MOST = 32  # right-hand sides of one call of the compiled loop
-_MOST_AT_ONCE = 2000  # unknowns up to which SuperLU takes all right-hand sides at once
 _FIRST_SOLVES = 4  # for several right-hand sides, by SuperLU: preparing the compiled loop takes as long
 
 
@@ -42,8 +41,16 @@ class SparseFactors:
         try:
             self._factors: Any = splu(matrix)
         except RuntimeError as error:
-            raise ValueError(f"{name} can't be factorized: {error}.") from error
+            text = f"{name} can't be factorized: {error}."
+            # The null vector, by one inverse iteration with a small shift, is largest in the unknowns that cause this.
+            shift = 1e-10 * max(float(np.abs(matrix.data).max(initial=0.0)), 1.0)
+            start = np.random.default_rng(0).standard_normal(matrix.shape[0]).astype(matrix.dtype)
+            with contextlib.suppress(RuntimeError):
+                vector = splu((matrix + shift * scipy.sparse.eye_array(matrix.shape[0])).tocsc()).solve(start)
+                text += f" The null vector is largest in row {int(np.abs(vector).argmax())}."
+            raise ValueError(text) from error
         self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), itertools.count()
+        self._block_solver: _BlockSolver | None = None
 
     def solve(self, rows: LocalArray, kind: str = "N") -> LocalArray:
         """Return the solutions for right-hand sides (k, n), or the transposed matrix's if `kind` is "T"."""
@@ -51,18 +58,10 @@ class SparseFactors:
             return self.solve(rows.real, kind) + 1j * self.solve(rows.imag, kind)
         if not len(rows):
             return rows.copy()
-        if len(rows) == 1:
-            return self._factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
-        if rows.dtype == self._dtype == np.float64 and next(self._solves) >= _FIRST_SOLVES:
+        if len(rows) > 1 and rows.dtype == self._dtype == np.float64 and next(self._solves) >= _FIRST_SOLVES:
+            self._block_solver = self._block_solver or _BlockSolver(self._factors)
             return self._block_solver(rows, kind)
-        # More columns at once than fit into the caches would take longer than one by one.
-        step = len(rows) if rows.shape[1] <= _MOST_AT_ONCE else 3
-        parts = [self._factors.solve(np.ascontiguousarray(rows[k : k + step]).T, kind).T for k in range(0, len(rows), step)]
-        return np.concatenate(parts)
-
-    @functools.cached_property
-    def _block_solver(self) -> _BlockSolver:
-        return _BlockSolver(self._factors)
+        return self._factors.solve(np.ascontiguousarray(rows).T, kind).T
 
 
 class _Triangle(NamedTuple):

@@ -121,6 +121,7 @@ class System:
     def __init__(
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
         failures: DeferredFailures | None = None, operator: Operator | None = None,
+        diagnose: Callable[[], str] | None = None,
     ):  # fmt: skip
         self.settings, self.side = settings, settings.side
         # The failures of this rank's user functions in the enclosing call.
@@ -129,6 +130,7 @@ class System:
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._operator = operator  # from which iterations are compiled; None if they are interpreted
+        self.diagnose = diagnose  # explains failures instead of `iteration.diagnosis`; collective
         self._programs: dict[tuple, Iteration] = {}  # by iteration and shape
         self._shape, self.dtype = like.shape, like.dtype
         self._xp: Any = arrays_of(like)
@@ -308,10 +310,7 @@ class System:
         # The sums are the same on all ranks, so all ranks raise.
         group = channel(self.settings.comm, self.settings.call)
         bad = int(array.size - on_host(np.sum(np.isfinite(array))))
-        text = (
-            f"{self.settings.call}: {name} is not finite: {bad} of {array.size} entries on rank {group.rank} are NaN or "
-            "infinite."
-        )
+        text = f"{self.settings.call}: {name} is not finite: {bad} entries on rank {group.rank} are NaN or infinite."
         raise_together(group, NotFiniteError(text) if bad else None)
         self.fail(f"a sum over {name} overflows")
 

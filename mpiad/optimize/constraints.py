@@ -13,8 +13,8 @@ References
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -116,22 +116,19 @@ class _ConstraintFunction:
     def __init__(self, fun: Callable, jac: Function | None, args: tuple, packing: Packing, used: Channel):
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
         self._user_jacobian = jac if callable(jac) else None
-        self._stored: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_MAX_STORED)
+        self._stored = lru_cache(_MAX_STORED)(self._evaluated)
         # The exact Jacobian replaces '2-point', which is SciPy's default.
         self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
 
     def value(self, vector: np.ndarray) -> np.ndarray:
         """Return the constraint's values, shape (k,)."""
-        key = np.asarray(vector, dtype=float).tobytes()
-        for stored_key, value in self._stored:
-            if stored_key == key:
-                return value.copy()
+        return self._stored(np.asarray(vector, dtype=float).tobytes()).copy()
+
+    def _evaluated(self, key: bytes) -> np.ndarray:
         with self._used.refusing(_ON_ROOT):
-            found = to_host(self._fun(self._packing.unpack(vector), *self._args))
-        # Copies, because the user's function may write its next result into the same array.
-        value = np.array(found, dtype=float).reshape(-1)
-        self._stored.append((key, value))
-        return value.copy()
+            found = to_host(self._fun(self._packing.unpack(np.frombuffer(key)), *self._args))
+        # A copy, because the user's function may write its next result into the same array.
+        return np.array(found, dtype=float).reshape(-1)
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         x = self._packing.unpack(vector)

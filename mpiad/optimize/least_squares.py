@@ -73,7 +73,7 @@ LOSSES: dict[str, Any] = {"linear": None, "soft_l1": _soft_l1, "huber": _huber, 
 Loss = Callable[[np.ndarray], tuple[float, np.ndarray, np.ndarray]]
 
 
-def _weighted(loss: Callable[[np.ndarray], Any], scale: float, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+def _weighted(loss: Callable[[np.ndarray], object], scale: float, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
     """Return twice this rank's cost, weighted residuals and row weights; ``loss(z)``: ρ, ρ' and ρ'', shape (3, m)."""
     # No warnings: if residuals aren't finite at a trial point, the trust region shrinks.
     with np.errstate(all="ignore"):
@@ -313,7 +313,11 @@ class _Problem:
                 square = float(found @ found)
             self._cost, self.last_residuals = 0.5 * (square if loss is None else loss(found)[0]), found
         else:
-            self._cost, self.last_residuals = 0.5 * float(found[0]), _surrogate_residuals(found, x.size, self._robust)
+            # For n variables, n + 1 residuals (n + 2 with a loss): the norm of all residuals, the root of twice the cost.
+            # SciPy's trust region shrinks if a cost isn't finite.
+            self._cost, self.last_residuals = 0.5 * float(found[0]), np.zeros(x.size + 1 + self._robust)
+            roots = np.sqrt(found[::-1]) if np.all(np.isfinite(found)) else np.full(2, np.nan)
+            self.last_residuals[: 1 + self._robust] = roots[: 1 + self._robust]
         return self.last_residuals
 
     def jacobian(self, x: np.ndarray) -> Any:
@@ -415,19 +419,6 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
     if remaining <= 0:
         raise EndMethod(_LIMIT)
     return remaining
-
-
-def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
-    """Return n + 1 residuals (n + 2 with a loss) for n variables, given twice the cost and the residuals' squared norm."""
-    out = np.zeros(size + 1 + robust)
-    if np.all(np.isfinite(sums)):
-        out[0] = np.sqrt(sums[1])
-        if robust:
-            out[1] = np.sqrt(sums[0])
-    else:
-        # SciPy's trust region shrinks if a cost isn't finite.
-        out[0] = np.nan
-    return out
 
 
 def _loss_with_cost(z: np.ndarray) -> np.ndarray:

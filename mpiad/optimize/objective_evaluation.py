@@ -224,7 +224,7 @@ class StartValues:
     def __init__(self):
         self._counts: dict[str, tuple[int, int]] = {}
 
-    def note(self, name: str, values: Any) -> None:
+    def note(self, name: str, values: object) -> None:
         """Count values that aren't finite in the first call for a name; do nothing in later calls and for device arrays."""
         if name not in self._counts and not is_device_array(values := stop_gradient(values)):
             array = np.asarray(values)

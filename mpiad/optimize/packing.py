@@ -82,9 +82,6 @@ class Packing:
         # A complex number is packed as two variables, since methods work with real variables.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
-        # The shape if the pytree is one array of doubles on the host, for which packing is a copy.
-        alone = type(template) is np.ndarray and template.dtype == float and template.ndim > 0
-        self._shape: Shape | None = template.shape if alone else None
 
     @property
     def descriptions(self) -> list[str]:
@@ -112,8 +109,6 @@ class Packing:
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
     def _packed(self, tree: Tree, convert: Callable[[Array], Array]) -> np.ndarray:
-        if self._shape is not None and type(tree) is np.ndarray and tree.shape == self._shape and tree.dtype == float:
-            return tree.reshape(-1).copy()
         parts = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             flat = leaf.reshape(-1)
@@ -155,8 +150,6 @@ class Packing:
         return self._unpacked(vector, np.conj)
 
     def _unpacked(self, vector: np.ndarray, convert: Callable[[Array], Array]) -> Tree:
-        if self._shape is not None:
-            return vector.reshape(self._shape).copy()
         found = []
         for (shape, dtype), part in zip(self.specs, split(vector, self._lengths)):
             # Copied, because complex numbers on a device must be aligned to their size.

@@ -27,9 +27,7 @@ from mpiad.transport.devices.device_arrays import arrays_of
 
 Leaves = list[tuple[str, Any]]
 
-_KIND_NAMES = {
-    "b": "a boolean", "i": "an integer", "u": "an integer", "f": "a real", "c": "a complex", "U": "a text", "S": "a bytes",
-}  # fmt: skip
+_KIND_NAMES = dict(zip("biufcUS", ("a boolean", "an integer", "an integer", "a real", "a complex", "a text", "a bytes")))
 _ADVICE = (
     "If each rank has its own variables, such as a block of a Domain, call domain.minimize(fun, x0), or minimize with "
     "method='L-BFGS-sharded'. If all ranks share them, pass x0 on the root only, or broadcast the root's (mpi_bcast)."

@@ -31,7 +31,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     return Variables(leaves, places, build, range(len(places)))
 
 
-def refuse_traced(leaves: Iterable[Any], call: str) -> None:
+def refuse_traced(leaves: Iterable[object], call: str) -> None:
     """Raise a TypeError if a leaf is traced."""
     if any(map(isbox, leaves)):
         raise TypeError(

@@ -86,8 +86,11 @@ class Batched:
         program, shape = self.program, (self.lanes, *node.shape)
         if node.kind == "elementwise":
             self._store([self.numbers[x] for x in node.inputs if x not in self.with_lanes])
-            aligned = [self._aligned(x, len(shape)) for x in node.inputs]
-            return program.add("elementwise", aligned, shape, node.dtype, node.data)
+            for k, x in enumerate(node.inputs):
+                if x in self.with_lanes:  # axes of length 1 after the lanes, so that it is broadcast
+                    own = self.old.nodes[x].shape
+                    inputs[k] = program.reshape(inputs[k], (self.lanes, *[1] * (len(node.shape) - len(own)), *own))
+            return program.add("elementwise", inputs, shape, node.dtype, node.data)
         if node.kind == "view":
             return program.view(inputs[0], with_lanes(node.data), shape)
         if node.kind == "gather":
@@ -111,13 +114,6 @@ class Batched:
             raise NotImplementedError
         step = _per_lane(node.data, [x in self.with_lanes for x in node.inputs], self.lanes)
         return program.add("call", inputs, shape, node.dtype, step)
-
-    def _aligned(self, n: int, ndim: int) -> int:
-        """Return an operand with axes of length 1 after the lanes, so that it has `ndim` axes."""
-        x, shape = self.numbers[n], self.old.nodes[n].shape
-        if n not in self.with_lanes:
-            return x
-        return self.program.reshape(x, (self.lanes, *[1] * (ndim - 1 - len(shape)), *shape))
 
     def _store(self, operands: list[int]) -> None:
         """Keep operands without lanes in memory: otherwise a loop would compute them once per lane."""

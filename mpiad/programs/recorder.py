@@ -524,7 +524,8 @@ class Recorder:
             return
         # For total[key] += values, Python first changes the view total[key] in place, and then assigns the view to
         # total[key].
-        is_written = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
+        is_written = target.stale is not None and value is target.stale and isinstance(new, np.ndarray)
+        is_written = is_written and target.value[place].__array_interface__ == new.__array_interface__
         if is_written:
             target.stale = None
         references = self.referenced(target), self.referenced(key), self.referenced(value)
@@ -550,12 +551,6 @@ def _package_of(operator: Any) -> str:
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "fciub"
-
-
-def _is_part(whole: Array, key: Any, part: Any) -> bool:
-    """Return whether an array is the same view as whole[key]."""
-    both = whole[key], part
-    return all(isinstance(x, np.ndarray) for x in both) and both[0].__array_interface__ == part.__array_interface__
 
 
 # `ShapeRecorder`: a trace of shapes and dtypes, in which large arrays are neither computed nor communicated.

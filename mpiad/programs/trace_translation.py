@@ -44,7 +44,6 @@ from mpiad.programs.traced_array import (
     with_entries,
 )
 
-_LARGE = 1 << 13  # entries from which on tanh is a call of NumPy
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 
 
@@ -423,13 +422,6 @@ def _matrix_product(t: _Translation, x: Array, y: Array) -> Value:
     return t.value(t.program.add("call", numbers, (rows, y.shape[1]), t.dtype, flat))
 
 
-def _tanh(t: _Translation, x: Array) -> Value:
-    """Return tanh; for a large array as a call of NumPy, whose vector instructions are much faster than the C library."""
-    if t.dtype.kind == "f" and math.prod(t.shape) > _LARGE:
-        raise Unsupported
-    return t.computed(np.tanh, x)
-
-
 def _reshape(t: _Translation, x: Value, *args: Any, order: Any = "C", **_: Any) -> Value:
     if order not in ("C", None) or any(isinstance(arg, str) and arg != "C" for arg in args):
         raise Unsupported
@@ -468,5 +460,5 @@ _RULES: dict[Any, Rule] = {
     array_of: lambda t, x, *_, **__: t.array(x),
     np.dot: _matrix_product, np.matmul: _matrix_product, np.inner: _product, np.vdot: _conjugate_product, np.copy: _same,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
-    np.roll: _roll, np.diff: _diff, np.tanh: _tanh, np.real: _real,
+    np.roll: _roll, np.diff: _diff, np.real: _real,
 }  # fmt: skip

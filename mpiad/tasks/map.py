@@ -488,7 +488,7 @@ def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tupl
         return _raising(error)
 
 
-def _raising(error: Exception) -> Iterator[Any]:
+def _raising(error: Exception) -> Iterator[object]:
     """Return an iterator that raises at its first item: by then all ranks have entered the map, and they raise together."""
     yield from ()
     raise error
@@ -514,7 +514,7 @@ def _run(
     return outcome
 
 
-def _count(items: Iterator[Any]) -> int | None:
+def _count(items: Iterator[object]) -> int | None:
     try:
         return length_hint(items) or None
     except Exception:  # noqa: BLE001 - the user's code

@@ -6,8 +6,9 @@ collects the values of all items, which are added in the order of the items, ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -111,14 +112,15 @@ def sum_over(
         values, error = _run(fun, given, range(division.index, len(given), division.count), division, weight, None)
     else:
         with SharedCounter(whole.user) as counter:
-            values, error = _run(fun, given, _next_items(counter, group, len(given)), division, weight, counter)
+            taken = iter(lambda: group.data.bcast(counter.take() if group.rank == 0 else None), None)
+            values, error = _run(fun, given, takewhile(lambda k: k < len(given), taken), division, weight, counter)
     if error is not None:
         raise error
     terms = [values.get(k, 0.0) for k in range(len(given))]
     return anp.sum(mpi_allreduce(anp.array(terms, dtype=float), comm=division.whole))
 
 
-def _agreed_items(whole: Channel, items: Iterable[Any], fun: object, division: RankGroups, settings: tuple) -> list:
+def _agreed_items(whole: Channel, items: Iterable[object], fun: object, division: RankGroups, settings: tuple) -> list:
     schedule, objective = settings
 
     def checked() -> list:
@@ -133,15 +135,6 @@ def _agreed_items(whole: Channel, items: Iterable[Any], fun: object, division: R
         return [f"{len(given)} items, {division.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"]
 
     return alike_on_all(whole, checked, described, _CALL)
-
-
-def _next_items(counter: SharedCounter, group: Channel, total: int) -> Iterator[int]:
-    """Yield the indices of the items that this rank's group takes from the counter."""
-    while True:
-        index = group.data.bcast(counter.take() if group.rank == 0 else None)
-        if index >= total:
-            return
-        yield index
 
 
 def _run(

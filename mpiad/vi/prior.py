@@ -62,8 +62,14 @@ class Prior:
                 raise ValueError("VI: mean and covariance of the prior must be finite.")
             return
         # A tuple that begins with a name is one distribution, not a sequence of them.
-        many = isinstance(distribution, Sequence) and not (distribution and isinstance(distribution[0], str))
-        given = list(distribution) if many else _for_each(_frozen(distribution), dim)
+        if isinstance(distribution, Sequence) and not (distribution and isinstance(distribution[0], str)):
+            given = list(distribution)
+        else:  # one distribution per parameter, since the arguments may be arrays
+            one = _frozen(distribution)
+            count = max([numpy.size(x) for x in (*one.args, *one.kwds.values()) if numpy.ndim(x)], default=dim)
+            columns = [numpy.broadcast_to(x, (count,)) for x in one.args]
+            named = {name: numpy.broadcast_to(x, (count,)) for name, x in one.kwds.items()}
+            given = [one.dist(*[c[k] for c in columns], **{name: c[k] for name, c in named.items()}) for k in range(count)]
         if len(given) != dim:
             raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {len(given)} distributions.")
         self.marginals = [_frozen(part) for part in given]
@@ -153,15 +159,6 @@ def _frozen(given: object) -> Any:
         "VI: a prior must be a frozen distribution of scipy.stats, its name with its arguments, a sequence of them, or "
         f"have log_prob(theta), but got {type(given).__name__} {given!r:.60}."
     )
-
-
-def _for_each(distribution: Any, dim: int) -> list[Any]:
-    """Return one distribution per parameter, given a distribution whose arguments may be arrays."""
-    lengths = [len(numpy.ravel(value)) for value in (*distribution.args, *distribution.kwds.values()) if numpy.ndim(value)]
-    count = max(lengths, default=dim)
-    columns = [numpy.broadcast_to(value, (count,)) for value in distribution.args]
-    named = {name: numpy.broadcast_to(value, (count,)) for name, value in distribution.kwds.items()}
-    return [distribution.dist(*[c[k] for c in columns], **{name: c[k] for name, c in named.items()}) for k in range(count)]
 
 
 @primitive

@@ -247,7 +247,7 @@ def test_ranks_that_interpret_among_others_that_compile(right_sides, rank, size,
 
     for error, kind in ((None, mpiad.errors.NotFiniteError), (KeyError("no row"), KeyError)):
         calls.clear()
-        with pytest.raises(kind, match="no row" if error else r"is not finite: \d+ of \d+ entries on rank"):
+        with pytest.raises(kind, match="no row" if error else r"is not finite: \d+ entries on rank"):
             solve(failing if rank == size - 1 else lambda u: coupled(matrix, v, u), right_sides[rank], method=method)
         assert mpiad.mpi_allreduce(1) == size
 
@@ -271,7 +271,7 @@ def test_errors_are_those_of_interpreted_iterations(right_sides, rank, size):
         solve(lambda u: -coupled(matrix, v, u), b, **SETTINGS)
     with pytest.raises(mpiad.errors.ConvergenceError, match="positive definite preconditioner, but r·z = -"):
         solve(lambda u: coupled(matrix, v, u), b, preconditioner=lambda r: -r, **SETTINGS)
-    with pytest.raises(mpiad.errors.NotFiniteError, match=r"the result of matvec is not finite: \d+ of \d+ entries"):
+    with pytest.raises(mpiad.errors.NotFiniteError, match=r"the result of matvec is not finite: \d+ entries"):
         solve(lambda u: anp.log(-1.0 - u * u) if rank == size - 1 else 1.0 * u, b, **SETTINGS)
     with pytest.raises(mpiad.errors.ConvergenceError, match="maxiter"):
         solve(lambda u: coupled(matrix, v, u), b, maxiter=2, **SETTINGS)

@@ -126,7 +126,7 @@ def test_nan(domain, rank, size, rank_rng):
     bad = b.copy()
     if rank == last:
         bad[0, 1] = np.nan
-    with pytest.raises(ValueError, match=rf"right-hand side .* is not finite: 1 of \d+ entries on rank {last}"):
+    with pytest.raises(ValueError, match=rf"right-hand side .* is not finite: 1 entries on rank {last}"):
         solve(laplacian(domain), bad)
     with pytest.raises(ValueError, match="right-hand side .* is not finite") as caught:
         solve(laplacian(domain), np.full(domain.local_shape, np.inf))

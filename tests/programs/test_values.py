@@ -423,7 +423,7 @@ def test_reductions_by_the_methods_of_ufuncs():
 
 
 def test_transposed_operands_are_read_as_they_are():
-    """Neither of arguments nor of results of calls; tanh of a large array is NumPy's, which is faster than a loop's."""
+    """Neither of arguments nor of results of calls."""
     x, w = RNG.standard_normal((128, 96)), RNG.standard_normal((96, 128))
 
     def loss(w, x):
@@ -432,7 +432,7 @@ def test_transposed_operands_are_read_as_they_are():
     gradient = mpiad.jit(mpiad.grad(loss, objective="sum"), strict=True)
     np.testing.assert_allclose(gradient(w, x), mpiad.grad(loss, objective="sum")(w, x), rtol=1e-12, atol=1e-10)
     loops = gradient.program(w, x).loops
-    assert loops.count("copy") == 0 and loops.count("tanh ->") == 1 and loops.count("matmul") + loops.count("dot ") == 4
+    assert loops.count("copy") == 0 and "tanh ->" not in loops and loops.count("matmul") + loops.count("dot ") == 4
 
 
 def test_products_that_no_rule_reshapes():

@@ -14,7 +14,7 @@ formula: the sum of the fluxes through their faces. The terms w g belong to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -305,7 +305,7 @@ def _cast(x: LocalArray, dtype: np.dtype) -> LocalArray:
     return x if stop_gradient(x).dtype == dtype else x.astype(dtype)
 
 
-def layers_of(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
+def layers_of(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Callable[[int, int | None], LocalArray]:
     """Return a function that returns layers of an array along a dimension, without the halo of other dimensions."""
     rest = slice(1, -1) if cut else slice(None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval, isbox
@@ -13,14 +13,15 @@ from mpiad._typing import Array, LocalArray, Shape
 from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.domain.partition import Partition
-from mpiad.errors import ConvergenceError, NotFiniteError
+from mpiad.errors import NotFiniteError
+from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.multigrid.color_layout import Distribution, distribution_of, layout_of
 from mpiad.linalg.multigrid.elliptic import Coefficient, Elliptic, layers_of
 from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
 from mpiad.linalg.multigrid.stencil import stencil_of
 from mpiad.linalg.multigrid.weighted_sums import are_compiled
-from mpiad.linalg.system import Settings, agree_on, settings_error
-from mpiad.linalg.vectors import column, inner, on_host, require_together
+from mpiad.linalg.system import Settings, System, agree_on, settings_error
+from mpiad.linalg.vectors import column, on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import MAX, SUM, Channel, channel
@@ -28,7 +29,6 @@ from mpiad.transport.core.agreement import agreed, raise_together, raising_toget
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, empty_like, is_array
-from mpiad.transport.exits.user_failures import DeferredFailures
 
 _CALL = "linalg.Multigrid"
 
@@ -132,53 +132,27 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool, shapes:
 
 # If κ varies by more than the factor `_SMOOTH`, `_DOUBLED` levels are visited twice in each cycle.
 _DOUBLED, _SMOOTH = 2, 100.0
-# Maximum number of right-hand sides per cycle; a cycle needs memory for three additional arrays per right-hand side.
-_BATCH = 8
 _EXTREME = 1e8  # error messages mention the contrast of κ if it is at least this large
 
 
-# Conjugate gradients preconditioned by multigrid V-cycles.
-#
-# A is applied to the preconditioned residual z. After the V-cycle that computes z, half of the equations A z = r are
-# satisfied, so this takes half a product. A p, for the search direction p, follows from A z by the recurrence of p, as in
-# `linalg.krylov.conjugate_gradients`.
-
-_SOLVE = "linalg.Multigrid.solve"
-_RIGHT = "the right-hand side"
-_SMALLEST_SQUARE = 1e-260  # bound for |b|², so that squares of residuals of size 1e-20 |b| don't underflow
-
-
-def preconditioned_cg(
-    level: Level, r: LocalArray, group: Channel, settings: Settings, slowness_reason: Callable[[], str],
-    b: LocalArray | None = None,
-) -> tuple[LocalArray, list[float]]:  # fmt: skip
-    """Return the solutions and norms; `r` is overwritten. ``slowness_reason()``, collective, explains slow convergence."""
-    # `r`, of shape (systems, colors, size), contains the right-hand sides or, if `b` is passed, the residuals of x0.
-    norms = _norms(group, r, _RIGHT if b is None else "the residual of x0")
-    targets = np.maximum(settings.rtol * (norms if b is None else _norms(group, b, _RIGHT)), settings.atol)
-    # The solutions, the directions p, and the products A p.
-    x, p, s = np.zeros_like(r), np.zeros_like(r), np.zeros_like(r)
-    before, curvature, failures = np.full(len(r), np.inf), np.zeros(len(r)), DeferredFailures(group.user, _SOLVE)
-    history = [math.hypot(*norms)]
+def _conjugate_gradients(
+    level: Level, system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray
+) -> None:
+    """Solve by conjugate gradients, in place; faster for small grids than `linalg.krylov`, which checks user functions."""
+    p, s, before, curvature = np.zeros_like(r), np.zeros_like(r), np.full(len(r), np.inf), np.zeros(len(r))
     while (active := norms > targets).any():
-        if len(history) > int(settings.maxiter or 0):
-            if settings.reported:
-                failures.raise_together()
-            text = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={settings.maxiter} iterations"
-            _fail(group, f"{text}; {slowness_reason()}", history)
-        # Both arrays are memory of the level, which its next cycle overwrites.
-        z = level.cycle(r)
-        w = level.product_after(r)
-        local = _products((r, z), (w, z)) if failures.error is None else np.full((2, len(r)), np.nan)
-        rz, wz = allreduce(group, local, SUM, _SOLVE)
-        # Converged systems don't change. As in `conjugate_gradients`, p·Ap follows from a recurrence.
+        require_iterations(system, targets)
+        # After the V-cycle that computes z, half of the equations A z = r are satisfied: A z takes half a product. A p, for
+        # the search direction p, follows from A z by the recurrence of p. Both are memory of the level.
+        z, w = (part(system.block(r)).reshape(r.shape) for part in (level.cycle, level.product_after))
+        rz, wz = system.dots((r, z), (w, z))
+        # Converged systems don't change. As in `linalg.krylov`, p·Ap follows from a recurrence.
         beta = np.where(active, rz / before, 0.0)
         curvature = wz - beta * beta * curvature
         invalid = active & ~((rz > 0.0) & (curvature > 0.0))
         if invalid.any():
-            failures.raise_together()
             text = f"r·z = {rz[invalid][0]:.3e} and p·Ap = {curvature[invalid][0]:.3e} should be positive"
-            _fail(group, f"{text}: rounding errors dominate. Increase rtol; {slowness_reason()}", history)
+            system.fail(f"{text}: rounding errors dominate. Increase rtol; {diagnosis(system)}")
         for direction, change in ((p, z), (s, w)):
             direction *= column(direction, beta)
             direction += change
@@ -186,43 +160,9 @@ def preconditioned_cg(
         x += alpha * p
         r -= alpha * s
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
-        norms = _norms(group, r, "the residual")
-        history.append(math.hypot(*norms))
-        if settings.callback is not None:
-            failures.attempt("callback", settings.callback, history[-1])
-    if settings.reported and len(history) > 1:
-        failures.raise_together()  # no reduction follows the last call of the callback
-    return x, history
-
-
-def _products(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-    """Return this rank's part of the inner products of pairs of arrays (systems, ...), shape (pairs, systems)."""
-    return inner(*[(x.reshape(len(x), -1), y.reshape(len(y), -1)) for x, y in pairs])
-
-
-def _norms(group: Channel, r: LocalArray, name: str) -> np.ndarray:
-    """Return the norm of each system's part of r over all ranks."""
-    # NaN on one rank makes the sum NaN on all ranks, so that all ranks raise.
-    total = allreduce(group, _products((r, r))[0], SUM, _SOLVE)
-    if not np.isfinite(total).all():
-        bad = int(on_host(np.sum(~np.isfinite(r))))
-        text = f"{_SOLVE}: {name} is not finite: {bad} entries on rank {group.rank} are NaN or infinite."
-        raise_together(group, NotFiniteError(text) if bad else None)
-        raise agreed(group, ValueError(f"{_SOLVE}: the norm of {name} overflows. Scale the system."))
-    if name == _RIGHT and (small := total < _SMALLEST_SQUARE).any():
-        nonzero = on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64)
-        count = allreduce(group, nonzero, SUM, _SOLVE)
-        if (small & (count > 0.0)).any():
-            norm = math.sqrt(total[small & (count > 0.0)][0])
-            small = f"the norm of {name}, {norm:.3e}, is so small that squares of residuals vanish"
-            raise agreed(group, ValueError(f"{_SOLVE}: {small}. Scale the system."))
-    return np.sqrt(total)
-
-
-def _fail(group: Channel, problem: str, history: list[float]) -> NoReturn:
-    norms = f"{history[-1]:.3e}, from {history[0]:.3e} at the start (`history` of this error contains all norms)"
-    text = f"{_SOLVE}: {problem}. After {len(history) - 1} iterations the norm of the residual is {norms}."
-    raise agreed(group, ConvergenceError(text, history))
+        norms = system.norms(r)
+        system.require_finite(norms, r, "the residual")
+        system.note(norms)
 
 
 class Multigrid:
@@ -336,14 +276,9 @@ class Multigrid:
         r = self._checked(r, "linalg.Multigrid")
         level = self._level_for(r)
         with restoring_state(), suspended():
-            systems = self._systems(r)
-            out = empty_like(r, systems.shape)
-            for start in range(0, len(systems), _BATCH):
-                batch = slice(start, start + _BATCH)
-                # If the operator is singular, the right-hand side must have mean zero, as the result does.
-                split = self._layout.split(self._without_mean(systems[batch]))
-                out[batch] = self._without_mean(self._layout.join(level.cycle(split)))
-            return out.reshape(r.shape)
+            # If the operator is singular, the right-hand side must have mean zero, as the result does.
+            split = self._layout.split(self._without_mean(self._systems(r)))
+            return self._without_mean(self._layout.join(level.cycle(split))).reshape(r.shape).astype(r.dtype)
 
     @property
     def T(self) -> Multigrid:
@@ -412,14 +347,24 @@ class Multigrid:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
             # The solve is in double precision, since in single precision the residual can't fall by a factor of 1e-8.
-            rhs = self._without_mean(self._systems(b).astype(np.float64))
-            start = None if x0 is None else self._without_mean(self._systems(x0).astype(np.float64))
-            r = rhs if start is None else self._without_mean(rhs - self.matvec(start))
-            split = self._layout.split(r)
-            whole_rhs, level = None if start is None else rhs, self._level_for(b)
-            x, self.history = preconditioned_cg(level, split, self._channel, settings, self._slowness_reason, whole_rhs)
-            u = self._without_mean(self._layout.join(x))
-            return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
+            rhs, level = self._without_mean(self._systems(b).astype(np.float64)), self._level_for(b)
+            split, settings = self._layout.split(rhs), settings._replace(batch=1)
+            system = System(self.matvec, None, split, settings, diagnose=self._slowness_reason)
+            x, r = system.full(0.0), system.rows(split)
+            targets, norms = system.start(r)
+            if x0 is not None:
+                # For a zero right-hand side the solution is zero.
+                start = self._without_mean(self._systems(x0)) * column(rhs, np.where(norms > 0.0, 1.0, 0.0))
+                r = system.rows(self._layout.split(self._without_mean(rhs - self.matvec(start)))) / system.units_of_rows
+                norms = system.norms(r)
+                system.require_finite(norms, r, "the residual of x0")
+            system.note(norms)
+            _conjugate_gradients(level, system, x, r, norms, targets)
+            system.settle()
+            self.history = system.history
+            x *= system.units_of_rows
+            u = self._without_mean(self._layout.join(system.block(x)))
+            return (u if x0 is None else u + start).reshape(b.shape).astype(b.dtype)
 
     def _slowness_reason(self) -> str:
         """Return a possible reason for slow convergence; collective."""

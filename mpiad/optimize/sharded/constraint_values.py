@@ -17,10 +17,8 @@ import scipy
 from mpiad._typing import Array, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize
-from mpiad.differentiation.objective import weight_of
 from mpiad.optimize.constraints import UserConstraint
-from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import Packing
+from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.sharded.vectors import local_dot
 from mpiad.optimize.totals import Totals
 from mpiad.primitives import stop_gradient
@@ -58,12 +56,9 @@ def local_constraints(given: object, size: int, method: str) -> list[UserConstra
 class ConstraintValues:
     """Constraints in the form f(x) ≤ 0; `names` describes each f."""
 
-    def __init__(
-        self, constraints: list[UserConstraint], evaluation: Evaluation, program: Program, packing: Packing,
-        totals: Totals, used: Channel,
-    ):  # fmt: skip
-        self._constraints, self._evaluation, self._packing, self._totals = constraints, evaluation, packing, totals
-        self._used, self._weight = used, weight_of(program.objective, used, program.root)
+    def __init__(self, constraints: list[UserConstraint], evaluation: Evaluation, totals: Totals, used: Channel):
+        self._constraints, self.evaluation, self.totals, self._used = constraints, evaluation, totals, used
+        self._packing, self._weight = evaluation.packing, evaluation._weight
         self._counts: list[int] = []
         self._limits: list[tuple[int, float, float]] = []  # index of a value, sign, and limit, for each f
         self._values = np.zeros(0)
@@ -74,14 +69,14 @@ class ConstraintValues:
         if not self._constraints:
             return np.zeros(0), []
         not_finite = np.full(len(self.names), np.nan), [x * np.nan for _ in self.names]
-        return self._evaluation.attempted(lambda: self._at(x), lambda: not_finite)
+        return self.evaluation.attempted(lambda: self._at(x), lambda: not_finite)
 
     def _at(self, x: Array) -> tuple[np.ndarray, list[Array]]:
         parts = [self._local(constraint, x) for constraint in self._constraints]
         if not self._counts:
             self._agree_on_counts([len(values) for values, _ in parts])
         local = np.concatenate([values for values, _ in parts])
-        self._values = self._totals.sums(local)
+        self._values = self.totals.sums(local)
         rows = [row for _, rows_of in parts for row in rows_of()]
         signed = [(sign * (self._values[k] - limit), sign * rows[k]) for k, sign, limit in self._limits]
         return np.array([value for value, _ in signed]), [row for _, row in signed]
@@ -110,7 +105,7 @@ class ConstraintValues:
         if constraint.matrix is not None:
             columns = put(list(constraint.matrix), [arrays_of(x)] * len(constraint.matrix))
             return np.array([local_dot(row, x) for row in columns]), lambda: columns
-        run, tree = self._evaluation.agreement.run, self._packing.unpack(x)
+        run, tree = self.evaluation.agreement.run, self._packing.unpack(x)
 
         def values(x: Tree) -> Array:
             found = anp.reshape(anp.array(to_host(constraint.fun(x, *constraint.args))), (-1,))

@@ -122,7 +122,11 @@ def next_step(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowes
     """Return the step after `trial`: cases 1 to 4 in section 4 of [1]; `other`: the other end of a `bracketed` interval."""
     # The trial is higher than the best point, so it brackets a minimizer.
     if trial.value > best.value:
-        return _after_rise(best, trial)
+        width, cubic = trial.step - best.step, _cubic(best, trial)
+        descent = (best.value - trial.value) / width + best.slope
+        quadratic = best.step + best.slope / descent / 2.0 * width
+        is_closer = abs(cubic - best.step) < abs(quadratic - best.step)
+        return cubic if is_closer else cubic + (quadratic - cubic) / 2.0
     if trial.slope * best.slope < 0.0:
         # Slopes of opposite signs bracket a minimizer: take the estimate that is farther from the trial.
         cubic, secant = _cubic(trial, best), _secant(best, trial)
@@ -134,16 +138,6 @@ def next_step(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowes
         return _cubic(trial, other)
     # A lower value and a slope that isn't smaller: take the limit of the allowed steps.
     return highest if trial.step > best.step else lowest
-
-
-def _after_rise(best: Sample, trial: Sample) -> float:
-    width = trial.step - best.step
-    descent = (best.value - trial.value) / width + best.slope
-    quadratic = best.step + best.slope / descent / 2.0 * width
-    cubic = _cubic(best, trial)
-    if abs(cubic - best.step) < abs(quadratic - best.step):
-        return cubic
-    return cubic + (quadratic - cubic) / 2.0
 
 
 def _after_flattening(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowest: float, highest: float) -> float:
@@ -244,8 +238,14 @@ class LBFGS(ShardedMethod):
 
     def _search(self, iterate: Point) -> Point:
         """Return the accepted point, or the best trial; `iterate` if none is better, or after SIGTERM."""
-        self._barrier, slope = math.inf, self._slope
-        line, best = LineSearch(iterate.value, slope, self._first_step(iterate)), iterate
+        grad_norm, slope, best = self._grad_norm, self._slope, iterate
+        if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
+            first = 1.0 / grad_norm if self._iteration == 0 else min(1.0, 1.0 / grad_norm)
+        else:
+            # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond
+            # them. The length of the direction is at least -slope / grad_norm, so this isn't shorter than their distance.
+            first = min(1.0, iterate.range * grad_norm / -slope)
+        self._barrier, line = math.inf, LineSearch(iterate.value, slope, first)
         for _ in range(self._settings.maxls):
             if line.stuck or self.count >= self._settings.maxfun:
                 break
@@ -270,14 +270,6 @@ class LBFGS(ShardedMethod):
                 return iterate
         self._memory.restore_gradient(best)
         return best
-
-    def _first_step(self, iterate: Point) -> float:
-        grad_norm = self._grad_norm
-        if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
-            return 1.0 / grad_norm if self._iteration == 0 else min(1.0, 1.0 / grad_norm)
-        # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
-        # The length of the direction is at least -slope / grad_norm, so this step isn't shorter than the distance to them.
-        return min(1.0, iterate.range * grad_norm / -self._slope)
 
     def _arrays(self, point: Point) -> Iterator[tuple[str, np.ndarray]]:
         numbers = [point.value, point.norm, self._value_before, self._slope, self._grad_norm, point.range]

@@ -121,7 +121,7 @@ class LimitedMemory:
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Restore the result of `state`."""
-        self.vectors.memory = self.vectors.from_host(state["rows"])
+        self.vectors.memory[...] = self.vectors.from_host(state["rows"])
         first, count, self._largest_norm = state["ring"].tolist()
         self.ring.first, self.ring.count = int(first), int(count)
         for name in _TABLES:

@@ -35,12 +35,10 @@ from mpiad.device import to_host
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
-from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.sharded.constraint_values import ConstraintValues
 from mpiad.optimize.sharded.convergence import EVALUATIONS, MMASettings
 from mpiad.optimize.sharded.sharded_method import ShardedMethod, StateFiles
 from mpiad.optimize.sharded.vectors import local_dot
-from mpiad.optimize.totals import Totals
 from mpiad.pytrees import put
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -82,9 +80,8 @@ class Approximation:
     """The separable approximations at a point, scaled so that the sums of their slopes are about one."""
 
     def __init__(
-        self, point: MMAPoint, scales: np.ndarray, asymptotes: tuple[Array, Array], limits: Box, width: Array,
-        curvatures: np.ndarray,
-    ):  # fmt: skip
+        self, point: MMAPoint, scales: np.ndarray, asymptotes: Box, limits: Box, width: Array, curvatures: np.ndarray
+    ):
         self._x, (self._lower, self._upper), self._limits, self._width = point.x, asymptotes, limits, width
         above, below = self._upper - self._x, self._x - self._lower
         self._coefficients = []
@@ -156,16 +153,15 @@ class MMA(ShardedMethod):
     _settings: MMASettings
 
     def __init__(
-        self, evaluation: Evaluation, constraints: ConstraintValues, totals: Totals, iterates: ShardedIterates,
-        settings: MMASettings, files: StateFiles, box: Box,
-    ):  # fmt: skip
+        self, constraints: ConstraintValues, iterates: ShardedIterates, settings: MMASettings, files: StateFiles, box: Box
+    ):
         super().__init__(iterates, files, box, settings)
-        self._evaluation, self._constraints, self._totals = evaluation, constraints, totals
+        self._evaluation, self._constraints, self._totals = constraints.evaluation, constraints, constraints.totals
         width = box.high - box.low
         self._width = np.where(width > 0.0, width, 1.0)  # one for fixed variables
         self.multipliers = np.zeros(0)
         self._before: tuple[Array, Array] | None = None  # the last two iterates before the current one
-        self._asymptotes: tuple[Array, Array] | None = None
+        self._asymptotes: Box | None = None
 
     def _ending(self, point: MMAPoint) -> Ending | None:
         settings = self._settings
@@ -242,7 +238,7 @@ class MMA(ShardedMethod):
             x = point.x + RETREAT * (x - point.x)
         return EVALUATIONS if self.count >= self._settings.maxfun else UNDEFINED
 
-    def _moved_asymptotes(self, x: Array) -> tuple[tuple[Array, Array], Box]:
+    def _moved_asymptotes(self, x: Array) -> tuple[Box, Box]:
         """Return the asymptotes, and the limits of the variables in this iteration."""
         settings, width = self._settings, self._width
         if self._iteration < 2:
@@ -256,7 +252,7 @@ class MMA(ShardedMethod):
                 for distance in (last - lower, upper - last)
             )
         low, high = (np.minimum((1.0 - _MARGIN) * distance, settings.move * width) for distance in (below, above))
-        return (x - below, x + above), Box(np.maximum(x - low, self._box.low), np.minimum(x + high, self._box.high))
+        return Box(x - below, x + above), Box(np.maximum(x - low, self._box.low), np.minimum(x + high, self._box.high))
 
     def _maximized(self, approximation: Approximation, values: np.ndarray, start: np.ndarray) -> np.ndarray:
         """Return the scaled multipliers that maximize the dual."""
@@ -293,7 +289,7 @@ class MMA(ShardedMethod):
         self.multipliers = found["multipliers"]
         point = self._evaluated(x, None)
         if rows:
-            self._before, self._asymptotes = (rows[0], rows[1]), (rows[2], rows[3])
+            self._before, self._asymptotes = (rows[0], rows[1]), Box(rows[2], rows[3])
         point.norm, point.length, point.change = found["numbers"].tolist()
         self.count = int(found["count"])
         return point

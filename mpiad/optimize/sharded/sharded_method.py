@@ -24,7 +24,6 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import EVALUATIONS, ITERATIONS, NOT_FINITE, REDUCTION, AnySettings
-from mpiad.optimize.sharded.vectors import untiled
 from mpiad.pytrees import put
 from mpiad.transport import Channel
 from mpiad.transport.core.agreement import agreed, raising_together
@@ -273,7 +272,7 @@ def _redistributed_arrays(iteration: int, entries: list[Entry], layout: Layout) 
             raise ValueError(f"minimize: another job writes the checkpoint {file}. Pass another file, or end that job.")
         parts = {"x": arrays.pop("x")[None]}
         if "rows" in arrays:
-            parts["rows"] = untiled(arrays.pop("rows"), _length(boxes))
+            parts["rows"] = arrays.pop("rows")
         found = found or {**arrays, **{name: np.zeros((len(part), size)) for name, part in parts.items()}}
         for name, part in parts.items():
             _copy(part, boxes, found[name], layout.boxes)

@@ -115,10 +115,9 @@ class Sharded(Solve):
     def _by_mma(
         self, start: Array, iterates: ShardedIterates, files: StateFiles, box: Box
     ) -> scipy.optimize.OptimizeResult:
-        arguments, settings = self._arguments, cast(MMASettings, self._arguments.settings)
-        evaluation, packing, totals = self._evaluation, arguments.packing, self._totals
-        constraints = ConstraintValues(arguments.constraints, evaluation, self._program, packing, totals, self._used)
-        mma = MMA(evaluation, constraints, totals, iterates, settings, files, box)
+        settings = cast(MMASettings, self._arguments.settings)
+        constraints = ConstraintValues(self._arguments.constraints, self._evaluation, self._totals, self._used)
+        mma = MMA(constraints, iterates, settings, files, box)
         point, ending = mma.run(start)
         result = self._result(point, point.slopes[0], ending, mma.count, iterates)
         result.constr, result.v = constraints.by_constraint(mma.multipliers)

@@ -1,7 +1,7 @@
 """The vectors of L-BFGS, stored as the rows of a matrix, and the operations on them: `HostVectors`, and `DeviceVectors`.
 
-A tile is a range of columns of all rows, in contiguous memory. Operations process one tile after the other, since the one
-or two rows that a tile's operations use repeatedly fit into the cache. `device_vectors` is the counterpart on a device.
+A tile is a range of columns of all rows. Operations process one tile after the other, since the one or two rows that a
+tile's operations use repeatedly fit into the cache. On a device there is one tile.
 
 Two rows form a slot. The slot of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
 stores the gradient g at the current point and the next direction. The slot after it stores the gradients of trial points.
@@ -27,8 +27,7 @@ from mpiad.transport.resources import combination, gram, vdot, vdots
 
 # Columns of a tile: two rows of this length fit into the cache of a core.
 LENGTH = 16384
-# Unused columns after those of a full tile, since rows at distances of a power of two share cache sets.
-PADDING = 24
+_PADDING = 24  # unused columns, since rows at distances of a power of two share cache sets
 
 # Slices of rows, each with the slice of the corresponding coefficients or products.
 Parts = list[tuple[slice, slice]]
@@ -96,19 +95,14 @@ class HostVectors:
 
     def __init__(self, height: int, size: int, box: Box | None = None):
         self.height, self.size, self.box, self._clipped = height, size, box, False
-        whole, rest = divmod(size, LENGTH)
-        # Zeros, since checkpoints contain the whole memory, including rows that haven't been used.
-        self.memory = np.zeros(height * (whole * (LENGTH + PADDING) + rest))
+        # Zeros, since checkpoints contain all rows, including those that haven't been used.
+        self.memory: Array = np.zeros((height, size + _PADDING))[:, :size]
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield the range of columns of each tile, and the tile, shape (rows, length)."""
-        height, size, begin = self.height, self.size, 0
-        for start in range(0, size, LENGTH):
-            length = min(LENGTH, size - start)
-            stride = length + PADDING if length == LENGTH else length
-            tile = self.memory[begin : begin + height * stride].reshape(height, stride)
-            yield slice(start, start + length), tile[:, :length]
-            begin += height * stride
+        for start in range(0, self.size, LENGTH):
+            part = slice(start, min(start + LENGTH, self.size))
+            yield part, self.memory[:, part]
 
     def new(self) -> np.ndarray:
         """Return an uninitialized vector."""
@@ -119,12 +113,8 @@ class HostVectors:
         return x
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
-        """Return a vector unchanged; write an array of rows, shape (height, size), to the memory and return the memory."""
-        if x.ndim == 1:
-            return x
-        for part, tile in self:
-            tile[...] = x[:, part]
-        return self.memory
+        """Return an array from the host."""
+        return x
 
     def read(self, row: int, out: np.ndarray) -> np.ndarray:
         """Copy a row to a vector, and return the vector."""
@@ -249,16 +239,6 @@ def _largest(gradient: Array) -> Scalar:
     return np.maximum(np.max(gradient), -np.min(gradient))  # without the temporary array of np.abs
 
 
-def untiled(memory: np.ndarray, size: int) -> np.ndarray:
-    """Return the rows, shape (height, size), of a memory from a checkpoint; that of a device already has this shape."""
-    if memory.ndim == 2:
-        return memory
-    whole, rest = divmod(size, LENGTH)
-    vectors = HostVectors(len(memory) // (whole * (LENGTH + PADDING) + rest), 0)
-    vectors.size, vectors.memory = size, memory
-    return np.concatenate([tile for _, tile in vectors], axis=1)
-
-
 # Columns that are multiplied at once, so that temporary copies take at most a few tens of megabytes.
 _MAX_COLUMNS = 1 << 18
 
@@ -268,7 +248,7 @@ class DeviceVectors(HostVectors):
 
     def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
         self.height, self.size, self._xp = height, size, xp
-        self.memory: Array = xp.full((height, size), 0.0, float)
+        self.memory = xp.full((height, size), 0.0, float)
         self.box = None if box is None else Box(*map(xp.to_device, box))
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:

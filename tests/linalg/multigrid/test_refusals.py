@@ -100,7 +100,7 @@ def test_settings_that_cannot_be_met(domain, settings):
 def test_extreme_contrast_is_called_that(domain, rank, size):
     kappa = np.full(domain.local_shape, 3e-13)
     kappa[0, 0] = 3e-1 if rank == size - 1 else 3e-13
-    said = r"maxiter=1 iterations; kappa varies by a factor of 1e\+12, an extreme contrast"
+    said = r"maxiter=1 iterations: kappa varies by a factor of 1e\+12, an extreme contrast"
     with pytest.raises(ConvergenceError, match=said):
         solve_elliptic(domain, kappa, np.ones(domain.local_shape), rtol=1e-12, maxiter=1)
 
@@ -125,7 +125,7 @@ def test_right_hand_side(domain, rank, size):
     multigrid, good = Multigrid(domain, 1.0), np.ones(domain.local_shape)
     for wrong_on in {0, size - 1}:
         bad = np.full_like(good, np.nan) if rank == wrong_on else good
-        with pytest.raises(ValueError, match=f"right-hand side is not finite: {{}}.* on rank {wrong_on}".format(r"\d+")):
+        with pytest.raises(ValueError, match=rf"right-hand side .*is not finite: \d+ .* on rank {wrong_on}"):
             multigrid.solve(bad)
         with pytest.raises(ValueError, match=r"\(2, 2\)"):
             multigrid.solve(np.ones((2, 2)) if rank == wrong_on else good)
@@ -133,14 +133,13 @@ def test_right_hand_side(domain, rank, size):
             multigrid.solve(good.astype(int) if rank == wrong_on else good)
 
 
-def test_right_hand_side_whose_square_vanishes(domain):
+def test_right_hand_sides_whose_squares_underflow_or_overflow(domain):
     ones = np.ones(domain.local_shape)
-    for size in (1e-135, 1e-200):
-        with pytest.raises(ValueError, match="the norm of the right-hand side, .*vanish. Scale the system"):
-            solve_elliptic(domain, 1.0, size * ones)
     u = solve_elliptic(domain, 1.0, ones)
-    np.testing.assert_allclose(solve_elliptic(domain, 1.0, 1e-120 * ones), 1e-120 * u, rtol=1e-6)
+    for size in (1e-120, 1e-200, 1e200):
+        np.testing.assert_allclose(solve_elliptic(domain, 1.0, size * ones), size * u, rtol=1e-6)
     assert not solve_elliptic(domain, 1.0, 0 * ones).any()
+    assert not solve_elliptic(domain, 1.0, 0 * ones, x0=ones).any()
 
 
 def test_traced_where_no_derivative_flows(domain):
@@ -154,6 +153,6 @@ def test_traced_where_no_derivative_flows(domain):
 def test_iterations_used_up(rank_rng):
     domain = Domain((40, 40))
     b = rank_rng(100).random((40, 40))[domain.owned]
-    with pytest.raises(ConvergenceError, match="within maxiter=3 iterations; .* After 3 iterations") as found:
+    with pytest.raises(ConvergenceError, match="within maxiter=3 iterations: .* After 3 iterations") as found:
         solve_elliptic(domain, 1.0, b, maxiter=3)
     assert len(found.value.history) == 4 and found.value.history[0] > found.value.history[-1]

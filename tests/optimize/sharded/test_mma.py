@@ -198,7 +198,7 @@ def approximations(rng: np.random.Generator, n: int, m: int, spread: float) -> t
     scales = np.array([np.sum(np.abs(slope)) for slope in slopes])
     limits = Box(np.maximum(x - 0.4, 0.0), np.minimum(x + 0.4, 1.0))
     return (
-        Approximation(MMAPoint(x, slopes), scales, (x - 0.5, x + 0.5), limits, np.ones(n), np.full(m + 1, 1e-5)),
+        Approximation(MMAPoint(x, slopes), scales, Box(x - 0.5, x + 0.5), limits, np.ones(n), np.full(m + 1, 1e-5)),
         rng.uniform(-0.2, 0.05, m),
         limits,
     )
