@@ -1,9 +1,10 @@
 """Fixtures, and how the tests run on several ranks.
 
-A test runs on all ranks at once. The whole suite runs on one rank and on several: on three, or on two (`ON_TWO`); what
-differs on two or four ranks runs there, too (`ALSO_ON`). A test of three parameter sets or more runs with every fourth one
-on several ranks, with the others on one, and with another fourth where it runs in addition. With `--thorough`, or if
-files are named, all tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
+A test runs on all ranks at once. The whole suite runs each on one number of ranks: without parameter sets on several, on
+three or on two (`ON_TWO`); with three sets or more every fourth one there, and the others on one rank; with two sets one of
+them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
+another fourth), and a test that asks whether `size == 1` runs on one rank. With `--thorough`, or if files are named, all
+tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
 `also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do;
 `one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one
 rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
@@ -205,15 +206,29 @@ def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Ite
     """Return what the whole suite runs elsewhere: several ranks take every fourth parameter set, and one rank the others.
 
     What runs on a number of ranks in addition has another fourth there. A test that runs on one number of ranks only keeps
-    all of them, and one of two sets both.
+    all of its sets. Of two sets, the first or the second runs on several ranks, depending on the test's name: of arrays
+    and a kernel, for example, not always the arrays.
     """
-    sets: dict[tuple, list[pytest.Item]] = {}
+    tests: dict[tuple, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
-            sets.setdefault((item.path, item.originalname), []).append(item)
-    chosen = {path: _fourths(config, path) for path, _ in sets}
-    divided = {places: of_one for places, of_one in sets.items() if len(of_one) > 2}
-    return {item for (path, _), of_one in divided.items() for k, item in enumerate(of_one) if k % 4 not in chosen[path]}
+        if ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    asking = {path: _tests_that_ask(path) for path, _ in tests} if WORLD.size == 1 else {}
+    left_out = set()
+    for (path, name), sets in tests.items():
+        if len(sets) == 1:
+            left_out |= set(sets) if WORLD.size == 1 and name not in asking[path] else set()
+            continue
+        first = 2 * (zlib.crc32(name.encode()) % 2)
+        places = [k % 4 for k in range(len(sets))] if len(sets) > 2 else [first, 2 - first]
+        left_out |= {item for place, item in zip(places, sets) if place not in _fourths(config, path)}
+    return left_out
+
+
+def _tests_that_ask(path: Path) -> set[str]:
+    """Return the names of a file's tests that ask whether there is one rank."""
+    functions = path.read_text().split("\ndef ")[1:]
+    return {function.partition("(")[0] for function in functions if re.search(r"(?i)\bsize == 1\b", function)}
 
 
 def _fourths(config: pytest.Config, path: Path) -> tuple[int, ...]:
