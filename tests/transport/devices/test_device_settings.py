@@ -111,7 +111,7 @@ def test_arrays_may_come_where_cupy_and_a_gpu_are(monkeypatch, installed, gpu, e
 @pytest.mark.parametrize(
     "asked, expected",
     [
-        ("- - - - - -", "None 4194304 268435456"),
+        pytest.param("- - - - - -", "None 4194304 268435456", marks=pytest.mark.thorough),
         ("1 - - - 1024 -", "True 1024 268435456"),
         ("1 8000000 100 0 9000000 -", "False 8000000 100"),
     ],
