@@ -76,7 +76,8 @@ OPTIMIZED = ("compiling", "inverse", "ensemble/test_taylor.py")
 # A file all of whose tests run on one rank only.
 OF_ONE_RANK = re.compile(r"^pytestmark = .*\bmark\.(launches|serial|one_rank)\b", re.MULTILINE)
 
-ON_ONE_NUMBER = {"launches", "serial", "one_rank", "mpi", "also_on"}  # marks of tests whose parameter sets aren't divided
+ON_ONE_RANK = {"launches", "serial", "one_rank"}  # marks of tests that several ranks leave out
+UNDIVIDED = {"mpi", "also_on"}  # marks of tests all of whose parameter sets run on several ranks
 
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
 hypothesis.settings.register_profile(
@@ -152,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _mix(items)
         return
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
-    done_by_one = ("launches", "serial", "one_rank") if whole else ("launches", "serial")
+    done_by_one = ON_ONE_RANK if whole else ON_ONE_RANK - {"one_rank"}
     left_out = {item for item in items if any(map(item.get_closest_marker, done_by_one))}
     left_out |= {item for item in items if whole and not _runs_here(config, item)}
     _leave_out(config, items, left_out)
@@ -205,18 +206,17 @@ def _is_whole_suite(config: pytest.Config) -> bool:
 def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
     """Return what the whole suite runs elsewhere: several ranks take every fourth parameter set, and one rank the others.
 
-    What runs on a number of ranks in addition has another fourth there. A test that runs on one number of ranks only keeps
-    all of its sets. Of two sets, the first or the second runs on several ranks, depending on the test's name: of arrays
-    and a kernel, for example, not always the arrays.
+    What runs on a number of ranks in addition has another fourth there. Of two sets, the first or the second runs on
+    several ranks, depending on the test's name: of arrays and a kernel, for example, not always the arrays.
     """
     tests: dict[tuple, list[pytest.Item]] = {}
     for item in items:
-        if ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
+        if ON_ONE_RANK.isdisjoint(mark.name for mark in item.iter_markers()):
             tests.setdefault((item.path, item.originalname), []).append(item)
     asking = {path: _tests_that_ask(path) for path, _ in tests} if WORLD.size == 1 else {}
     left_out = set()
     for (path, name), sets in tests.items():
-        if len(sets) == 1:
+        if len(sets) == 1 or not UNDIVIDED.isdisjoint(mark.name for mark in sets[0].iter_markers()):
             left_out |= set(sets) if WORLD.size == 1 and name not in asking[path] else set()
             continue
         first = 2 * (zlib.crc32(name.encode()) % 2)
