@@ -24,6 +24,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -39,7 +40,7 @@ from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
 from mpiad import mpi_init
-from mpiad.compiling import cache
+from mpiad.compiling import cache as kernel_cache
 from mpiad.transport.watch import switch
 from mpiad.transport.watch.watch_settings import Settings, present
 
@@ -198,6 +199,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[py
     items[:] = [item for item in items if item not in left_out]
 
 
+@cache  # asked by each test, like `_is_in`
 def _is_whole_suite(config: pytest.Config) -> bool:
     chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
     return chosen == [config.rootpath / "tests"] and not config.getoption("thorough")
@@ -238,6 +240,7 @@ def _fourths(config: pytest.Config, path: Path) -> tuple[int, ...]:
     return (1, 2, 3) if WORLD.size == 1 else (2,)
 
 
+@cache
 def _is_in(config: pytest.Config, path: Path, places: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(config.rootpath / "tests" / place) for place in places)
 
@@ -272,7 +275,7 @@ def _runs_here(config: pytest.Config, item: pytest.Item) -> bool:
 def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile kernels with LLVM's optimizations, or without."""
     if WORLD.size != 2 and _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
-        monkeypatch.setattr(cache, "optimization_level", 0)
+        monkeypatch.setattr(kernel_cache, "optimization_level", 0)
 
 
 @pytest.fixture(autouse=True)
