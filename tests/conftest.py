@@ -257,7 +257,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text()
     if OF_ONE_RANK.search(text):
         return True
-    if WORLD.size == _several(config, collection_path) or "also_on" in text or "min_size" in text:
+    asked_for = rf"\balso_on\([^)]*\b{WORLD.size}\b|\bmin_size={WORLD.size}\b"
+    if WORLD.size == _several(config, collection_path) or re.search(asked_for, text):
         return None
     return None if _is_in(config, collection_path, ALSO_ON.get(WORLD.size, ())) else True
 
