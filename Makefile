@@ -9,7 +9,7 @@
 #   INTERRUPTS    how many interrupts `make interrupts` makes
 #   SEED          what both are drawn from; another one at each run by default
 #   MUTANTS       how many mutants of the library `make test-all` runs the tests on; none by default
-#   THOROUGH      1: every test on every number of ranks; else the whole suite leaves out what differs nowhere on 2 and 4
+#   THOROUGH      1: every test on every number of ranks; else each on one, and on others only if it differs there
 #   LIMIT         seconds for the tests on one number of ranks
 #   BENCH         the benchmarks to run, all by default
 #   MPIEXEC       another launcher than the environment's

@@ -1,9 +1,10 @@
 """Fixtures, and how the tests run on several ranks.
 
-A test runs on all ranks at once. The whole suite runs on one rank and on several: on three, or on two (`ON_TWO`); what
-differs on two or four ranks runs there, too (`ALSO_ON`). A test of three parameter sets or more runs with every fourth one
-on several ranks, with the others on one, and with another fourth where it runs in addition. With `--thorough`, or if
-files are named, all tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
+A test runs on all ranks at once. The whole suite runs each on one number of ranks: without parameter sets on several, on
+three or on two (`ON_TWO`); with three sets or more every fourth one there, and the others on one rank; with two sets one of
+them on several ranks, the other on one. In addition, what differs on two or four ranks runs there (`ALSO_ON`; of the sets
+another fourth), and a test that asks whether `size == 1` runs on one rank. With `--thorough`, or if files are named, all
+tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that needs more than one rank;
 `also_on(2)` for one that differs on two ranks; `not_on(4)` for one that doesn't differ on four, in a file of tests that do;
 `one_rank` for one whose result on several ranks is shown by others; `launches` for one that starts its own mpiexec (on one
 rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
@@ -23,6 +24,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -38,7 +40,7 @@ from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
 from mpiad import mpi_init
-from mpiad.compiling import cache
+from mpiad.compiling import cache as kernel_cache
 from mpiad.transport.watch import switch
 from mpiad.transport.watch.watch_settings import Settings, present
 
@@ -75,7 +77,8 @@ OPTIMIZED = ("compiling", "inverse", "ensemble/test_taylor.py")
 # A file all of whose tests run on one rank only.
 OF_ONE_RANK = re.compile(r"^pytestmark = .*\bmark\.(launches|serial|one_rank)\b", re.MULTILINE)
 
-ON_ONE_NUMBER = {"launches", "serial", "one_rank", "mpi", "also_on"}  # marks of tests whose parameter sets aren't divided
+ON_ONE_RANK = {"launches", "serial", "one_rank"}  # marks of tests that several ranks leave out
+UNDIVIDED = {"mpi", "also_on"}  # marks of tests all of whose parameter sets run on several ranks
 
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
 hypothesis.settings.register_profile(
@@ -151,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _mix(items)
         return
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
-    done_by_one = ("launches", "serial", "one_rank") if whole else ("launches", "serial")
+    done_by_one = ON_ONE_RANK if whole else ON_ONE_RANK - {"one_rank"}
     left_out = {item for item in items if any(map(item.get_closest_marker, done_by_one))}
     left_out |= {item for item in items if whole and not _runs_here(config, item)}
     _leave_out(config, items, left_out)
@@ -196,6 +199,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[py
     items[:] = [item for item in items if item not in left_out]
 
 
+@cache  # asked by each test, like `_is_in`
 def _is_whole_suite(config: pytest.Config) -> bool:
     chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
     return chosen == [config.rootpath / "tests"] and not config.getoption("thorough")
@@ -204,16 +208,29 @@ def _is_whole_suite(config: pytest.Config) -> bool:
 def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
     """Return what the whole suite runs elsewhere: several ranks take every fourth parameter set, and one rank the others.
 
-    What runs on a number of ranks in addition has another fourth there. A test that runs on one number of ranks only keeps
-    all of them, and one of two sets both.
+    What runs on a number of ranks in addition has another fourth there. Of two sets, the first or the second runs on
+    several ranks, depending on the test's name: of arrays and a kernel, for example, not always the arrays.
     """
-    sets: dict[tuple, list[pytest.Item]] = {}
+    tests: dict[tuple, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
-            sets.setdefault((item.path, item.originalname), []).append(item)
-    chosen = {path: _fourths(config, path) for path, _ in sets}
-    divided = {places: of_one for places, of_one in sets.items() if len(of_one) > 2}
-    return {item for (path, _), of_one in divided.items() for k, item in enumerate(of_one) if k % 4 not in chosen[path]}
+        if ON_ONE_RANK.isdisjoint(mark.name for mark in item.iter_markers()):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    asking = {path: _tests_that_ask(path) for path, _ in tests} if WORLD.size == 1 else {}
+    left_out = set()
+    for (path, name), sets in tests.items():
+        if len(sets) == 1 or not UNDIVIDED.isdisjoint(mark.name for mark in sets[0].iter_markers()):
+            left_out |= set(sets) if WORLD.size == 1 and name not in asking[path] else set()
+            continue
+        first = 2 * (zlib.crc32(name.encode()) % 2)
+        places = [k % 4 for k in range(len(sets))] if len(sets) > 2 else [first, 2 - first]
+        left_out |= {item for place, item in zip(places, sets) if place not in _fourths(config, path)}
+    return left_out
+
+
+def _tests_that_ask(path: Path) -> set[str]:
+    """Return the names of a file's tests that ask whether there is one rank."""
+    functions = path.read_text().split("\ndef ")[1:]
+    return {function.partition("(")[0] for function in functions if re.search(r"(?i)\bsize == 1\b", function)}
 
 
 def _fourths(config: pytest.Config, path: Path) -> tuple[int, ...]:
@@ -223,6 +240,7 @@ def _fourths(config: pytest.Config, path: Path) -> tuple[int, ...]:
     return (1, 2, 3) if WORLD.size == 1 else (2,)
 
 
+@cache
 def _is_in(config: pytest.Config, path: Path, places: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(config.rootpath / "tests" / place) for place in places)
 
@@ -239,7 +257,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text()
     if OF_ONE_RANK.search(text):
         return True
-    if WORLD.size == _several(config, collection_path) or "also_on" in text or "min_size" in text:
+    asked_for = rf"\balso_on\([^)]*\b{WORLD.size}\b|\bmin_size={WORLD.size}\b"
+    if WORLD.size == _several(config, collection_path) or re.search(asked_for, text):
         return None
     return None if _is_in(config, collection_path, ALSO_ON.get(WORLD.size, ())) else True
 
@@ -257,7 +276,7 @@ def _runs_here(config: pytest.Config, item: pytest.Item) -> bool:
 def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile kernels with LLVM's optimizations, or without."""
     if WORLD.size != 2 and _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
-        monkeypatch.setattr(cache, "optimization_level", 0)
+        monkeypatch.setattr(kernel_cache, "optimization_level", 0)
 
 
 @pytest.fixture(autouse=True)

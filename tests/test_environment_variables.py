@@ -79,7 +79,7 @@ def test_paths_may_be_off_and_not_on(monkeypatch, tmp_path):
 
 @pytest.mark.launches
 @pytest.mark.parametrize("word, debug", [
-    ("YES", True), ("no", False), pytest.param("true", True, marks=pytest.mark.thorough),
+    ("YES", True), *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in (("no", False), ("true", True))),
 ])  # fmt: skip
 def test_what_one_rank_switches_on_is_on_on_all(mpirun, word, debug):
     done = mpirun(2, SHOW, "MPIAD_DEBUG", word, env={"MPIAD_DEBUG": None})
@@ -88,7 +88,8 @@ def test_what_one_rank_switches_on_is_on_on_all(mpirun, word, debug):
 
 @pytest.mark.launches
 @pytest.mark.parametrize("name, value", [
-    ("MPIAD_DEBUG", "2"), ("MPIAD_TRACE", "1"), pytest.param("MPIAD_ABORT", "never", marks=pytest.mark.thorough),
+    ("MPIAD_TRACE", "1"),
+    *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in (("MPIAD_DEBUG", "2"), ("MPIAD_ABORT", "never"))),
 ])  # fmt: skip
 def test_an_unknown_value_on_one_rank_is_refused_on_all(mpirun, name, value):
     done = mpirun(2, SHOW, name, value)

@@ -276,7 +276,7 @@ def test_worlds_of_one_are_refused(suite, tmp_path, monkeypatch):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("mpiexec", [False, True])
+@pytest.mark.parametrize("mpiexec", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_test_starts_its_own_ranks(suite, mpiexec):
     text = """
 @pytest.mark.launches

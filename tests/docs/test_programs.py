@@ -27,8 +27,8 @@ ALONE = ("part_of_a_job.py", "unreset.py")  # other ranks' world; one rank raise
 # These take more than a second. They run with `--thorough`: alone, like all others.
 SLOW = (
     "coefficient.py", "coin.py", "conductivity.py", "cooling.py", "correlated.py", "counted.py", "cubic.py",
-    "currents.py", "four_d_var.py", "implicit_heat.py", "line.py", "outbreak_fit.py", "rod_samples.py", "time_loop.py",
-    "weight.py", "wells.py",
+    "currents.py", "fit.py", "four_d_var.py", "implicit_heat.py", "line.py", "many_fits.py", "outbreak_fit.py",
+    "rod_samples.py", "time_loop.py", "weight.py", "wells.py",
 )  # fmt: skip
 # Their programs import one another, and packages of `make recipes`.
 RECIPES = ("docs/howto/samplers_and_optimizers.md", "docs/howto/other_frameworks.md")

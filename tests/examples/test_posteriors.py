@@ -9,7 +9,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ConvergenceError
@@ -17,7 +16,7 @@ from mpiad.errors import ConvergenceError
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 PUBLISHED = json.loads((EXAMPLES / "data" / "aristoff_bangerth.json").read_text())
 
-pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="the problems are local to a rank")
+pytestmark = pytest.mark.serial  # the problems are local to a rank
 
 
 def example(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:

@@ -55,6 +55,7 @@ RUNS = [
     Small(
         2, "examples/digits_training.py", "",
         r"loss \S+ -> (\S+)\ntest accuracy (\S+)", lambda loss, accuracy: loss < 0.02 and 0.97 <= accuracy <= 1,
+        thorough=True,
     ),
     Small(
         2, "examples/ensemble_training.py", "--iterations 5",
@@ -93,7 +94,7 @@ RUNS = [
     ),
     Small(
         2, "examples/neural_ode.py", "--iterations 5",
-        r"loss (\S+) at first, .* after 5 steps; SciPy says (\S+)", lambda first, last: last < first / 5,
+        r"loss (\S+) at first, .* after 5 steps; SciPy says (\S+)", lambda first, last: last < first / 5, thorough=True,
     ),
     Small(
         2, "examples/personal_heads.py", "--epochs 5",

@@ -57,11 +57,11 @@ ASKED = SWITCH.exists() and "[madvise]" in SWITCH.read_text()
 
 @pytest.mark.parametrize("variables, raised, asked", [
     ({}, True, True),
-    ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}, True, True),
+    pytest.param({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}, True, True, marks=pytest.mark.thorough),
     ({"MPIAD_HUGE_PAGES": "0"}, True, False),
     ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=4:glibc.malloc.hugetlb=0"}, True, False),
     ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
-    ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False, False),
+    pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, False, False, marks=pytest.mark.thorough),
     ({"MPIAD_MALLOPT": "0"}, False, False),
 ], ids=str)  # fmt: skip
 def test_thresholds_and_huge_pages(variables, raised, asked, tmp_path):

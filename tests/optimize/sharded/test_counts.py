@@ -72,7 +72,9 @@ def test_evaluations_beside_scipy(rank: int, size: int, request: pytest.FixtureR
 def test_minimisers_agree_with_one_rank(name: str, rank: int, size: int) -> None:
     fun, start, _ = PROBLEMS[name]
     alone = mpiad.minimize(fun, start, method="L-BFGS-sharded", comm=MPI.COMM_SELF, options=OPTIONS)
-    got = np.concatenate(MPI.COMM_WORLD.allgather(sharded(name, rank, size).x))
+    found = sharded(name, rank, size)
+    got, gradient = (np.concatenate(MPI.COMM_WORLD.allgather(found[key])) for key in ("x", "jac"))
+    assert found.history.gradient_norm[-1] == np.max(np.abs(gradient))
     np.testing.assert_allclose(got, alone.x, atol=1e-6)
 
 

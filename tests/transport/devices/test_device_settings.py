@@ -102,7 +102,7 @@ def test_arrays_may_come_where_cupy_and_a_gpu_are(monkeypatch, installed, gpu, e
 @pytest.mark.parametrize(
     "asked, expected",
     [
-        ("- - - -", "None 268435456"),
+        pytest.param("- - - -", "None 268435456", marks=pytest.mark.thorough),
         ("1 - - 1024", "True 1024"),
         ("1 100 0 200", "False 100"),
     ],
