@@ -20,6 +20,9 @@ from mpiad.pytrees import flatten, is_variable, join, places_by_kind, refuse_obj
 _MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 
+Apply = Callable[..., tuple[dict[str, Any], Tree]]
+"""A prepared update: (the gradient's leaves, a factor of them, whether it is a compiled program) -> (state, parameters)."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -69,11 +72,20 @@ class Rule:
         refuse_objects(params, "params", f"{type(self).__name__}.setup")
         return {"updates": 0, **{name: map_trained(np.zeros_like, params) for name in self.moments}}
 
-    def check(self, state: dict[str, Any], params: Tree) -> list[list[Any]]:
-        """Return the leaves of the moments; raise a TypeError or ValueError if a state doesn't match the parameters."""
-        leaves, call = flatten(params)[0], type(self).__name__
+    def prepare(self, state: dict[str, Any], params: Tree) -> Apply:
+        """Return the update as a function; raise a TypeError or ValueError for a state or schedule that can't be used."""
+        call, (leaves, build) = type(self).__name__, flatten(params)
         require_state(state, ("updates", *self.moments), call)
-        return [matching_leaves(state[name], params, leaves, call, f"state[{name!r}]") for name in self.moments]
+        moments = [matching_leaves(state[name], params, leaves, call, f"state[{name!r}]") for name in self.moments]
+        updates = state["updates"]
+        # A file may have made `updates` a number of NumPy; see `__post_init__`.
+        factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
+
+        def apply(gradients: list[Any], scale: float = 1.0, compiled: bool = False) -> tuple[dict[str, Any], Tree]:
+            new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, scale, compiled))
+            return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
+
+        return apply
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
@@ -100,17 +112,14 @@ class Rule:
         TypeError, ValueError
             If the gradient or the state doesn't match the parameters, or the state is another optimizer's.
         """
-        leaves, build = flatten(params)
-        moments = self.check(state, params)
-        gradients = matching_leaves(gradient, params, leaves, type(self).__name__)
-        updates = state["updates"]
-        # A file may have made `updates` a number of NumPy; see `__post_init__`.
-        factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
-        new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, compiled))
-        return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
+        apply = self.prepare(state, params)
+        gradients = matching_leaves(gradient, params, flatten(params)[0], type(self).__name__)
+        return apply(gradients, compiled=compiled)
 
 
-def _updated(rule: Rule, columns: list[list[Array]], factors: list[float], compiled: bool) -> list[list[Array]]:
+def _updated(
+    rule: Rule, columns: list[list[Array]], factors: list[float], scale: float, compiled: bool
+) -> list[list[Array]]:
     """Apply a formula to the leaves of pytrees, in few calls; return the new parameters and moments."""
     # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries.
     out, short = [list(columns[0]), *map(list, columns[2:])], list[int]()
@@ -118,36 +127,40 @@ def _updated(rule: Rule, columns: list[list[Array]], factors: list[float], compi
         plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
         if plain and leaf.size >= _MIN_LONG_SIZE:
             inputs = [np.ravel(column[index]) for column in columns]
-            for new, flat in zip(out, _applied(rule, inputs, factors, compiled)):
+            for new, flat in zip(out, _applied(rule, inputs, factors, scale, compiled)):
                 new[index] = flat.reshape(leaf.shape)
         elif plain or is_variable(leaf):
             short.append(index)
     for indices in places_by_kind(columns[0], short):
         inputs = [join([column[k] for k in indices]) for column in columns]
         shapes = [np.shape(columns[0][k]) for k in indices]
-        for new, flat in zip(out, _applied(rule, inputs, factors, compiled)):
+        for new, flat in zip(out, _applied(rule, inputs, factors, scale, compiled)):
             for index, part in zip(indices, split(flat, shapes)):
                 new[index] = part
     return out
 
 
-def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bool) -> list[Array]:
+def _applied(rule: Rule, inputs: list[Array], factors: list[float], scale: float, compiled: bool) -> list[Array]:
+    """Apply a formula to flat arrays: parameters, the gradient, which is multiplied by `scale`, and moments."""
     dtype, on_host = inputs[0].dtype, type(inputs[0]) is np.ndarray
     if dtype.kind == "c":
         inputs[1] = inputs[1].conj()
         if isinstance(inputs[0], TracedArray):  # programs have no views of another dtype
-            found = _applied(rule, [np.concatenate([x.real, x.imag]) for x in inputs], factors, compiled)
+            found = _applied(rule, [np.concatenate([x.real, x.imag]) for x in inputs], factors, scale, compiled)
             return [x[: x.size // 2] + 1j * x[x.size // 2 :] for x in found]
         inputs = [x.view(x.real.dtype) for x in inputs]
     if compiled and on_host and dtype.isnative:
-        return [x.view(dtype) for x in _program(replace(rule, learning_rate=1.0), inputs[0].size, dtype)(*inputs, *factors)]
+        program = _program(replace(rule, learning_rate=1.0), inputs[0].size, dtype)
+        return [x.view(dtype) for x in program(*inputs, *factors, scale)]
     outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1]
     if on_host:  # blocks, whose temporaries fit into the cache
         for start in range(0, len(inputs[0]), _BLOCK_SIZE):
-            block = slice(start, start + _BLOCK_SIZE)
-            rule.formula(*[x[block] for x in inputs], *factors, out=[x[block] for x in outputs])
+            x, g, *moments = [part[start : start + _BLOCK_SIZE] for part in inputs]
+            out = [part[start : start + _BLOCK_SIZE] for part in outputs]
+            rule.formula(x, g if scale == 1.0 else scale * g, *moments, *factors, out=out)
     else:
-        rule.formula(*inputs, *factors, out=outputs)
+        x, g, *moments = inputs
+        rule.formula(x, g if scale == 1.0 else scale * g, *moments, *factors, out=outputs)
     return [x.view(dtype) for x in outputs] if dtype.kind == "c" else outputs
 
 
@@ -155,7 +168,8 @@ def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bo
 def _program(rule: Rule, size: int, dtype: np.dtype) -> Jitted:
     # All replicas must have the same bits, whether they run this program or interpret the formula. There is a function for
     # each size and dtype, because calls of a jitted function are slow if it has more than a few programs.
-    return Jitted(lambda *args: rule.formula(*args, out=[None] * (1 + len(rule.moments))), exact=True)
+    out: list[None] = [None] * (1 + len(rule.moments))
+    return Jitted(lambda x, g, *others: rule.formula(x, others[-1] * g, *others[:-1], out=out), exact=True)
 
 
 @dataclass(frozen=True)

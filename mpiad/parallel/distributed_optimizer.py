@@ -18,10 +18,10 @@ from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
-from mpiad.parallel.adam import Rule
+from mpiad.parallel.adam import Apply, Rule
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
-from mpiad.parallel.parameter_groups import ParameterGroups, is_built_in
+from mpiad.parallel.parameter_groups import ParameterGroups, prepared
 from mpiad.parallel.parameters import described, matching_leaves, require_optimizer, require_state, variables_of
 from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
@@ -31,7 +31,7 @@ from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
-from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.agreement import KINDS, Failure, agreed, raising_together
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import opaque_step, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
@@ -205,12 +205,12 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
 
 @contextmanager
 def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
-    """Return a context whose TypeError or ValueError all ranks raise: the ranks without one call `totals` later."""
+    """Return a context whose exception all ranks raise: the ranks without one call `totals` later."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        totals(used, Plan([], 0), Variables([], [], list), call, 0, problem=PendingError(kind, str(error)))
+    except Exception as error:  # noqa: BLE001 the other ranks mustn't wait
+        problem = PendingError(KINDS[Failure.of(error).builtin], str(error))
+        totals(used, Plan([], 0), Variables([], [], list), call, 0, problem=problem)
 
 
 def gradient_of_sum(
@@ -246,6 +246,18 @@ def gradient_of_sum(
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
             deliver(variable, g)
     return found
+
+
+class _Step(NamedTuple):
+    """A call of `step` or `update` with valid parameters and state; `specs`: of the trained parameters."""
+
+    used: Channel
+    call: str
+    state: dict[str, Any]
+    params: Tree
+    variables: Variables
+    specs: list[Spec]
+    update: Apply  # of the inner optimizer
 
 
 class DistributedOptimizer:
@@ -395,27 +407,28 @@ class DistributedOptimizer:
         # Before the last accumulated step, other ranks don't wait.
         last = self.accumulate == 1 or (isinstance(state, dict) and state.get("steps", 0) + 1 >= self.accumulate)
         with _raising_in_totals(used, call) if last else nullcontext():
-            variables, specs, accumulated = self._checked(state, params, call)
-            parts = [spec.zeros() for spec in specs]
+            step = self._prepared(used, state, params, call)
+            parts = [spec.zeros() for spec in step.specs]
             if samples != 0:
-                found = matching_leaves(gradient, params, variables.leaves, call)
+                found = matching_leaves(gradient, params, step.variables.leaves, call)
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
                 parts = [
                     found[k] if count == 1 else found[k] * spec.dtype.type(count)
-                    for k, spec in zip(variables.places, specs)
+                    for k, spec in zip(step.variables.places, step.specs)
                 ]
         if self.accumulate > 1:
             # Copies, because the caller may write the next gradient into the same arrays.
-            parts = list(map(_copied, parts)) if accumulated is None else list(map(np.add, accumulated, parts))
+            old = state["gradient"]
+            parts = list(map(_copied, parts)) if old is None else list(map(np.add, old, parts))
             if not last:
-                return self._accumulate(state, parts, count), params
+                return self._accumulated(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
-            sum_up, plan = self._reduction(used, state, params, variables, specs, call)
+            sum_up, plan = self._reduction(step)
             total = sum_up(count)
             with Sums(used, plan) as sums:
-                sums.add_all([parts[k] for k in variables.shared])
-                return self._apply(used, state, params, variables, parts, *self._wait(sums, total))
+                sums.add_all([parts[k] for k in step.variables.shared])
+                return self._apply(step, parts, *self._wait(sums, total))
 
     def step(
         self,
@@ -465,22 +478,25 @@ class DistributedOptimizer:
         if self.synchronize and not self._calls:
             leaves, build = flatten(params)
             paths = leaf_paths(params, "params")
-            shared = {path: leaf for path, leaf in zip(paths, leaves) if self.own is None or not self.own(path)}
+            with raising_together(used, Exception):
+                shared = {path: leaf for path, leaf in zip(paths, leaves) if self.own is None or not self.own(path)}
             root_leaves = synchronize(shared, comm=self.comm)
             params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
         with _raising_in_totals(used, call):
-            variables, specs, accumulated = self._checked(state, params, call)
-            count, accumulated = count_samples(samples, params, batch, call), accumulated or [None] * len(specs)
+            step = self._prepared(used, state, params, call)
+            count = count_samples(samples, params, batch, call)
+        variables = step.variables
+        accumulated = state.get("gradient") or [None] * len(step.specs)
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
-        parts: list[Any] = [None] * len(specs)
-        sum_up, plan = self._reduction(used, state, params, variables, specs, call, None if self.skip_nonfinite else batch)
+        parts: list[Any] = [None] * len(step.specs)
+        sum_up, plan = self._reduction(step, None if self.skip_nonfinite else batch)
         if isinstance(loss, Jitted) and self.accumulate == 1 and self.own is None:
             mean, gradient = _evaluation(loss, samples, self.comm, self.bucket_bytes, self)(params, *batch)
             if not math.isfinite(mean) and self.skip_nonfinite:
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             leaves = flatten(gradient)[0]
-            return *self._apply(used, state, params, variables, parts, [leaves[k] for k in variables.places], 1, True), mean
+            return *self._apply(step, parts, [leaves[k] for k in variables.places], 1, True), mean
         position = {k: index for index, k in enumerate(variables.shared)}
         with restoring_state(), suspended(), Sums(used, plan) as sums:
 
@@ -503,24 +519,20 @@ class DistributedOptimizer:
                     sums.wait()
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             if not last:
-                return self._accumulate(state, parts, count), params, mean
-            return *self._apply(
-                used, state, params, variables, parts, *self._wait(sums, total), isinstance(loss, Jitted)
-            ), mean
+                return self._accumulated(state, parts, count), params, mean
+            return *self._apply(step, parts, *self._wait(sums, total), isinstance(loss, Jitted)), mean
 
-    def _checked(self, state: dict[str, Any], params: Tree, call: str) -> tuple[Variables, list[Spec], list[Array] | None]:
-        """Return the trained parameters with their specs, and the accumulated gradients; raise if the state is wrong."""
+    def _prepared(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> _Step:
+        """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
         variables = self._variables(params, call)
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
         require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
-        if is_built_in(self.optimizer):
-            self.optimizer.check(state["optimizer"], params)
         gradients = state.get("gradient")
         if gradients is not None and [spec_like(g) for g in gradients] != specs:
             got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
             text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
             raise ValueError(f"{call}: the accumulated gradients {text}")
-        return variables, specs, gradients
+        return _Step(used, call, state, params, variables, specs, prepared(self.optimizer, state["optimizer"], params))
 
     def _variables(self, params: Tree, call: str) -> Variables:
         """Return the trained parameters, without frozen ones, and which of them all ranks share."""
@@ -529,20 +541,18 @@ class DistributedOptimizer:
         if self.own is None and groups is None:
             return variables
         paths = leaf_paths(params, "params")
-        places = [k for k in variables.places if groups is None or groups.groups[groups.group(paths[k])] is not None]
+        places = [k for k in variables.places if groups is None or not groups.is_frozen(paths[k])]
         if not places:
             raise ValueError(f"{call}: all parameters are frozen, {', '.join(paths):.200}.")
-        shared = [k for k, place in enumerate(places) if self.own is None or not self.own(paths[place])]
-        return variables._replace(places=places, shared=shared)
+        own = {k for k in variables.places if self.own is not None and self.own(paths[k])}
+        return variables._replace(places=places, shared=[k for k, place in enumerate(places) if place not in own])
 
-    def _reduction(
-        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, specs: list[Spec], call: str,
-        batch: tuple | None = None,
-    ) -> tuple[Callable[..., Totals], Plan]:  # fmt: skip
+    def _reduction(self, step: _Step, batch: tuple | None = None) -> tuple[Callable[..., Totals], Plan]:
         """Return `totals` for these parameters, with a comparison of the replicas if it is due, and the plan of sums."""
-        plan = self._plan = plan_of([specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
+        used, call, state, variables = step.used, step.call, step.state, step.variables
+        plan = self._plan = plan_of([step.specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
         due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
-        compared: dict[str, Tree] = {"params": params}
+        compared: dict[str, Tree] = {"params": step.params}
         if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
             if isinstance(self.optimizer, Rule):
@@ -562,7 +572,7 @@ class DistributedOptimizer:
         owns = self.own is None or len(variables.shared) < len(variables.places)
         return partial(totals, used, plan, variables, call, owns=owns, checks=(lambda: self._checks, ())), plan
 
-    def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
+    def _accumulated(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
     def _wait(self, sums: Sums, total: Totals) -> tuple[list[Array], float]:
@@ -571,25 +581,23 @@ class DistributedOptimizer:
         return sums.wait(divisor), divisor
 
     def _apply(
-        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, parts: list[Any],
-        found: list[Array], divisor: float, compiled: bool = False,
-    ) -> tuple[dict[str, Any], Tree]:  # fmt: skip
+        self, step: _Step, parts: list[Any], found: list[Array], divisor: float, compiled: bool = False
+    ) -> tuple[dict[str, Any], Tree]:
         self._checks = _Checks(None, None)  # which may keep parameters and batch in memory
-        new, factor, shared = {**state, **self._empty_accumulation}, 1.0, dict(zip(variables.shared, found))
+        new, factor, variables = {**step.state, **self._empty_accumulation}, 1.0, step.variables
+        shared = dict(zip(variables.shared, found))
         own = {k: np.true_divide(part, divisor) for k, part in enumerate(parts) if k not in shared}
         if self.clip_norm is not None or self.skip_nonfinite:
-            norm = norm_of(list(shared.values()))
+            norm = norm_of(found)
             if self.own is not None:
-                norm = math.hypot(norm, *used.data.allgather(norm_of(list(own.values()))))
+                norm = math.hypot(norm, *step.used.data.allgather(norm_of(list(own.values()))))
             if self.skip_nonfinite and not math.isfinite(norm):
-                return {**new, "skipped": state["skipped"] + 1}, params
+                return {**new, "skipped": step.state["skipped"] + 1}, step.params
             factor = clipping(norm, self.clip_norm)
-        every = shared | own
-        for k in every if factor < 1.0 else ():
-            every[k] *= factor
-        gradient = variables.filled([every[k][()] for k in range(len(every))], lambda leaf: None)
-        options = {"compiled": True} if compiled and is_built_in(self.optimizer) else {}
-        inner, params = self.optimizer.update(state["optimizer"], params, gradient, **options)
+        gradients: list[Any] = [None] * len(variables.leaves)
+        for k, g in (shared | own).items():
+            gradients[variables.places[k]] = g[()]
+        inner, params = step.update(gradients, factor, compiled)
         return {**new, "optimizer": inner}, params
 
 

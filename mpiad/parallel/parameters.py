@@ -14,7 +14,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable, map_leaves, named_leaves, refuse_objects, same_form
+from mpiad.pytrees import flatten, is_variable, leaf_paths, map_leaves, refuse_objects, same_form
 from mpiad.transport import Spec
 
 
@@ -57,11 +57,11 @@ def matching_leaves(
     found = flatten(tree)[0]
     if same_form(tree, params) and all(map(_matches, found, expected)):
         return found
-    named, paths = named_leaves(tree, name), named_leaves(params, of)
+    paths, expected_paths = leaf_paths(tree, name), leaf_paths(params, of)
     prefix = f"{call}: the {name} must have the structure of the parameters, "
-    if len(named) != len(paths):
-        raise TypeError(f"{prefix}which have {len(paths)} leaves, but has {len(named)}.")
-    for (path, g), (param_path, leaf) in zip(named, paths):
+    if len(paths) != len(expected_paths):
+        raise TypeError(f"{prefix}which have {len(expected_paths)} leaves, but has {len(paths)}.")
+    for path, param_path, g, leaf in zip(paths, expected_paths, found, expected):
         if path[len(name) :] != param_path[len(of) :]:
             raise TypeError(f"{prefix}but has {path} instead of {param_path}.")
         if not _matches(g, leaf):

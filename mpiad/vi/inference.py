@@ -16,6 +16,7 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import select, to_host
 from mpiad.errors import WorkerError
+from mpiad.parallel import DistributedOptimizer
 from mpiad.primitives.checks import positive_count, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
@@ -534,6 +535,9 @@ def _check_arguments(loss: object, posterior: object, optimizer: object, **chose
             raise TypeError(f"VI: the {kind} must be an object, but got a class: write {value.__name__}(...).")
         if not all(callable(getattr(value, name, None)) for name in names):
             raise TypeError(f"VI: the {kind} must have {', '.join(names)}, but got {type(value).__name__} {value!r:.60}.")
+    if isinstance(optimizer, DistributedOptimizer):
+        inner = type(optimizer.optimizer).__name__
+        raise TypeError(f"VI: only the root makes updates, so pass the {inner} of the DistributedOptimizer instead.")
     choices = {
         "gradient": ("pathwise", "score"),
         "divergence": ("auto", "closed", "draws", "path"),
