@@ -613,21 +613,20 @@ def clipping(norm: float, max_norm: float | None) -> float:
 def norm_of(arrays: list[Array]) -> float:
     """Return the joint 2-norm of arrays, by one copy per device unless squares overflow; not finite if an entry isn't."""
 
-    def on_host(numbers: list[Array]) -> np.ndarray:
-        return np.array(fetched([number.astype(float) for number in numbers]))
+    def on_host(numbers: list[Array]) -> list[float]:
+        return list(map(float, fetched([number.astype(float) for number in numbers])))
 
     arrays = [array for array in arrays if array.size]
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = on_host([vdot(array, array).real for array in arrays])
-        if np.isfinite(squares).all():
-            return math.hypot(*np.sqrt(squares))  # hypot avoids the overflow of a sum of squares
-        largest = on_host([np.max(np.abs(array)) for array in arrays])
-        if np.isfinite(largest).all():
+        square = sum(on_host([vdot(array, array).real for array in arrays]))
+        if math.isfinite(square):
+            return math.sqrt(square)
+        norms = on_host([np.max(np.abs(array)) for array in arrays])
+        if all(map(math.isfinite, norms)):
             # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
-            sizes = np.maximum(largest, 1e-300).tolist()
-            scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, sizes)]
-            largest *= np.sqrt(on_host([np.sum(array * array) for array in scaled]))
-        return math.hypot(*largest)
+            scaled = [np.abs(array).astype(float) / max(norm, 1e-300) for array, norm in zip(arrays, norms)]
+            norms = [norm * math.sqrt(x) for norm, x in zip(norms, on_host([np.sum(array * array) for array in scaled]))]
+        return math.hypot(*norms)
 
 
 class Totals(NamedTuple):
