@@ -228,7 +228,9 @@ class SGD(Rule):
 def rate_at(optimizer: Any, updates: int) -> float:
     """Return an optimizer's learning rate after a number of updates; raise a ValueError if a schedule has none."""
     rate = optimizer.learning_rate
-    found: Any = rate(updates) if callable(rate) else rate
+    if not callable(rate):
+        return rate
+    found: Any = rate(updates)
     if np.ndim(found) or np.asarray(found).dtype.kind not in "fiu" or not 0 <= float(found) < math.inf:
         raise ValueError(
             f"{type(optimizer).__name__}: the schedule learning_rate({updates}) must return a finite number from 0, but "
