@@ -18,6 +18,7 @@ from mpiad.programs.traced_array import TracedArray
 from mpiad.pytrees import flatten, is_variable, join, places_by_kind, refuse_objects, split
 
 _MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated
+_BOUNDS = {"momentum": 1, "beta1": 1, "beta2": 1, "epsilon": math.inf, "weight_decay": math.inf}
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 
 Apply = Callable[..., tuple[dict[str, Any], Tree]]
@@ -45,12 +46,13 @@ class Rule:
 
     def __post_init__(self) -> None:
         name, rate = type(self).__name__, self.learning_rate
-        decay: float = getattr(self, "weight_decay", 0.0)
         if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
             allowed = "above zero, or a function of the number of updates"
             raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
-        if not (isinstance(decay, Real) and 0 <= decay < math.inf):
-            raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
+        for field, bound in _BOUNDS.items():
+            value: object = getattr(self, field, 0.0)
+            if not (isinstance(value, Real) and 0 <= value < bound):
+                raise ValueError(f"{name}: {field} must be a number in [0, {bound}), but got {value!r}.")
         for field, value in list(vars(self).items()):
             if isinstance(value, Real) and not isinstance(value, bool):
                 # With a number of NumPy, the formula would have its dtype instead of that of the parameters.
@@ -204,8 +206,6 @@ class SGD(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
-            raise ValueError(f"SGD: momentum must be a number in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError(f"SGD: nesterov=True needs a momentum above zero, but got {self.momentum!r}.")
 
@@ -266,13 +266,6 @@ class Adam(Rule):
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, bound in (("beta1", 1), ("beta2", 1), ("epsilon", math.inf)):
-            value: float = getattr(self, name)
-            if not (isinstance(value, Real) and 0 <= value < bound):
-                raise ValueError(f"{type(self).__name__}: {name} must be a number in [0, {bound}), but got {value!r}.")
 
     @property
     def moments(self) -> tuple[str, ...]:

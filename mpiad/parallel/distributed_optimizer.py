@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from mpiad.parallel.parameter_groups import ParameterGroups, prepared
 from mpiad.parallel.parameters import described, matching_leaves, require_optimizer, require_state, variables_of
 from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import on_host
@@ -113,7 +114,6 @@ def _evaluation(
     loss: Function, samples: Any, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
 ) -> Callable[..., tuple[float, Tree]]:
     """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
-    plan: Plan | None = None
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
     def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
@@ -125,8 +125,7 @@ def _evaluation(
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
-        nonlocal plan
-        plan = plan_of(specs, bucket_bytes, plan)
+        plan = plan_of(tuple(specs), bucket_bytes)
 
         def checks(*new: Any) -> _Checks:
             if optimizer is not None:
@@ -197,7 +196,7 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
             variables = variables_of(params, call, required=False)
             count = count_samples(samples, params, batch, call)
         with restoring_state(), suspended():
-            total = totals(used, Plan([], 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
+            total = totals(used, plan_of((), 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
         return total.loss / total.batch
 
     return evaluate
@@ -210,7 +209,7 @@ def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 the other ranks mustn't wait
         problem = PendingError(KINDS[Failure.of(error).builtin], str(error))
-        totals(used, Plan([], 0), Variables([], [], list), call, 0, problem=problem)
+        totals(used, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
 
 
 def gradient_of_sum(
@@ -225,8 +224,7 @@ def gradient_of_sum(
         if type(g) is np.ndarray and type(leaf) is np.ndarray and g.dtype == leaf.dtype and g.shape == leaf.shape:
             ready(variable, g)  # the most common case
         else:
-            spec = spec_like(leaf)
-            ready(variable, spec.zeros() if g is None else conform(g, *spec))
+            ready(variable, conformed(g, spec_like(leaf)))
 
     # The sums are collective, so a rank without samples contributes zeros.
     if not count:
@@ -337,7 +335,6 @@ class DistributedOptimizer:
         self.own, self.skip_nonfinite, self.check_every, self.synchronize = own, skip_nonfinite, check_every, synchronize
         self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         self._skips: dict[str, int] = {"skipped": 0} if skip_nonfinite else {}
-        self._plan: Plan | None = None
         self._calls = 0  # without those that end earlier by an error of any rank, so that all ranks have the same number
         self._checks = _Checks(None, None)  # of the current step
 
@@ -550,7 +547,7 @@ class DistributedOptimizer:
     def _reduction(self, step: _Step, batch: tuple | None = None) -> tuple[Callable[..., Totals], Plan]:
         """Return `totals` for these parameters, with a comparison of the replicas if it is due, and the plan of sums."""
         used, call, state, variables = step.used, step.call, step.state, step.variables
-        plan = self._plan = plan_of([step.specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
+        plan = plan_of(tuple([step.specs[k] for k in variables.shared]), self.bucket_bytes)
         due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
         compared: dict[str, Tree] = {"params": step.params}
         if watch_settings.debug():
@@ -704,18 +701,12 @@ def _paths(variables: Variables) -> list[str]:
 def _difference(used: Channel, plan: Plan, variables: Variables, call: str) -> ValueError:
     paths = _paths(variables)
     local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
-    every = used.data.allgather((local, plan.limit))
-    for rank, (others, limit) in enumerate(every):
-        first, first_limit = every[0]
-        for one, other in zip(first, others):
-            if one != other:
-                return ValueError(
-                    f"{call}: the parameters must have the same form, shapes and dtypes on all ranks, but {one} on rank 0, "
-                    f"and {other} on rank {rank}."
-                )
-        if (len(others), limit) != (len(first), first_limit):
-            return ValueError(
-                f"{call}: all ranks must train the same number of arrays with the same bucket_bytes, but rank 0 has "
-                f"{len(first)} and {first_limit}, and rank {rank} has {len(others)} and {limit}."
-            )
-    return ValueError(f"{call}: the parameters differ between ranks.")
+    every = used.data.allgather([f"bucket_bytes is {plan.limit}", *local])
+    rank, first, other = next(
+        (rank, first, other)
+        for rank, others in enumerate(every)
+        for first, other in zip_longest(every[0], others, fillvalue="no further array")
+        if first != other
+    )
+    text = f"must have the same form, shapes and dtypes on all ranks, but {first} on rank 0, and {other} on rank {rank}."
+    return ValueError(f"{call}: the parameters {text}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Op, Rank, Tree
+from mpiad._typing import Array, Comm, Op, Rank, Tree
 from mpiad.parallel.parameters import described, variables_of
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
 from mpiad.primitives.checks import root_of
@@ -110,12 +111,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     >>> print(mpiad.parallel.allreduce_(x) is x, x / size)
     True [1. 1.]
     """
-    arrays = _writable(x, "parallel.allreduce_", comm)
-    with restoring_state(), suspended():
-        # All results are computed before any of them is written, since an array may occur twice in the pytree.
-        for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
-            array[...] = total
-    return x
+    return _overwritten(x, "parallel.allreduce_", comm, lambda array: mpi_allreduce(array, op, comm=comm))
 
 
 def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -128,13 +124,13 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
     >>> print(x[0] == (size if rank == 0 else 1))
     True
     """
-    arrays = _writable(x, "parallel.reduce_", comm)
-    with restoring_state(), suspended():
-        totals = [mpi_reduce(array, op, root, comm=comm) for array in arrays]
-    if channel(comm, "parallel.reduce_").rank == root:
-        for array, total in zip(arrays, totals):
-            array[...] = total
-    return x
+    is_root = channel(comm, "parallel.reduce_").rank == root
+
+    def reduced(array: Array) -> Array:
+        total = mpi_reduce(array, op, root, comm=comm)
+        return total if is_root else array
+
+    return _overwritten(x, "parallel.reduce_", comm, reduced)
 
 
 def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -146,10 +142,7 @@ def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     >>> print(mpiad.parallel.bcast_(x))
     [0. 1. 2.]
     """
-    for array in _writable(x, "parallel.bcast_", comm):
-        with restoring_state(), suspended():
-            array[...] = mpi_bcast(array, root, comm=comm)
-    return x
+    return _overwritten(x, "parallel.bcast_", comm, lambda array: mpi_bcast(array, root, comm=comm))
 
 
 class Pending:
@@ -197,6 +190,15 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
     arrays = _writable(x, "parallel.iallreduce_", comm)
     with restoring_state(), suspended():
         return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
+
+
+def _overwritten(x: Tree, call: str, comm: Comm, compute: Callable[[Array], Array]) -> Tree:
+    arrays = _writable(x, call, comm)
+    with restoring_state(), suspended():
+        # All results are computed before any of them is written, since an array may occur twice in the pytree.
+        for array, result in zip(arrays, list(map(compute, arrays))):
+            array[...] = result
+    return x
 
 
 def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from mpiad.transport import Spec
 
 
 def plans(count):
-    return [Plan([Spec((n, 2), np.dtype(float))], 1 << 20) for n in range(1, count + 1)]
+    return [Plan((Spec((n, 2), np.dtype(float)),), 1 << 20) for n in range(1, count + 1)]
 
 
 def channel_of(size) -> Any:
