@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,14 @@ from mpiad.parallel.adam import Apply, Rule
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
 from mpiad.parallel.parameter_groups import ParameterGroups, prepared
-from mpiad.parallel.parameters import described, matching_leaves, require_optimizer, require_state, variables_of
+from mpiad.parallel.parameters import (
+    described,
+    matching_leaves,
+    require_optimizer,
+    require_same_leaves,
+    require_state,
+    variables_of,
+)
 from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conformed, spec_like
@@ -111,7 +117,11 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function, samples: Any, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
+    loss: Function,
+    samples: Callable[..., int] | None,
+    comm: Comm,
+    bucket_bytes: int,
+    optimizer: DistributedOptimizer | None = None,
 ) -> Callable[..., tuple[float, Tree]]:
     """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
@@ -136,7 +146,7 @@ def _evaluation(
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
         sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
         with restoring_state(), suspended(body=False), Sums(used, plan) as sums:
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, specs, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             mean = optimizer is None or optimizer.reduction == "mean"
             found = [array[()] for array in sums.wait(total.batch if mean else 1)]
@@ -213,23 +223,19 @@ def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
 
 
 def gradient_of_sum(
-    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, sums: Sums | None
-) -> Totals:
+    loss: Function, variables: Variables, specs: list[Spec], count: int, sum_up: Callable[..., Totals], ready: Function,
+    sums: Sums | None,
+) -> Totals:  # fmt: skip
     """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses."""
-    places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
     def deliver(variable: int, g: Array) -> None:
-        leaf = leaves[places[variable]]
-        if type(g) is np.ndarray and type(leaf) is np.ndarray and g.dtype == leaf.dtype and g.shape == leaf.shape:
-            ready(variable, g)  # the most common case
-        else:
-            ready(variable, conformed(g, spec_like(leaf)))
+        ready(variable, conformed(g, specs[variable]))
 
     # The sums are collective, so a rank without samples contributes zeros.
     if not count:
         found = sum_up(depends=False)
-        for variable in range(len(places)):
+        for variable in range(len(specs)):
             deliver(variable, None)
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
@@ -239,9 +245,9 @@ def gradient_of_sum(
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
     if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
-        run_backward(traced.recording, seeds, len(places), ready=deliver)
+        run_backward(traced.recording, seeds, len(specs), ready=deliver)
     else:
-        for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
+        for variable, g in enumerate(run_backward(traced.recording, seeds, len(specs))):
             deliver(variable, g)
     return found
 
@@ -507,8 +513,8 @@ class DistributedOptimizer:
                     sums.add(position[k], g)
 
             total = gradient_of_sum(
-                lambda x: loss(x, *batch), variables, count, partial(sum_up, count, state.get("samples", 0)), ready,
-                sums if last else None,
+                lambda x: loss(x, *batch), variables, step.specs, count, partial(sum_up, count, state.get("samples", 0)),
+                ready, sums if last else None,
             )  # fmt: skip
             mean = total.loss / total.batch
             if not math.isfinite(mean) and self.skip_nonfinite:
@@ -679,7 +685,9 @@ def _totals(
     # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
     # for exact floats.
     if used.size * int(squares) != int(digests) ** 2:
-        raise agreed(used, _difference(used, plan, variables, call))
+        paths = _paths(variables)
+        local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
+        require_same_leaves(used, [f"bucket_bytes is {plan.limit}", *local], call)
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
     if not dependent:
@@ -696,17 +704,3 @@ def _totals(
 def _paths(variables: Variables) -> list[str]:
     paths = leaf_paths(variables.build(variables.leaves), "params")
     return [paths[k] for k in variables.places]
-
-
-def _difference(used: Channel, plan: Plan, variables: Variables, call: str) -> ValueError:
-    paths = _paths(variables)
-    local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
-    every = used.data.allgather([f"bucket_bytes is {plan.limit}", *local])
-    rank, first, other = next(
-        (rank, first, other)
-        for rank, others in enumerate(every)
-        for first, other in zip_longest(every[0], others, fillvalue="no further array")
-        if first != other
-    )
-    text = f"must have the same form, shapes and dtypes on all ranks, but {first} on rank 0, and {other} on rank {rank}."
-    return ValueError(f"{call}: the parameters {text}")

@@ -6,16 +6,18 @@ All leaves that are floats, complex numbers or arrays of them are trained; other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Rank, Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable, leaf_paths, map_leaves, refuse_objects, same_form
-from mpiad.transport import Spec
+from mpiad.transport import Channel, Spec
+from mpiad.transport.core.agreement import raising_together
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
@@ -75,6 +77,18 @@ def _matches(g: Array, leaf: Array) -> bool:
         # Any gradient is allowed for a leaf that isn't trained.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
+
+
+def require_same_leaves(used: Channel, local: list[str], call: str, root: Rank = 0) -> None:
+    """Raise a ValueError on all ranks if descriptions of leaves differ from those on the root; collective."""
+    expected = used.data.bcast(local, root)
+    with raising_together(used):
+        for mine, other in zip_longest(local, expected, fillvalue="there is no further leaf"):
+            if mine != other:
+                raise ValueError(
+                    f"{call}: all pytrees must have the same structure, shapes and dtypes, but on rank {used.rank} {mine}, "
+                    f"and on the root, rank {root}, {other}."
+                )
 
 
 def require_optimizer(optimizer: Any, name: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array, Comm, Op, Rank, Tree
-from mpiad.parallel.parameters import described, variables_of
+from mpiad.parallel.parameters import described, require_same_leaves, variables_of
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
@@ -63,14 +62,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
             f"{path} has {described(spec_like(x)) if hasattr(x, 'dtype') or is_variable(x) else type(x).__name__}"
             for path, x in named_leaves(tree, "tree")
         ]
-    root_leaves = used.data.bcast(own, root)
-    with raising_together(used):
-        for mine, other in zip_longest(own, root_leaves, fillvalue="there is no further leaf"):
-            if mine != other:
-                raise ValueError(
-                    "parallel.synchronize: all pytrees must have the same structure, shapes and dtypes, but on rank "
-                    f"{used.rank} {mine}, and on the root, rank {root}, {other}."
-                )
+    require_same_leaves(used, own, "parallel.synchronize", root)
     for places in places_by_kind(leaves, trained):
         with restoring_state(), suspended():
             whole = mpi_bcast(join([leaves[k] for k in places]), root, comm=comm)

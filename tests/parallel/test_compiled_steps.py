@@ -273,7 +273,7 @@ def test_parameters_that_differ_are_refused_on_all_ranks():
         if length == 2:
             optimizer.step(optimizer.setup(params), params, loss, np.ones(4))
             continue
-        with pytest.raises(ValueError, match=rf"DistributedOptimizer.step: .*params\['w'\] has shape .* on rank {ROOT}"):
+        with pytest.raises(ValueError, match=rf"DistributedOptimizer.step: .* on rank {ROOT} params\['w'\] has shape \(3"):
             optimizer.step(optimizer.setup(params), params, loss, np.ones(4))
 
 
