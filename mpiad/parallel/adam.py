@@ -36,7 +36,7 @@ class Rule:
         """The names of pytrees in the state, which begin with zeros."""
         raise NotImplementedError
 
-    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+    def formula(self, x: Array, g: Array, *others: Array, out: Sequence[Array | None]) -> tuple[Array, ...]:
         """Return new parameters and moments, written to `out`; `others`: the moments, and the numbers of `factors`."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class Rule:
             allowed = "above zero, or a function of the number of updates"
             raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
         for field, bound in _BOUNDS.items():
-            value: object = getattr(self, field, 0.0)
+            value: float = getattr(self, field, 0.0)
             if not (isinstance(value, Real) and 0 <= value < bound):
                 raise ValueError(f"{name}: {field} must be a number in [0, {bound}), but got {value!r}.")
         for field, value in list(vars(self).items()):
@@ -83,7 +83,7 @@ class Rule:
         # A file may have made `updates` a number of NumPy; see `__post_init__`.
         factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
 
-        def apply(gradients: list[Any], scale: float = 1.0, compiled: bool = False) -> tuple[dict[str, Any], Tree]:
+        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> tuple[dict[str, Any], Tree]:
             new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, scale, compiled))
             return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
 
@@ -124,16 +124,14 @@ def _updated(
 ) -> list[list[Array]]:
     """Apply a formula to the leaves of pytrees, in few calls; return the new parameters and moments."""
     # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries.
-    out, short = [list(columns[0]), *map(list, columns[2:])], list[int]()
+    out, groups, short = [list(columns[0]), *map(list, columns[2:])], list[list[int]](), list[int]()
     for index, leaf in enumerate(columns[0]):
         plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
         if plain and leaf.size >= _MIN_LONG_SIZE:
-            inputs = [np.ravel(column[index]) for column in columns]
-            for new, flat in zip(out, _applied(rule, inputs, factors, scale, compiled)):
-                new[index] = flat.reshape(leaf.shape)
+            groups.append([index])
         elif plain or is_variable(leaf):
             short.append(index)
-    for indices in places_by_kind(columns[0], short):
+    for indices in groups + places_by_kind(columns[0], short):
         inputs = [join([column[k] for k in indices]) for column in columns]
         shapes = [np.shape(columns[0][k]) for k in indices]
         for new, flat in zip(out, _applied(rule, inputs, factors, scale, compiled)):
@@ -214,7 +212,7 @@ class SGD(Rule):
         """The velocity, if there is momentum."""
         return ("velocity",) if self.momentum else ()
 
-    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+    def formula(self, x: Array, g: Array, *others: Array, out: Sequence[Array | None]) -> tuple[Array, ...]:
         """Return new parameters and velocities."""
         *velocity, rate = others
         g = g + self.weight_decay * x if self.weight_decay else g
@@ -225,7 +223,7 @@ class SGD(Rule):
         return np.subtract(x, rate * step, out=out[0]), v
 
 
-def rate_at(optimizer: Any, updates: int) -> float:
+def rate_at(optimizer: Rule, updates: int) -> float:
     """Return an optimizer's learning rate after a number of updates; raise a ValueError if a schedule has none."""
     rate = optimizer.learning_rate
     if not callable(rate):
@@ -277,7 +275,7 @@ class Adam(Rule):
         # The correction of the first mean is applied to the learning rate, which saves a pass over the array.
         return [rate / (1 - self.beta1 ** (updates + 1)), 1 - self.beta2 ** (updates + 1)]
 
-    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+    def formula(self, x: Array, g: Array, *others: Array, out: Sequence[Array | None]) -> tuple[Array, ...]:
         """Return new parameters and means."""
         m, v, scale, correction, *kept = others
         first = np.add(self.beta1 * m, (1 - self.beta1) * g, out=out[1])
