@@ -7,22 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.parallel.parameters import map_trained, matching_leaves, require_state
+from mpiad.parallel.parameters import matching_leaves, require_state
 from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import TracedArray
-from mpiad.pytrees import flatten, is_variable, join, places_by_kind, refuse_objects, split
+from mpiad.pytrees import flatten, is_variable, join, map_leaves, places_by_kind, refuse_objects, split
 
 _MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated
 _BOUNDS = {"momentum": 1, "beta1": 1, "beta2": 1, "epsilon": math.inf, "weight_decay": math.inf}
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 
-Apply = Callable[..., tuple[dict[str, Any], Tree]]
-"""A prepared update: (the gradient's leaves, a factor of them, whether it is a compiled program) -> (state, parameters)."""
+State: TypeAlias = dict[str, Any]
+"""Numbers and pytrees by name."""
+Updated: TypeAlias = tuple[State, Tree]
+"""State and parameters after an update."""
+Apply: TypeAlias = Callable[..., Updated]
+"""A prepared update, a function of the gradient's leaves, of a factor of them, and of whether it is a compiled program."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Rule:
                 # With a number of NumPy, the formula would have its dtype instead of that of the parameters.
                 object.__setattr__(self, field, float(value))
 
-    def setup(self, params: Tree) -> dict[str, Any]:
+    def setup(self, params: Tree) -> State:
         """Return the state before the first update.
 
         Parameters
@@ -72,9 +76,13 @@ class Rule:
             `Adam`, the `velocity` of `SGD` with momentum.
         """
         refuse_objects(params, "params", f"{type(self).__name__}.setup")
-        return {"updates": 0, **{name: map_trained(np.zeros_like, params) for name in self.moments}}
 
-    def prepare(self, state: dict[str, Any], params: Tree) -> Apply:
+        def start(leaf: Array) -> Array:
+            return np.zeros_like(leaf) if is_variable(leaf) else leaf
+
+        return {"updates": 0, **{name: map_leaves(start, params) for name in self.moments}}
+
+    def prepare(self, state: State, params: Tree) -> Apply:
         """Return the update as a function; raise a TypeError or ValueError for a state or schedule that can't be used."""
         call, (leaves, build) = type(self).__name__, flatten(params)
         require_state(state, ("updates", *self.moments), call)
@@ -83,15 +91,13 @@ class Rule:
         # A file may have made `updates` a number of NumPy; see `__post_init__`.
         factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
 
-        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> tuple[dict[str, Any], Tree]:
+        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> Updated:
             new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, scale, compiled))
             return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
 
         return apply
 
-    def update(
-        self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
-    ) -> tuple[dict[str, Any], Tree]:
+    def update(self, state: State, params: Tree, gradient: Tree, compiled: bool = False) -> Updated:
         """Return the state and the parameters after one update; the arguments are unchanged.
 
         Parameters

@@ -18,7 +18,7 @@ from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
-from mpiad.parallel.adam import Apply, Rule
+from mpiad.parallel.adam import Apply, Rule, State, Updated
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
 from mpiad.parallel.parameter_groups import ParameterGroups, prepared
@@ -126,7 +126,7 @@ def _evaluation(
     """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
-    def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
+    def evaluate(params: Tree, *batch: Tree) -> tuple[float, Tree]:
         used = channel(comm, "parallel.value_and_grad")
         with _raising_in_totals(used, call):
             variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
@@ -199,7 +199,7 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
     """
 
     @recoverable("parallel.value", comm)
-    def evaluate(params: Tree, *batch: Any) -> float:
+    def evaluate(params: Tree, *batch: Tree) -> float:
         call = "parallel.value"
         used = channel(comm, call)
         with _raising_in_totals(used, call):
@@ -257,7 +257,7 @@ class _Step(NamedTuple):
 
     used: Channel
     call: str
-    state: dict[str, Any]
+    state: State
     params: Tree
     variables: Variables
     specs: list[Spec]
@@ -344,7 +344,7 @@ class DistributedOptimizer:
         self._calls = 0  # without those that end earlier by an error of any rank, so that all ranks have the same number
         self._checks = _Checks(None, None)  # of the current step
 
-    def setup(self, params: Tree) -> dict[str, Any]:
+    def setup(self, params: Tree) -> State:
         """Return the initial state.
 
         Parameters
@@ -370,9 +370,7 @@ class DistributedOptimizer:
         with raising_together(channel(self.comm, "DistributedOptimizer.setup"), Exception):
             return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
 
-    def update(
-        self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
-    ) -> tuple[dict[str, Any], Tree]:
+    def update(self, state: State, params: Tree, gradient: Tree, samples: int | None = None) -> Updated:
         """Sum the gradients of all ranks, and make one update, the same on all ranks.
 
         Parameters
@@ -435,12 +433,12 @@ class DistributedOptimizer:
 
     def step(
         self,
-        state: dict[str, Any],
+        state: State,
         params: Tree,
         loss: Function,
-        *batch: Any,
+        *batch: Tree,
         samples: Callable[..., int] | None = None,
-    ) -> tuple[dict[str, Any], Tree, float]:
+    ) -> tuple[State, Tree, float]:
         """Evaluate the mean loss and its gradient, and make one update; sums overlap with the reverse pass.
 
         Parameters
@@ -474,8 +472,8 @@ class DistributedOptimizer:
         return recoverable("DistributedOptimizer.step", self.comm)(self._step)(state, params, loss, batch, samples)
 
     def _step(
-        self, state: dict[str, Any], params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
-    ) -> tuple[dict[str, Any], Tree, float]:
+        self, state: State, params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
+    ) -> tuple[State, Tree, float]:
         call = "DistributedOptimizer.step"
         used = channel(self.comm, call)
         if self.synchronize and not self._calls:
@@ -525,7 +523,7 @@ class DistributedOptimizer:
                 return self._accumulated(state, parts, count), params, mean
             return *self._apply(step, parts, *self._wait(sums, total), isinstance(loss, Jitted)), mean
 
-    def _prepared(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> _Step:
+    def _prepared(self, used: Channel, state: State, params: Tree, call: str) -> _Step:
         """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
         variables = self._variables(params, call)
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
@@ -575,7 +573,7 @@ class DistributedOptimizer:
         owns = self.own is None or len(variables.shared) < len(variables.places)
         return partial(totals, used, plan, variables, call, owns=owns, checks=(lambda: self._checks, ())), plan
 
-    def _accumulated(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
+    def _accumulated(self, state: State, parts: list[Array], count: int) -> State:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
     def _wait(self, sums: Sums, total: Totals) -> tuple[list[Array], float]:
@@ -584,8 +582,8 @@ class DistributedOptimizer:
         return sums.wait(divisor), divisor
 
     def _apply(
-        self, step: _Step, parts: list[Any], found: list[Array], divisor: float, compiled: bool = False
-    ) -> tuple[dict[str, Any], Tree]:
+        self, step: _Step, parts: list[Array], found: list[Array], divisor: float, compiled: bool = False
+    ) -> Updated:
         self._checks = _Checks(None, None)  # which may keep parameters and batch in memory
         new, factor, variables = {**step.state, **self._empty_accumulation}, 1.0, step.variables
         shared = dict(zip(variables.shared, found))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpiad._typing import Tree
-from mpiad.parallel.adam import Apply, Rule
+from mpiad._typing import Array, Tree
+from mpiad.parallel.adam import Apply, Rule, State, Updated
 from mpiad.parallel.parameters import matching_leaves, require_optimizer, require_state
 from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects
 
@@ -52,7 +52,7 @@ class ParameterGroups:
             raise TypeError(f"{_CALL}: group_of must be a function of a leaf's path, but got {group_of!r:.60}.")
         self.groups, self.group_of = dict(groups), group_of
 
-    def setup(self, params: Tree) -> dict[str, Any]:
+    def setup(self, params: Tree) -> State:
         """Return the state before the first update: the state of the optimizer of each group that isn't frozen.
 
         Parameters
@@ -67,14 +67,14 @@ class ParameterGroups:
         refuse_objects(params, "params", f"{_CALL}.setup")
         return {name: self.groups[name].setup(part) for name, part in self._parts(params).items()}
 
-    def prepare(self, state: dict[str, Any], params: Tree) -> Apply:
+    def prepare(self, state: State, params: Tree) -> Apply:
         """Return the update as a function; raise a TypeError or ValueError for a state or schedule that can't be used."""
         parts, paths = self._parts(params), leaf_paths(params, "params")
         require_state(state, parts, _CALL)
         updates = {name: prepared(self.groups[name], state[name], part) for name, part in parts.items()}
         leaves, build = flatten(params)
 
-        def apply(gradients: list[Any], scale: float = 1.0, compiled: bool = False) -> tuple[dict[str, Any], Tree]:
+        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> Updated:
             found, new, updated = dict(zip(paths, gradients)), {}, dict(zip(paths, leaves))
             for name, update in updates.items():
                 new[name], changed = update([found[path] for path in sorted(parts[name])], scale, compiled)
@@ -83,9 +83,7 @@ class ParameterGroups:
 
         return apply
 
-    def update(
-        self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
-    ) -> tuple[dict[str, Any], Tree]:
+    def update(self, state: State, params: Tree, gradient: Tree, compiled: bool = False) -> Updated:
         """Return the state and the parameters after one update of each group.
 
         Parameters
@@ -122,9 +120,9 @@ class ParameterGroups:
         """Return whether a leaf belongs to a frozen group."""
         return self.groups[self.group(path)] is None
 
-    def _parts(self, params: Tree) -> dict[str, dict[str, Any]]:
+    def _parts(self, params: Tree) -> dict[str, dict[str, Array]]:
         """Return the leaves of each group by path, without frozen groups."""
-        parts: dict[str, dict[str, Any]] = {name: {} for name in self.groups}
+        parts: dict[str, dict[str, Array]] = {name: {} for name in self.groups}
         paths = leaf_paths(params, "params")
         for path, leaf in zip(paths, flatten(params)[0]):
             if is_variable(leaf):
@@ -135,14 +133,14 @@ class ParameterGroups:
         return {name: part for name, part in parts.items() if self.groups[name] is not None}
 
 
-def prepared(optimizer: Any, state: Any, params: Tree) -> Apply:
+def prepared(optimizer: Any, state: Tree, params: Tree) -> Apply:
     """Return an optimizer's update as a function: that of `prepare` if its `update` is one of this library's."""
     # A subclass with an update of its own may have another state.
     if getattr(type(optimizer), "update", None) in (Rule.update, ParameterGroups.update):
         return optimizer.prepare(state, params)
     build = flatten(params)[1]
 
-    def apply(gradients: list[Any], scale: float = 1.0, compiled: bool = False) -> tuple[Any, Tree]:
+    def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> tuple[Tree, Tree]:
         scaled = gradients if scale == 1.0 else [g if g is None else g * scale for g in gradients]
         return optimizer.update(state, params, build(scaled))
 

@@ -5,9 +5,8 @@ All leaves that are floats, complex numbers or arrays of them are trained; other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 from autograd.tracer import isbox
@@ -15,7 +14,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Rank, Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable, leaf_paths, map_leaves, refuse_objects, same_form
+from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects, same_form
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.agreement import raising_together
 
@@ -33,7 +32,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     return Variables(leaves, places, build, range(len(places)))
 
 
-def refuse_traced(leaves: Iterable[Any], call: str) -> None:
+def refuse_traced(leaves: Iterable[object], call: str) -> None:
     """Raise a TypeError if a leaf is traced."""
     if any(map(isbox, leaves)):
         raise TypeError(
@@ -42,19 +41,14 @@ def refuse_traced(leaves: Iterable[Any], call: str) -> None:
         )
 
 
-def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:
-    """Apply a function to the trained leaves of a pytree; other leaves are unchanged."""
-    return map_leaves(lambda leaf: fun(leaf) if is_variable(leaf) else leaf, tree)
-
-
 def described(spec: Spec) -> str:
     """Return a description of an array, without the number of its device, which may differ between ranks."""
     return f"shape {spec.shape} and dtype {spec.dtype}{'' if spec.arrays is None else ' on a device'}"
 
 
 def matching_leaves(
-    tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params"
-) -> list[Any]:
+    tree: Tree, params: Tree, expected: list[Array], call: str, name: str = "gradient", of: str = "params"
+) -> list[Array]:
     """Return a tree's leaves; raise a TypeError or ValueError unless they match `expected`, those of the parameters."""
     found = flatten(tree)[0]
     if same_form(tree, params) and all(map(_matches, found, expected)):
@@ -91,7 +85,7 @@ def require_same_leaves(used: Channel, local: list[str], call: str, root: Rank =
                 )
 
 
-def require_optimizer(optimizer: Any, name: str) -> None:
+def require_optimizer(optimizer: object, name: str) -> None:
     """Raise a TypeError if an object isn't an optimizer."""
     if isinstance(optimizer, type) or not all(callable(getattr(optimizer, part, None)) for part in ("setup", "update")):
         is_class = isinstance(optimizer, type)
@@ -100,7 +94,7 @@ def require_optimizer(optimizer: Any, name: str) -> None:
         raise TypeError(f"{name} must have setup(params) and update(state, params, gradient), but got {got}.{advice}")
 
 
-def require_state(state: Any, names: Iterable[str], call: str) -> None:
+def require_state(state: object, names: Iterable[str], call: str) -> None:
     """Raise a TypeError if a state isn't a dict with these entries."""
     if not isinstance(state, dict) or state.keys() != set(names):
         got = f"a dict of {sorted(map(str, state))}" if isinstance(state, dict) else f"{type(state).__name__} {state!r:.60}"
