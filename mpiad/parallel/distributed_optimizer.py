@@ -232,23 +232,21 @@ def gradient_of_sum(
     def deliver(variable: int, g: Array) -> None:
         ready(variable, conformed(g, specs[variable]))
 
-    # The sums are collective, so a rank without samples contributes zeros.
-    if not count:
-        found = sum_up(depends=False)
-        for variable in range(len(specs)):
-            deliver(variable, None)
-        return found
-    traced = trace_backwards(loss, variables._replace(leaves=leaves))
-    # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
-    value = getval(traced.build(traced.values))
-    found = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
-    # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
-    seeds = seeds_of_term(traced, count)
-    if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
-        run_backward(traced.recording, seeds, len(specs), ready=deliver)
+    if not count:  # the sums are collective, so a rank without samples contributes zeros
+        found, gradients = sum_up(depends=False), [None] * len(specs)
     else:
-        for variable, g in enumerate(run_backward(traced.recording, seeds, len(specs))):
-            deliver(variable, g)
+        traced = trace_backwards(loss, variables._replace(leaves=leaves))
+        # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
+        value = getval(traced.build(traced.values))
+        found = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
+        # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
+        seeds = seeds_of_term(traced, count)
+        if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
+            run_backward(traced.recording, seeds, len(specs), ready=deliver)
+            return found
+        gradients = run_backward(traced.recording, seeds, len(specs))
+    for variable, g in enumerate(gradients):
+        deliver(variable, g)
     return found
 
 
@@ -331,9 +329,8 @@ class DistributedOptimizer:
             raise TypeError(f"DistributedOptimizer: own must be a function of a leaf's path, but got {own!r:.60}.")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"DistributedOptimizer: reduction must be 'mean' or 'sum', but got {reduction!r}.")
-        positive_count(accumulate, "DistributedOptimizer: accumulate")
-        if check_every is not None:
-            positive_count(check_every, "DistributedOptimizer: check_every")
+        for name, count in (("accumulate", accumulate), ("check_every", 1 if check_every is None else check_every)):
+            positive_count(count, f"DistributedOptimizer: {name}")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
@@ -648,8 +645,41 @@ def totals(
     `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any;
     `checks`: a function that returns further checks, and its arguments.
     """
-    args = used, plan, variables, call, count, accumulated_before, loss, problem, depends, owns, *checks
-    *found, _ = opaque_step(_totals, *args, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
+    check, checked = checks
+
+    def summed(loss: Array, *checked: Array) -> tuple[Any, ...]:
+        used.separate()  # is created by all ranks here, in compiled programs, too
+        compare, batch = check(*checked)
+        mine = problem or _problem_with_loss(loss, call, count, batch)
+        if are_active(used):
+            text = f"{call}: an exception {ENDED} Call mpiad.reset on all ranks."
+            mine = PendingError(UnfinishedMessagesError, text)
+        weighted = 0.0 if mine else float(np.reshape(to_host(loss), ())) * count
+        # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
+        counts = [count, count + accumulated_before, plan.digest, plan.digest**2, mine is not None, depends, owns]
+        found = allreduce(used, np.array([*counts, weighted], float), SUM, call)
+        total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
+        if problems:
+            raise_everywhere(used, mine)
+        # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too
+        # large for exact floats.
+        if used.size * int(squares) != int(digests) ** 2:
+            paths = _paths(variables)
+            local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
+            require_same_leaves(used, [f"bucket_bytes is {plan.limit}", *local], call)
+        if total < 1:
+            raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
+        if not dependent:
+            text = "the loss doesn't depend on the parameters on any rank. Compute it by functions of autograd.numpy."
+            raise agreed(used, ValueError(f"{call}: {text}"))
+        if not owners:
+            paths = ", ".join(_paths(variables))
+            raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
+        if compare is not None:
+            compare()
+        return total, accumulated, sum_of_losses, None
+
+    *found, _ = opaque_step(summed, loss, *checked, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
     return Totals(*found)
 
 
@@ -662,41 +692,6 @@ def _problem_with_loss(loss: Array, call: str, count: int, batch: tuple | None) 
         f"{call}: the loss is {number} for {described_batch(batch, count)}. Nothing was updated. "
         "Check the samples, reduce the learning rate, or pass skip_nonfinite=True to skip such batches.",
     )
-
-
-def _totals(
-    used: Channel, plan: Plan, variables: Variables, call: str, count: int, accumulated_before: int, loss: Array,
-    problem: PendingError | None, depends: bool, owns: bool, checks: Callable[..., _Checks], checked: Sequence[Any],
-) -> tuple[Any, ...]:  # fmt: skip
-    used.separate()  # is created by all ranks here, in compiled programs, too
-    compare, batch = checks(*checked)
-    problem = problem or _problem_with_loss(loss, call, count, batch)
-    if are_active(used):
-        problem = PendingError(UnfinishedMessagesError, f"{call}: an exception {ENDED} Call mpiad.reset on all ranks.")
-    weighted = 0.0 if problem else float(np.reshape(to_host(loss), ())) * count
-    # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
-    counts = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, depends, owns]
-    found = allreduce(used, np.array([*counts, weighted], float), SUM, call)
-    total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
-    if problems:
-        raise_everywhere(used, problem)
-    # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
-    # for exact floats.
-    if used.size * int(squares) != int(digests) ** 2:
-        paths = _paths(variables)
-        local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
-        require_same_leaves(used, [f"bucket_bytes is {plan.limit}", *local], call)
-    if total < 1:
-        raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
-    if not dependent:
-        text = "the loss doesn't depend on the parameters on any rank. Compute it from them by functions of autograd.numpy."
-        raise agreed(used, ValueError(f"{call}: {text}"))
-    if not owners:
-        paths = ", ".join(_paths(variables))
-        raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
-    if compare is not None:
-        compare()
-    return total, accumulated, sum_of_losses, None
 
 
 def _paths(variables: Variables) -> list[str]:
