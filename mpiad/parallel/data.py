@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class _LastContainer(threading.local):
     size = 0
     order: Tree = None
     item = epoch = -1
-    first: Any = object()  # no batch begins with it
+    first: object = object()  # no batch begins with it
 
 
 last_container = _LastContainer()
@@ -213,7 +212,7 @@ def described_batch(batch: Sequence[Tree], count: int) -> str:
     return f"batch {last_container.item} of epoch {last_container.epoch}" if known else f"a batch of {count} sample(s)"
 
 
-def _first_leaf(batch: Tree) -> Any:
+def _first_leaf(batch: Tree) -> object:
     while isinstance(batch, (dict, list, tuple)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return batch
@@ -226,10 +225,10 @@ def require_equal_replicas(
     # In debug mode orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
     if watch_settings.debug() and not on_any_rank(used.data, last_container.size != used.size):
         compared = {**compared, "data": last_container.order}
-    named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
     leaves = [
         (path, leaf)
-        for name, path, leaf in named
+        for name, part in compared.items()
+        for path, leaf in named_leaves(part, name)
         if (is_variable(leaf) or name not in ("params", "state"))
         and not (own is not None and name == "params" and own(path))
     ]
