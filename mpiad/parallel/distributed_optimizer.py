@@ -96,9 +96,8 @@ def value_and_grad(
 
     Notes
     -----
-    The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and
-    the sums are divided by the total number of samples. Therefore the result depends on the division of the samples among
-    the ranks only through rounding.
+    The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and the
+    sums are divided by the total number. The result depends on the division among the ranks only through rounding.
 
     Examples
     --------
@@ -271,8 +270,7 @@ class DistributedOptimizer:
         `Adam`, `AdamW`, `SGD`, `ParameterGroups`, or any object with ``setup(params) -> state`` and ``update(state,
         params, gradient) -> (state, params)``.
     reduction : {"mean", "sum"}
-        "mean": divide the sum of the gradients by the total number of samples or, in `update` without `samples`, of
-        gradients. "sum": don't divide.
+        Whether to divide summed gradients by the total number of samples (in `update` without `samples`: of gradients).
     accumulate : int
         The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
@@ -280,9 +278,8 @@ class DistributedOptimizer:
         leaves count on every rank; gradients with a larger norm are scaled down, by the same factor on all ranks.
     own : callable, optional
         ``own(path)`` returns whether a leaf belongs to each rank for itself, given its path as in error messages, for
-        example ``"params['head'][0]"``. Own leaves may differ between ranks in value, shape and number, and their
-        gradients aren't summed: with "mean", the gradient is the derivative of the mean loss over all samples with respect
-        to this rank's leaf.
+        example ``"params['head'][0]"``. Own leaves may differ between ranks in value, shape and number. Their gradients
+        aren't summed; with "mean", they are derivatives of the mean loss over all samples.
     skip_nonfinite : bool
         Whether to skip batches with a loss that isn't finite on a rank, and updates with a reduced gradient that isn't
         finite: parameters and optimizer remain unchanged on all ranks, and the state counts them in `skipped`. By default
@@ -458,7 +455,8 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError, ReplicationError
-            As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them.
+            As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them. Exceptions
+            of any type in `own`, `samples`, the function of `ParameterGroups` or a schedule are raised on all ranks, too.
         NotFiniteError
             On all ranks, if the loss of a rank isn't finite, unless batches are skipped (`skip_nonfinite`).
 

@@ -220,7 +220,7 @@ class VI:
         The prior, as the argument of `Prior`.
     optimizer : object
         An object with ``setup(params) -> state`` and ``update(state, params, gradient) -> (state, params)``, such as
-        `mpiad.parallel.Adam`.
+        `mpiad.parallel.Adam`; not a `DistributedOptimizer`, since only the root makes updates.
     w : float
         The weight of KL(q‖prior), not negative.
     n_samples_per_epoch : int
