@@ -138,7 +138,7 @@ def reduction(length: int, count: int = 200) -> None:
     out, copy = numpy.empty_like(whole), numpy.empty_like(whole)
     repeats = 200 if length < 1000 else 50
     best = [float("inf")] * 4
-    plan, used = Plan([spec_like(array) for array in gradient], BUCKET_BYTES), channel(comm, "benchmark")
+    plan, used = Plan(tuple([spec_like(array) for array in gradient]), BUCKET_BYTES), channel(comm, "benchmark")
 
     def summed() -> None:
         sums = Sums(used, plan)

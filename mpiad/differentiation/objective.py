@@ -16,7 +16,6 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box, getval
 
-import mpiad.errors as errors
 from mpiad._typing import Array, Function, Scalar, Shape
 from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
@@ -157,12 +156,10 @@ def copies_error(texts: Sequence[str], call: str) -> ValueError:
 
 def raise_everywhere(channel: Channel, problem: PendingError | None) -> None:
     """Raise the problem of the lowest rank that has one; all ranks call this function, and raise the same error."""
-    local = None if problem is None else (problem.kind.__name__, problem.text)
-    problems = [(rank, each) for rank, each in enumerate(channel.data.allgather(local)) if each]
-    rank, (kind, text) = problems[0]
+    problems = [(rank, each) for rank, each in enumerate(channel.data.allgather(problem)) if each]
+    rank, first = problems[0]
     others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
-    error_type = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))
-    raise agreed(channel, error_type(f"{text} This happened on rank {rank}{others}."))
+    raise agreed(channel, first.kind(f"{first.text} This happened on rank {rank}{others}."))
 
 
 def _adjoint(ans: Array, x: Array, p: ObjectiveReduction) -> Function:

@@ -7,18 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.parallel.parameters import map_trained, matching_leaves, require_state
+from mpiad.parallel.parameters import matching_leaves, require_state
 from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import TracedArray
-from mpiad.pytrees import flatten, is_variable, join, places_by_kind, refuse_objects, split
+from mpiad.pytrees import flatten, is_variable, join, map_leaves, places_by_kind, refuse_objects, split
 
 _MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated
+_BOUNDS = {"momentum": 1, "beta1": 1, "beta2": 1, "epsilon": math.inf, "weight_decay": math.inf}
 _BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
+
+State: TypeAlias = dict[str, Any]
+"""Numbers and pytrees by name."""
+Updated: TypeAlias = tuple[State, Tree]
+"""State and parameters after an update."""
+Apply: TypeAlias = Callable[..., Updated]
+"""A prepared update, a function of the gradient's leaves, of a factor of them, and of whether it is a compiled program."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Rule:
         """The names of pytrees in the state, which begin with zeros."""
         raise NotImplementedError
 
-    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+    def formula(self, x: Array, g: Array, *others: Array, out: Sequence[Array | None]) -> tuple[Array, ...]:
         """Return new parameters and moments, written to `out`; `others`: the moments, and the numbers of `factors`."""
         raise NotImplementedError
 
@@ -42,18 +50,19 @@ class Rule:
 
     def __post_init__(self) -> None:
         name, rate = type(self).__name__, self.learning_rate
-        decay: float = getattr(self, "weight_decay", 0.0)
         if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
             allowed = "above zero, or a function of the number of updates"
             raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
-        if not (isinstance(decay, Real) and 0 <= decay < math.inf):
-            raise ValueError(f"{name}: weight_decay must be a number from 0, but got {decay!r}.")
+        for field, bound in _BOUNDS.items():
+            value: float = getattr(self, field, 0.0)
+            if not (isinstance(value, Real) and 0 <= value < bound):
+                raise ValueError(f"{name}: {field} must be a number in [0, {bound}), but got {value!r}.")
         for field, value in list(vars(self).items()):
             if isinstance(value, Real) and not isinstance(value, bool):
                 # With a number of NumPy, the formula would have its dtype instead of that of the parameters.
                 object.__setattr__(self, field, float(value))
 
-    def setup(self, params: Tree) -> dict[str, Any]:
+    def setup(self, params: Tree) -> State:
         """Return the state before the first update.
 
         Parameters
@@ -67,17 +76,28 @@ class Rule:
             `Adam`, the `velocity` of `SGD` with momentum.
         """
         refuse_objects(params, "params", f"{type(self).__name__}.setup")
-        return {"updates": 0, **{name: map_trained(np.zeros_like, params) for name in self.moments}}
 
-    def check(self, state: dict[str, Any], params: Tree) -> list[list[Any]]:
-        """Return the leaves of the moments; raise a TypeError or ValueError if a state doesn't match the parameters."""
-        leaves, call = flatten(params)[0], type(self).__name__
+        def start(leaf: Array) -> Array:
+            return np.zeros_like(leaf) if is_variable(leaf) else leaf
+
+        return {"updates": 0, **{name: map_leaves(start, params) for name in self.moments}}
+
+    def prepare(self, state: State, params: Tree) -> Apply:
+        """Return the update as a function; raise a TypeError or ValueError for a state or schedule that can't be used."""
+        call, (leaves, build) = type(self).__name__, flatten(params)
         require_state(state, ("updates", *self.moments), call)
-        return [matching_leaves(state[name], params, leaves, call, f"state[{name!r}]") for name in self.moments]
+        moments = [matching_leaves(state[name], params, leaves, call, f"state[{name!r}]") for name in self.moments]
+        updates = state["updates"]
+        # A file may have made `updates` a number of NumPy; see `__post_init__`.
+        factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
 
-    def update(
-        self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
-    ) -> tuple[dict[str, Any], Tree]:
+        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> Updated:
+            new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, scale, compiled))
+            return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
+
+        return apply
+
+    def update(self, state: State, params: Tree, gradient: Tree, compiled: bool = False) -> Updated:
         """Return the state and the parameters after one update; the arguments are unchanged.
 
         Parameters
@@ -100,54 +120,53 @@ class Rule:
         TypeError, ValueError
             If the gradient or the state doesn't match the parameters, or the state is another optimizer's.
         """
-        leaves, build = flatten(params)
-        moments = self.check(state, params)
-        gradients = matching_leaves(gradient, params, leaves, type(self).__name__)
-        updates = state["updates"]
-        # A file may have made `updates` a number of NumPy; see `__post_init__`.
-        factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
-        new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, compiled))
-        return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
+        apply = self.prepare(state, params)
+        gradients = matching_leaves(gradient, params, flatten(params)[0], type(self).__name__)
+        return apply(gradients, compiled=compiled)
 
 
-def _updated(rule: Rule, columns: list[list[Array]], factors: list[float], compiled: bool) -> list[list[Array]]:
+def _updated(
+    rule: Rule, columns: list[list[Array]], factors: list[float], scale: float, compiled: bool
+) -> list[list[Array]]:
     """Apply a formula to the leaves of pytrees, in few calls; return the new parameters and moments."""
     # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries.
-    out, short = [list(columns[0]), *map(list, columns[2:])], list[int]()
+    out, groups, short = [list(columns[0]), *map(list, columns[2:])], list[list[int]](), list[int]()
     for index, leaf in enumerate(columns[0]):
         plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
         if plain and leaf.size >= _MIN_LONG_SIZE:
-            inputs = [np.ravel(column[index]) for column in columns]
-            for new, flat in zip(out, _applied(rule, inputs, factors, compiled)):
-                new[index] = flat.reshape(leaf.shape)
+            groups.append([index])
         elif plain or is_variable(leaf):
             short.append(index)
-    for indices in places_by_kind(columns[0], short):
+    for indices in groups + places_by_kind(columns[0], short):
         inputs = [join([column[k] for k in indices]) for column in columns]
         shapes = [np.shape(columns[0][k]) for k in indices]
-        for new, flat in zip(out, _applied(rule, inputs, factors, compiled)):
+        for new, flat in zip(out, _applied(rule, inputs, factors, scale, compiled)):
             for index, part in zip(indices, split(flat, shapes)):
                 new[index] = part
     return out
 
 
-def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bool) -> list[Array]:
+def _applied(rule: Rule, inputs: list[Array], factors: list[float], scale: float, compiled: bool) -> list[Array]:
+    """Apply a formula to flat arrays: parameters, the gradient, which is multiplied by `scale`, and moments."""
     dtype, on_host = inputs[0].dtype, type(inputs[0]) is np.ndarray
     if dtype.kind == "c":
         inputs[1] = inputs[1].conj()
         if isinstance(inputs[0], TracedArray):  # programs have no views of another dtype
-            found = _applied(rule, [np.concatenate([x.real, x.imag]) for x in inputs], factors, compiled)
+            found = _applied(rule, [np.concatenate([x.real, x.imag]) for x in inputs], factors, scale, compiled)
             return [x[: x.size // 2] + 1j * x[x.size // 2 :] for x in found]
         inputs = [x.view(x.real.dtype) for x in inputs]
     if compiled and on_host and dtype.isnative:
-        return [x.view(dtype) for x in _program(replace(rule, learning_rate=1.0), inputs[0].size, dtype)(*inputs, *factors)]
+        program = _program(replace(rule, learning_rate=1.0), inputs[0].size, dtype)
+        return [x.view(dtype) for x in program(*inputs, *factors, scale)]
     outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1]
     if on_host:  # blocks, whose temporaries fit into the cache
         for start in range(0, len(inputs[0]), _BLOCK_SIZE):
-            block = slice(start, start + _BLOCK_SIZE)
-            rule.formula(*[x[block] for x in inputs], *factors, out=[x[block] for x in outputs])
+            x, g, *moments = [part[start : start + _BLOCK_SIZE] for part in inputs]
+            out = [part[start : start + _BLOCK_SIZE] for part in outputs]
+            rule.formula(x, g if scale == 1.0 else scale * g, *moments, *factors, out=out)
     else:
-        rule.formula(*inputs, *factors, out=outputs)
+        x, g, *moments = inputs
+        rule.formula(x, g if scale == 1.0 else scale * g, *moments, *factors, out=outputs)
     return [x.view(dtype) for x in outputs] if dtype.kind == "c" else outputs
 
 
@@ -155,7 +174,8 @@ def _applied(rule: Rule, inputs: list[Array], factors: list[float], compiled: bo
 def _program(rule: Rule, size: int, dtype: np.dtype) -> Jitted:
     # All replicas must have the same bits, whether they run this program or interpret the formula. There is a function for
     # each size and dtype, because calls of a jitted function are slow if it has more than a few programs.
-    return Jitted(lambda *args: rule.formula(*args, out=[None] * (1 + len(rule.moments))), exact=True)
+    out: list[None] = [None] * (1 + len(rule.moments))
+    return Jitted(lambda x, g, *others: rule.formula(x, others[-1] * g, *others[:-1], out=out), exact=True)
 
 
 @dataclass(frozen=True)
@@ -190,8 +210,6 @@ class SGD(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
-            raise ValueError(f"SGD: momentum must be a number in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError(f"SGD: nesterov=True needs a momentum above zero, but got {self.momentum!r}.")
 
@@ -200,7 +218,7 @@ class SGD(Rule):
         """The velocity, if there is momentum."""
         return ("velocity",) if self.momentum else ()
 
-    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+    def formula(self, x: Array, g: Array, *others: Array, out: Sequence[Array | None]) -> tuple[Array, ...]:
         """Return new parameters and velocities."""
         *velocity, rate = others
         g = g + self.weight_decay * x if self.weight_decay else g
@@ -211,10 +229,12 @@ class SGD(Rule):
         return np.subtract(x, rate * step, out=out[0]), v
 
 
-def rate_at(optimizer: Any, updates: int) -> float:
+def rate_at(optimizer: Rule, updates: int) -> float:
     """Return an optimizer's learning rate after a number of updates; raise a ValueError if a schedule has none."""
     rate = optimizer.learning_rate
-    found: Any = rate(updates) if callable(rate) else rate
+    if not callable(rate):
+        return rate
+    found: Any = rate(updates)
     if np.ndim(found) or np.asarray(found).dtype.kind not in "fiu" or not 0 <= float(found) < math.inf:
         raise ValueError(
             f"{type(optimizer).__name__}: the schedule learning_rate({updates}) must return a finite number from 0, but "
@@ -251,13 +271,6 @@ class Adam(Rule):
     beta2: float = 0.999
     epsilon: float = 1e-8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, bound in (("beta1", 1), ("beta2", 1), ("epsilon", math.inf)):
-            value: float = getattr(self, name)
-            if not (isinstance(value, Real) and 0 <= value < bound):
-                raise ValueError(f"{type(self).__name__}: {name} must be a number in [0, {bound}), but got {value!r}.")
-
     @property
     def moments(self) -> tuple[str, ...]:
         """The means of gradients and of their squares."""
@@ -268,7 +281,7 @@ class Adam(Rule):
         # The correction of the first mean is applied to the learning rate, which saves a pass over the array.
         return [rate / (1 - self.beta1 ** (updates + 1)), 1 - self.beta2 ** (updates + 1)]
 
-    def formula(self, x: Array, g: Array, *others: Any, out: Sequence[Array | None]) -> tuple[Array, ...]:
+    def formula(self, x: Array, g: Array, *others: Array, out: Sequence[Array | None]) -> tuple[Array, ...]:
         """Return new parameters and means."""
         m, v, scale, correction, *kept = others
         first = np.add(self.beta1 * m, (1 - self.beta1) * g, out=out[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from functools import lru_cache
 from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Bucket(NamedTuple):
 class Plan:
     """Arrays in buckets of at most `limit` bytes, the last first, as in reverse passes; `digest`: their checksum."""
 
-    def __init__(self, specs: list[Spec], limit: int):
+    def __init__(self, specs: tuple[Spec, ...], limit: int):
         self.specs, self.limit = specs, limit
         self.host_specs = [spec._replace(arrays=None) for spec in specs]
         open_buckets: dict[Any, list[int]] = {}
@@ -62,9 +63,8 @@ class Plan:
         self.bucket_of = {index: k for k, bucket in enumerate(self.buckets) for index in bucket.indices}
 
 
-def plan_of(specs: list[Spec], limit: int, previous: Plan | None) -> Plan:
-    """Return a plan for arrays: the previous plan if limit and specs are the same."""
-    return previous if previous is not None and previous.limit == limit and previous.specs == specs else Plan(specs, limit)
+plan_of = lru_cache(256)(Plan)
+"""Plans of arrays with equal specs and limits are made once."""
 
 
 class Sums:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Rank, Tree
+from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.parallel.parameters import refuse_traced
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.primitives.checks import positive_count
@@ -30,7 +29,7 @@ class _LastContainer(threading.local):
     size = 0
     order: Tree = None
     item = epoch = -1
-    first: Any = object()  # no batch begins with it
+    first: object = object()  # no batch begins with it
 
 
 last_container = _LastContainer()
@@ -107,8 +106,7 @@ class DistributedDataContainer:
         if batch_size is not None:
             positive_count(batch_size, "DistributedDataContainer: batch_size")
         self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
-        self._arrays, self._build = _arrays(data)
-        self._count = _length(data, self._arrays)
+        self._count, self._arrays, self._build = _parts(data)
         if self._count < 1:
             kind = type(data).__name__
             raise ValueError(f"DistributedDataContainer: there is no sample in the data, {kind} {data!r:.60}.")
@@ -131,7 +129,7 @@ class DistributedDataContainer:
             return len(self._local_indices(0, self._count))
         return -(-self._count // self.batch_size)
 
-    def __getitem__(self, k: int) -> Any:
+    def __getitem__(self, k: int) -> Tree:
         """Return this rank's sample k, or its part of batch k."""
         count = len(self)
         if not -count <= k < count:
@@ -139,21 +137,20 @@ class DistributedDataContainer:
         k %= count
         last_container.size, last_container.order = self._size, self._order_parameters
         last_container.item, last_container.epoch = k, self.epoch
-        found = self._item(k)
-        last_container.first = _first_leaf(found)
-        return found
-
-    def _item(self, k: int) -> Any:
         # Indices are Python integers, since a user's data set may not support NumPy's.
         if self.batch_size is None:
             index = int(self._local_indices(0, self._count)[k])
-            return self.data[index] if self._arrays is None else self._build([leaf[index] for leaf in self._arrays])
-        indices = self._local_indices(k * self.batch_size, min((k + 1) * self.batch_size, self._count))
-        if self._arrays is None:
-            return Items(self.data[index] for index in indices.tolist())
-        return self._build(_entries(self._arrays, indices))
+            found = self.data[index] if self._arrays is None else self._build([leaf[index] for leaf in self._arrays])
+        else:
+            indices = self._local_indices(k * self.batch_size, min((k + 1) * self.batch_size, self._count))
+            if self._arrays is None:
+                found = Items(self.data[index] for index in indices.tolist())
+            else:
+                found = self._build(_entries(self._arrays, indices))
+        last_container.first = _first_leaf(found)
+        return found
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         return (self[k] for k in range(len(self)))
 
     def __repr__(self) -> str:
@@ -168,46 +165,38 @@ class DistributedDataContainer:
         return self._order[start + first : start + end]
 
 
-def _entries(leaves: Sequence[Any], indices: np.ndarray) -> list[Any]:
+def _entries(leaves: Sequence[Array], indices: np.ndarray) -> list[Array]:
     on_device = functools.cache(lambda namespace: namespace.to_device(indices))
     located = [(arrays_of(leaf), leaf) for leaf in leaves]
     # `take` is twice as fast as indexing.
     return [leaf.take(indices, axis=0) if namespace is None else leaf[on_device(namespace)] for namespace, leaf in located]
 
 
-def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:
-    """Return the arrays of a pytree and the function that rebuilds it; (None, None) for a sequence of samples."""
-    if isinstance(data, list):
-        return None, None
-    leaves, build = flatten(data)
+def _parts(data: Tree) -> tuple[int, Sequence[Array] | None, Function]:
+    """Return the number of samples, and the arrays of a pytree, None for a sequence, with the function that rebuilds it."""
+    leaves, build = flatten([] if isinstance(data, list) else data)
     arrays = [is_array(leaf) and leaf.ndim > 0 for leaf in leaves]
     if leaves and all(arrays):
-        return leaves, build
+        lengths = [len(leaf) for leaf in leaves]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"DistributedDataContainer: the arrays must have equal lengths, but have {lengths}.")
+        return lengths[0], leaves, build
     if isinstance(data, dict) or (isinstance(data, tuple) and any(map(is_array, data))):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf, allowed in zip(leaves, arrays) if not allowed}))
         raise TypeError(
             f"DistributedDataContainer: a tuple or dict must hold arrays with an entry for each sample, but holds "
             f"{kinds or 'nothing'}. Convert them to arrays, or pass a list with one item for each sample."
         )
-    return None, None
+    try:
+        return len(data), None, build
+    except TypeError:
+        raise TypeError(
+            "DistributedDataContainer: the data must be arrays, a pytree of arrays, or have len and indexing, but got "
+            f"{type(data).__name__} {data!r:.60}."
+        ) from None
 
 
-def _length(data: Tree, arrays: Sequence[Any] | None) -> int:
-    if arrays is None:
-        try:
-            return len(data)
-        except TypeError:
-            raise TypeError(
-                "DistributedDataContainer: the data must be arrays, a pytree of arrays, or have len and indexing, but got "
-                f"{type(data).__name__} {data!r:.60}."
-            ) from None
-    lengths = [len(leaf) for leaf in arrays]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"DistributedDataContainer: the arrays must have equal lengths, but have {lengths}.")
-    return lengths[0]
-
-
-def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any], call: str) -> int:
+def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Tree], call: str) -> int:
     """Return the number of this rank's samples; raise a TypeError if they are traced."""
     leaves = flatten([part for part in batch if not isinstance(part, Items)])[0]
     refuse_traced(leaves, call)
@@ -217,13 +206,13 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
     return [*lengths, *(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), 1][0]
 
 
-def described_batch(batch: Sequence[Any], count: int) -> str:
+def described_batch(batch: Sequence[Tree], count: int) -> str:
     """Return a description of this rank's part of a batch: its index in the last container, or the number of samples."""
     known = last_container.first is _first_leaf(batch)
     return f"batch {last_container.item} of epoch {last_container.epoch}" if known else f"a batch of {count} sample(s)"
 
 
-def _first_leaf(batch: Tree) -> Any:
+def _first_leaf(batch: Tree) -> object:
     while isinstance(batch, (dict, list, tuple)) and batch:
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return batch
@@ -236,10 +225,10 @@ def require_equal_replicas(
     # In debug mode orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
     if watch_settings.debug() and not on_any_rank(used.data, last_container.size != used.size):
         compared = {**compared, "data": last_container.order}
-    named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
     leaves = [
         (path, leaf)
-        for name, path, leaf in named
+        for name, part in compared.items()
+        for path, leaf in named_leaves(part, name)
         if (is_variable(leaf) or name not in ("params", "state"))
         and not (own is not None and name == "params" and own(path))
     ]

@@ -18,20 +18,27 @@ from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
-from mpiad.parallel.adam import Rule
+from mpiad.parallel.adam import Apply, Rule, State, Updated
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
-from mpiad.parallel.parameter_groups import ParameterGroups, is_built_in
-from mpiad.parallel.parameters import described, matching_leaves, require_optimizer, require_state, variables_of
+from mpiad.parallel.parameter_groups import ParameterGroups, prepared
+from mpiad.parallel.parameters import (
+    described,
+    matching_leaves,
+    require_optimizer,
+    require_same_leaves,
+    require_state,
+    variables_of,
+)
 from mpiad.parallel.synchronize import synchronize
 from mpiad.primitives.checks import positive_count
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
-from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.agreement import KINDS, Failure, agreed, raising_together
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import opaque_step, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
@@ -89,9 +96,8 @@ def value_and_grad(
 
     Notes
     -----
-    The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and
-    the sums are divided by the total number of samples. Therefore the result depends on the division of the samples among
-    the ranks only through rounding.
+    The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and the
+    sums are divided by the total number. The result depends on the division among the ranks only through rounding.
 
     Examples
     --------
@@ -110,13 +116,16 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function, samples: Any, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
+    loss: Function,
+    samples: Callable[..., int] | None,
+    comm: Comm,
+    bucket_bytes: int,
+    optimizer: DistributedOptimizer | None = None,
 ) -> Callable[..., tuple[float, Tree]]:
     """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
-    plan: Plan | None = None
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
-    def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
+    def evaluate(params: Tree, *batch: Tree) -> tuple[float, Tree]:
         used = channel(comm, "parallel.value_and_grad")
         with _raising_in_totals(used, call):
             variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
@@ -125,8 +134,7 @@ def _evaluation(
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
-        nonlocal plan
-        plan = plan_of(specs, bucket_bytes, plan)
+        plan = plan_of(tuple(specs), bucket_bytes)
 
         def checks(*new: Any) -> _Checks:
             if optimizer is not None:
@@ -137,7 +145,7 @@ def _evaluation(
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
         sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
         with restoring_state(), suspended(body=False), Sums(used, plan) as sums:
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, sums)
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, specs, count, sum_up, sums.add, sums)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             mean = optimizer is None or optimizer.reduction == "mean"
             found = [array[()] for array in sums.wait(total.batch if mean else 1)]
@@ -190,14 +198,14 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
     """
 
     @recoverable("parallel.value", comm)
-    def evaluate(params: Tree, *batch: Any) -> float:
+    def evaluate(params: Tree, *batch: Tree) -> float:
         call = "parallel.value"
         used = channel(comm, call)
         with _raising_in_totals(used, call):
             variables = variables_of(params, call, required=False)
             count = count_samples(samples, params, batch, call)
         with restoring_state(), suspended():
-            total = totals(used, Plan([], 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
+            total = totals(used, plan_of((), 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
         return total.loss / total.batch
 
     return evaluate
@@ -205,47 +213,52 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
 
 @contextmanager
 def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
-    """Return a context whose TypeError or ValueError all ranks raise: the ranks without one call `totals` later."""
+    """Return a context whose exception all ranks raise: the ranks without one call `totals` later."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        totals(used, Plan([], 0), Variables([], [], list), call, 0, problem=PendingError(kind, str(error)))
+    except Exception as error:  # noqa: BLE001 the other ranks mustn't wait
+        problem = PendingError(KINDS[Failure.of(error).builtin], str(error))
+        totals(used, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
 
 
 def gradient_of_sum(
-    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, sums: Sums | None
-) -> Totals:
+    loss: Function, variables: Variables, specs: list[Spec], count: int, sum_up: Callable[..., Totals], ready: Function,
+    sums: Sums | None,
+) -> Totals:  # fmt: skip
     """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses."""
-    places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
     def deliver(variable: int, g: Array) -> None:
-        leaf = leaves[places[variable]]
-        if type(g) is np.ndarray and type(leaf) is np.ndarray and g.dtype == leaf.dtype and g.shape == leaf.shape:
-            ready(variable, g)  # the most common case
-        else:
-            spec = spec_like(leaf)
-            ready(variable, spec.zeros() if g is None else conform(g, *spec))
+        ready(variable, conformed(g, specs[variable]))
 
-    # The sums are collective, so a rank without samples contributes zeros.
-    if not count:
-        found = sum_up(depends=False)
-        for variable in range(len(places)):
-            deliver(variable, None)
-        return found
-    traced = trace_backwards(loss, variables._replace(leaves=leaves))
-    # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
-    value = getval(traced.build(traced.values))
-    found = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
-    # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
-    seeds = seeds_of_term(traced, count)
-    if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
-        run_backward(traced.recording, seeds, len(places), ready=deliver)
+    if not count:  # the sums are collective, so a rank without samples contributes zeros
+        found, gradients = sum_up(depends=False), [None] * len(specs)
     else:
-        for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
-            deliver(variable, g)
+        traced = trace_backwards(loss, variables._replace(leaves=leaves))
+        # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
+        value = getval(traced.build(traced.values))
+        found = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
+        # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
+        seeds = seeds_of_term(traced, count)
+        if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
+            run_backward(traced.recording, seeds, len(specs), ready=deliver)
+            return found
+        gradients = run_backward(traced.recording, seeds, len(specs))
+    for variable, g in enumerate(gradients):
+        deliver(variable, g)
     return found
+
+
+class _Step(NamedTuple):
+    """A call of `step` or `update` with valid parameters and state; `specs`: of the trained parameters."""
+
+    used: Channel
+    call: str
+    state: State
+    params: Tree
+    variables: Variables
+    specs: list[Spec]
+    update: Apply  # of the inner optimizer
 
 
 class DistributedOptimizer:
@@ -257,8 +270,7 @@ class DistributedOptimizer:
         `Adam`, `AdamW`, `SGD`, `ParameterGroups`, or any object with ``setup(params) -> state`` and ``update(state,
         params, gradient) -> (state, params)``.
     reduction : {"mean", "sum"}
-        "mean": divide the sum of the gradients by the total number of samples or, in `update` without `samples`, of
-        gradients. "sum": don't divide.
+        Whether to divide summed gradients by the total number of samples (in `update` without `samples`: of gradients).
     accumulate : int
         The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
@@ -266,9 +278,8 @@ class DistributedOptimizer:
         leaves count on every rank; gradients with a larger norm are scaled down, by the same factor on all ranks.
     own : callable, optional
         ``own(path)`` returns whether a leaf belongs to each rank for itself, given its path as in error messages, for
-        example ``"params['head'][0]"``. Own leaves may differ between ranks in value, shape and number, and their
-        gradients aren't summed: with "mean", the gradient is the derivative of the mean loss over all samples with respect
-        to this rank's leaf.
+        example ``"params['head'][0]"``. Own leaves may differ between ranks in value, shape and number. Their gradients
+        aren't summed; with "mean", they are derivatives of the mean loss over all samples.
     skip_nonfinite : bool
         Whether to skip batches with a loss that isn't finite on a rank, and updates with a reduced gradient that isn't
         finite: parameters and optimizer remain unchanged on all ranks, and the state counts them in `skipped`. By default
@@ -315,9 +326,8 @@ class DistributedOptimizer:
             raise TypeError(f"DistributedOptimizer: own must be a function of a leaf's path, but got {own!r:.60}.")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"DistributedOptimizer: reduction must be 'mean' or 'sum', but got {reduction!r}.")
-        positive_count(accumulate, "DistributedOptimizer: accumulate")
-        if check_every is not None:
-            positive_count(check_every, "DistributedOptimizer: check_every")
+        for name, count in (("accumulate", accumulate), ("check_every", 1 if check_every is None else check_every)):
+            positive_count(count, f"DistributedOptimizer: {name}")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
@@ -325,11 +335,10 @@ class DistributedOptimizer:
         self.own, self.skip_nonfinite, self.check_every, self.synchronize = own, skip_nonfinite, check_every, synchronize
         self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         self._skips: dict[str, int] = {"skipped": 0} if skip_nonfinite else {}
-        self._plan: Plan | None = None
         self._calls = 0  # without those that end earlier by an error of any rank, so that all ranks have the same number
         self._checks = _Checks(None, None)  # of the current step
 
-    def setup(self, params: Tree) -> dict[str, Any]:
+    def setup(self, params: Tree) -> State:
         """Return the initial state.
 
         Parameters
@@ -355,9 +364,7 @@ class DistributedOptimizer:
         with raising_together(channel(self.comm, "DistributedOptimizer.setup"), Exception):
             return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
 
-    def update(
-        self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
-    ) -> tuple[dict[str, Any], Tree]:
+    def update(self, state: State, params: Tree, gradient: Tree, samples: int | None = None) -> Updated:
         """Sum the gradients of all ranks, and make one update, the same on all ranks.
 
         Parameters
@@ -395,36 +402,37 @@ class DistributedOptimizer:
         # Before the last accumulated step, other ranks don't wait.
         last = self.accumulate == 1 or (isinstance(state, dict) and state.get("steps", 0) + 1 >= self.accumulate)
         with _raising_in_totals(used, call) if last else nullcontext():
-            variables, specs, accumulated = self._checked(state, params, call)
-            parts = [spec.zeros() for spec in specs]
+            step = self._prepared(used, state, params, call)
+            parts = [spec.zeros() for spec in step.specs]
             if samples != 0:
-                found = matching_leaves(gradient, params, variables.leaves, call)
+                found = matching_leaves(gradient, params, step.variables.leaves, call)
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
                 parts = [
                     found[k] if count == 1 else found[k] * spec.dtype.type(count)
-                    for k, spec in zip(variables.places, specs)
+                    for k, spec in zip(step.variables.places, step.specs)
                 ]
         if self.accumulate > 1:
             # Copies, because the caller may write the next gradient into the same arrays.
-            parts = list(map(_copied, parts)) if accumulated is None else list(map(np.add, accumulated, parts))
+            old = state["gradient"]
+            parts = list(map(_copied, parts)) if old is None else list(map(np.add, old, parts))
             if not last:
-                return self._accumulate(state, parts, count), params
+                return self._accumulated(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
-            sum_up, plan = self._reduction(used, state, params, variables, specs, call)
+            sum_up, plan = self._reduction(step)
             total = sum_up(count)
             with Sums(used, plan) as sums:
-                sums.add_all([parts[k] for k in variables.shared])
-                return self._apply(used, state, params, variables, parts, *self._wait(sums, total))
+                sums.add_all([parts[k] for k in step.variables.shared])
+                return self._apply(step, parts, *self._wait(sums, total))
 
     def step(
         self,
-        state: dict[str, Any],
+        state: State,
         params: Tree,
         loss: Function,
-        *batch: Any,
+        *batch: Tree,
         samples: Callable[..., int] | None = None,
-    ) -> tuple[dict[str, Any], Tree, float]:
+    ) -> tuple[State, Tree, float]:
         """Evaluate the mean loss and its gradient, and make one update; sums overlap with the reverse pass.
 
         Parameters
@@ -447,7 +455,8 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError, ReplicationError
-            As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them.
+            As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them. Exceptions
+            of any type in `own`, `samples`, the function of `ParameterGroups` or a schedule are raised on all ranks, too.
         NotFiniteError
             On all ranks, if the loss of a rank isn't finite, unless batches are skipped (`skip_nonfinite`).
 
@@ -458,29 +467,32 @@ class DistributedOptimizer:
         return recoverable("DistributedOptimizer.step", self.comm)(self._step)(state, params, loss, batch, samples)
 
     def _step(
-        self, state: dict[str, Any], params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
-    ) -> tuple[dict[str, Any], Tree, float]:
+        self, state: State, params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
+    ) -> tuple[State, Tree, float]:
         call = "DistributedOptimizer.step"
         used = channel(self.comm, call)
         if self.synchronize and not self._calls:
             leaves, build = flatten(params)
             paths = leaf_paths(params, "params")
-            shared = {path: leaf for path, leaf in zip(paths, leaves) if self.own is None or not self.own(path)}
+            with raising_together(used, Exception):
+                shared = {path: leaf for path, leaf in zip(paths, leaves) if self.own is None or not self.own(path)}
             root_leaves = synchronize(shared, comm=self.comm)
             params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
         with _raising_in_totals(used, call):
-            variables, specs, accumulated = self._checked(state, params, call)
-            count, accumulated = count_samples(samples, params, batch, call), accumulated or [None] * len(specs)
+            step = self._prepared(used, state, params, call)
+            count = count_samples(samples, params, batch, call)
+        variables = step.variables
+        accumulated = state.get("gradient") or [None] * len(step.specs)
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
-        parts: list[Any] = [None] * len(specs)
-        sum_up, plan = self._reduction(used, state, params, variables, specs, call, None if self.skip_nonfinite else batch)
+        parts: list[Any] = [None] * len(step.specs)
+        sum_up, plan = self._reduction(step, None if self.skip_nonfinite else batch)
         if isinstance(loss, Jitted) and self.accumulate == 1 and self.own is None:
             mean, gradient = _evaluation(loss, samples, self.comm, self.bucket_bytes, self)(params, *batch)
             if not math.isfinite(mean) and self.skip_nonfinite:
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             leaves = flatten(gradient)[0]
-            return *self._apply(used, state, params, variables, parts, [leaves[k] for k in variables.places], 1, True), mean
+            return *self._apply(step, parts, [leaves[k] for k in variables.places], 1, True), mean
         position = {k: index for index, k in enumerate(variables.shared)}
         with restoring_state(), suspended(), Sums(used, plan) as sums:
 
@@ -494,8 +506,8 @@ class DistributedOptimizer:
                     sums.add(position[k], g)
 
             total = gradient_of_sum(
-                lambda x: loss(x, *batch), variables, count, partial(sum_up, count, state.get("samples", 0)), ready,
-                sums if last else None,
+                lambda x: loss(x, *batch), variables, step.specs, count, partial(sum_up, count, state.get("samples", 0)),
+                ready, sums if last else None,
             )  # fmt: skip
             mean = total.loss / total.batch
             if not math.isfinite(mean) and self.skip_nonfinite:
@@ -503,24 +515,20 @@ class DistributedOptimizer:
                     sums.wait()
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             if not last:
-                return self._accumulate(state, parts, count), params, mean
-            return *self._apply(
-                used, state, params, variables, parts, *self._wait(sums, total), isinstance(loss, Jitted)
-            ), mean
+                return self._accumulated(state, parts, count), params, mean
+            return *self._apply(step, parts, *self._wait(sums, total), isinstance(loss, Jitted)), mean
 
-    def _checked(self, state: dict[str, Any], params: Tree, call: str) -> tuple[Variables, list[Spec], list[Array] | None]:
-        """Return the trained parameters with their specs, and the accumulated gradients; raise if the state is wrong."""
+    def _prepared(self, used: Channel, state: State, params: Tree, call: str) -> _Step:
+        """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
         variables = self._variables(params, call)
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
         require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
-        if is_built_in(self.optimizer):
-            self.optimizer.check(state["optimizer"], params)
         gradients = state.get("gradient")
         if gradients is not None and [spec_like(g) for g in gradients] != specs:
             got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
             text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
             raise ValueError(f"{call}: the accumulated gradients {text}")
-        return variables, specs, gradients
+        return _Step(used, call, state, params, variables, specs, prepared(self.optimizer, state["optimizer"], params))
 
     def _variables(self, params: Tree, call: str) -> Variables:
         """Return the trained parameters, without frozen ones, and which of them all ranks share."""
@@ -529,20 +537,18 @@ class DistributedOptimizer:
         if self.own is None and groups is None:
             return variables
         paths = leaf_paths(params, "params")
-        places = [k for k in variables.places if groups is None or groups.groups[groups.group(paths[k])] is not None]
+        places = [k for k in variables.places if groups is None or not groups.is_frozen(paths[k])]
         if not places:
             raise ValueError(f"{call}: all parameters are frozen, {', '.join(paths):.200}.")
-        shared = [k for k, place in enumerate(places) if self.own is None or not self.own(paths[place])]
-        return variables._replace(places=places, shared=shared)
+        own = {k for k in variables.places if self.own is not None and self.own(paths[k])}
+        return variables._replace(places=places, shared=[k for k, place in enumerate(places) if place not in own])
 
-    def _reduction(
-        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, specs: list[Spec], call: str,
-        batch: tuple | None = None,
-    ) -> tuple[Callable[..., Totals], Plan]:  # fmt: skip
+    def _reduction(self, step: _Step, batch: tuple | None = None) -> tuple[Callable[..., Totals], Plan]:
         """Return `totals` for these parameters, with a comparison of the replicas if it is due, and the plan of sums."""
-        plan = self._plan = plan_of([specs[k] for k in variables.shared], self.bucket_bytes, self._plan)
+        used, call, state, variables = step.used, step.call, step.state, step.variables
+        plan = plan_of(tuple([step.specs[k] for k in variables.shared]), self.bucket_bytes)
         due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
-        compared: dict[str, Tree] = {"params": params}
+        compared: dict[str, Tree] = {"params": step.params}
         if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
             if isinstance(self.optimizer, Rule):
@@ -562,7 +568,7 @@ class DistributedOptimizer:
         owns = self.own is None or len(variables.shared) < len(variables.places)
         return partial(totals, used, plan, variables, call, owns=owns, checks=(lambda: self._checks, ())), plan
 
-    def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
+    def _accumulated(self, state: State, parts: list[Array], count: int) -> State:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
     def _wait(self, sums: Sums, total: Totals) -> tuple[list[Array], float]:
@@ -571,25 +577,23 @@ class DistributedOptimizer:
         return sums.wait(divisor), divisor
 
     def _apply(
-        self, used: Channel, state: dict[str, Any], params: Tree, variables: Variables, parts: list[Any],
-        found: list[Array], divisor: float, compiled: bool = False,
-    ) -> tuple[dict[str, Any], Tree]:  # fmt: skip
+        self, step: _Step, parts: list[Array], found: list[Array], divisor: float, compiled: bool = False
+    ) -> Updated:
         self._checks = _Checks(None, None)  # which may keep parameters and batch in memory
-        new, factor, shared = {**state, **self._empty_accumulation}, 1.0, dict(zip(variables.shared, found))
+        new, factor, variables = {**step.state, **self._empty_accumulation}, 1.0, step.variables
+        shared = dict(zip(variables.shared, found))
         own = {k: np.true_divide(part, divisor) for k, part in enumerate(parts) if k not in shared}
         if self.clip_norm is not None or self.skip_nonfinite:
-            norm = norm_of(list(shared.values()))
+            norm = norm_of(found)
             if self.own is not None:
-                norm = math.hypot(norm, *used.data.allgather(norm_of(list(own.values()))))
+                norm = math.hypot(norm, *step.used.data.allgather(norm_of(list(own.values()))))
             if self.skip_nonfinite and not math.isfinite(norm):
-                return {**new, "skipped": state["skipped"] + 1}, params
+                return {**new, "skipped": step.state["skipped"] + 1}, step.params
             factor = clipping(norm, self.clip_norm)
-        every = shared | own
-        for k in every if factor < 1.0 else ():
-            every[k] *= factor
-        gradient = variables.filled([every[k][()] for k in range(len(every))], lambda leaf: None)
-        options = {"compiled": True} if compiled and is_built_in(self.optimizer) else {}
-        inner, params = self.optimizer.update(state["optimizer"], params, gradient, **options)
+        gradients: list[Any] = [None] * len(variables.leaves)
+        for k, g in (shared | own).items():
+            gradients[variables.places[k]] = g[()]
+        inner, params = step.update(gradients, factor, compiled)
         return {**new, "optimizer": inner}, params
 
 
@@ -605,21 +609,20 @@ def clipping(norm: float, max_norm: float | None) -> float:
 def norm_of(arrays: list[Array]) -> float:
     """Return the joint 2-norm of arrays, by one copy per device unless squares overflow; not finite if an entry isn't."""
 
-    def on_host(numbers: list[Array]) -> np.ndarray:
-        return np.array(fetched([number.astype(float) for number in numbers]))
+    def on_host(numbers: list[Array]) -> list[float]:
+        return list(map(float, fetched([number.astype(float) for number in numbers])))
 
     arrays = [array for array in arrays if array.size]
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = on_host([vdot(array, array).real for array in arrays])
-        if np.isfinite(squares).all():
-            return math.hypot(*np.sqrt(squares))  # hypot avoids the overflow of a sum of squares
-        largest = on_host([np.max(np.abs(array)) for array in arrays])
-        if np.isfinite(largest).all():
+        square = sum(on_host([vdot(array, array).real for array in arrays]))
+        if math.isfinite(square):
+            return math.sqrt(square)
+        norms = on_host([np.max(np.abs(array)) for array in arrays])
+        if all(map(math.isfinite, norms)):
             # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
-            sizes = np.maximum(largest, 1e-300).tolist()
-            scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, sizes)]
-            largest *= np.sqrt(on_host([np.sum(array * array) for array in scaled]))
-        return math.hypot(*largest)
+            scaled = [np.abs(array).astype(float) / max(norm, 1e-300) for array, norm in zip(arrays, norms)]
+            norms = [norm * math.sqrt(x) for norm, x in zip(norms, on_host([np.sum(array * array) for array in scaled]))]
+        return math.hypot(*norms)
 
 
 class Totals(NamedTuple):
@@ -640,8 +643,41 @@ def totals(
     `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any;
     `checks`: a function that returns further checks, and its arguments.
     """
-    args = used, plan, variables, call, count, accumulated_before, loss, problem, depends, owns, *checks
-    *found, _ = opaque_step(_totals, *args, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
+    check, checked = checks
+
+    def summed(loss: Array, *checked: Array) -> tuple[Any, ...]:
+        used.separate()  # is created by all ranks here, in compiled programs, too
+        compare, batch = check(*checked)
+        mine = problem or _problem_with_loss(loss, call, count, batch)
+        if are_active(used):
+            text = f"{call}: an exception {ENDED} Call mpiad.reset on all ranks."
+            mine = PendingError(UnfinishedMessagesError, text)
+        weighted = 0.0 if mine else float(np.reshape(to_host(loss), ())) * count
+        # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
+        counts = [count, count + accumulated_before, plan.digest, plan.digest**2, mine is not None, depends, owns]
+        found = allreduce(used, np.array([*counts, weighted], float), SUM, call)
+        total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
+        if problems:
+            raise_everywhere(used, mine)
+        # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too
+        # large for exact floats.
+        if used.size * int(squares) != int(digests) ** 2:
+            paths = _paths(variables)
+            local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
+            require_same_leaves(used, [f"bucket_bytes is {plan.limit}", *local], call)
+        if total < 1:
+            raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
+        if not dependent:
+            text = "the loss doesn't depend on the parameters on any rank. Compute it by functions of autograd.numpy."
+            raise agreed(used, ValueError(f"{call}: {text}"))
+        if not owners:
+            paths = ", ".join(_paths(variables))
+            raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
+        if compare is not None:
+            compare()
+        return total, accumulated, sum_of_losses, None
+
+    *found, _ = opaque_step(summed, loss, *checked, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
     return Totals(*found)
 
 
@@ -656,59 +692,6 @@ def _problem_with_loss(loss: Array, call: str, count: int, batch: tuple | None) 
     )
 
 
-def _totals(
-    used: Channel, plan: Plan, variables: Variables, call: str, count: int, accumulated_before: int, loss: Array,
-    problem: PendingError | None, depends: bool, owns: bool, checks: Callable[..., _Checks], checked: Sequence[Any],
-) -> tuple[Any, ...]:  # fmt: skip
-    used.separate()  # is created by all ranks here, in compiled programs, too
-    compare, batch = checks(*checked)
-    problem = problem or _problem_with_loss(loss, call, count, batch)
-    if are_active(used):
-        problem = PendingError(UnfinishedMessagesError, f"{call}: an exception {ENDED} Call mpiad.reset on all ranks.")
-    weighted = 0.0 if problem else float(np.reshape(to_host(loss), ())) * count
-    # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
-    counts = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, depends, owns]
-    found = allreduce(used, np.array([*counts, weighted], float), SUM, call)
-    total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
-    if problems:
-        raise_everywhere(used, problem)
-    # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
-    # for exact floats.
-    if used.size * int(squares) != int(digests) ** 2:
-        raise agreed(used, _difference(used, plan, variables, call))
-    if total < 1:
-        raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
-    if not dependent:
-        text = "the loss doesn't depend on the parameters on any rank. Compute it from them by functions of autograd.numpy."
-        raise agreed(used, ValueError(f"{call}: {text}"))
-    if not owners:
-        paths = ", ".join(_paths(variables))
-        raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
-    if compare is not None:
-        compare()
-    return total, accumulated, sum_of_losses, None
-
-
 def _paths(variables: Variables) -> list[str]:
     paths = leaf_paths(variables.build(variables.leaves), "params")
     return [paths[k] for k in variables.places]
-
-
-def _difference(used: Channel, plan: Plan, variables: Variables, call: str) -> ValueError:
-    paths = _paths(variables)
-    local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
-    every = used.data.allgather((local, plan.limit))
-    for rank, (others, limit) in enumerate(every):
-        first, first_limit = every[0]
-        for one, other in zip(first, others):
-            if one != other:
-                return ValueError(
-                    f"{call}: the parameters must have the same form, shapes and dtypes on all ranks, but {one} on rank 0, "
-                    f"and {other} on rank {rank}."
-                )
-        if (len(others), limit) != (len(first), first_limit):
-            return ValueError(
-                f"{call}: all ranks must train the same number of arrays with the same bucket_bytes, but rank 0 has "
-                f"{len(first)} and {first_limit}, and rank {rank} has {len(others)} and {limit}."
-            )
-    return ValueError(f"{call}: the parameters differ between ranks.")

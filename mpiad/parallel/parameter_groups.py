@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpiad._typing import Tree
-from mpiad.parallel.adam import Rule
-from mpiad.parallel.parameters import require_optimizer, require_state
-from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects, same_form
+from mpiad._typing import Array, Tree
+from mpiad.parallel.adam import Apply, Rule, State, Updated
+from mpiad.parallel.parameters import matching_leaves, require_optimizer, require_state
+from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects
 
 _CALL = "ParameterGroups"
 
@@ -52,7 +52,7 @@ class ParameterGroups:
             raise TypeError(f"{_CALL}: group_of must be a function of a leaf's path, but got {group_of!r:.60}.")
         self.groups, self.group_of = dict(groups), group_of
 
-    def setup(self, params: Tree) -> dict[str, Any]:
+    def setup(self, params: Tree) -> State:
         """Return the state before the first update: the state of the optimizer of each group that isn't frozen.
 
         Parameters
@@ -67,18 +67,23 @@ class ParameterGroups:
         refuse_objects(params, "params", f"{_CALL}.setup")
         return {name: self.groups[name].setup(part) for name, part in self._parts(params).items()}
 
-    def check(self, state: dict[str, Any], params: Tree) -> dict[str, dict[str, Any]]:
-        """Return each group's leaves by path; raise a TypeError or ValueError if a state doesn't match the parameters."""
-        parts = self._parts(params)
+    def prepare(self, state: State, params: Tree) -> Apply:
+        """Return the update as a function; raise a TypeError or ValueError for a state or schedule that can't be used."""
+        parts, paths = self._parts(params), leaf_paths(params, "params")
         require_state(state, parts, _CALL)
-        for name, part in parts.items():
-            if is_built_in(self.groups[name]):
-                self.groups[name].check(state[name], part)
-        return parts
+        updates = {name: prepared(self.groups[name], state[name], part) for name, part in parts.items()}
+        leaves, build = flatten(params)
 
-    def update(
-        self, state: dict[str, Any], params: Tree, gradient: Tree, compiled: bool = False
-    ) -> tuple[dict[str, Any], Tree]:
+        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> Updated:
+            found, new, updated = dict(zip(paths, gradients)), {}, dict(zip(paths, leaves))
+            for name, update in updates.items():
+                new[name], changed = update([found[path] for path in sorted(parts[name])], scale, compiled)
+                updated |= changed
+            return new, build(list(updated.values()))
+
+        return apply
+
+    def update(self, state: State, params: Tree, gradient: Tree, compiled: bool = False) -> Updated:
         """Return the state and the parameters after one update of each group.
 
         Parameters
@@ -99,19 +104,10 @@ class ParameterGroups:
         TypeError, ValueError
             As in `setup` and `Adam.update`.
         """
-        parts = self.check(state, params)
-        if not same_form(gradient, params):
-            raise TypeError(f"{_CALL}: the gradient must have the structure of the parameters.")
-        paths = leaf_paths(params, "params")
-        gradients = dict(zip(paths, flatten(gradient)[0]))
-        new, updated = {}, {}
-        for name, part in parts.items():
-            found = {path: gradients[path] for path in part}
-            options = {"compiled": True} if compiled and is_built_in(self.groups[name]) else {}
-            new[name], changed = self.groups[name].update(state[name], part, found, **options)
-            updated |= changed
-        leaves, build = flatten(params)
-        return new, build([updated.get(path, leaf) for path, leaf in zip(paths, leaves)])
+        apply = self.prepare(state, params)
+        named = zip(leaf_paths(params, "params"), flatten(params)[0])
+        expected = [None if is_variable(leaf) and self.is_frozen(path) else leaf for path, leaf in named]
+        return apply(matching_leaves(gradient, params, expected, _CALL), compiled=compiled)
 
     def group(self, path: str) -> str:
         """Return the name of a leaf's group; raise a ValueError if there is no such group."""
@@ -120,9 +116,13 @@ class ParameterGroups:
             raise ValueError(f"{_CALL}: group_of({path!r}) must return one of {list(self.groups)}, but returned {name!r}.")
         return name
 
-    def _parts(self, params: Tree) -> dict[str, dict[str, Any]]:
+    def is_frozen(self, path: str) -> bool:
+        """Return whether a leaf belongs to a frozen group."""
+        return self.groups[self.group(path)] is None
+
+    def _parts(self, params: Tree) -> dict[str, dict[str, Array]]:
         """Return the leaves of each group by path, without frozen groups."""
-        parts: dict[str, dict[str, Any]] = {name: {} for name in self.groups}
+        parts: dict[str, dict[str, Array]] = {name: {} for name in self.groups}
         paths = leaf_paths(params, "params")
         for path, leaf in zip(paths, flatten(params)[0]):
             if is_variable(leaf):
@@ -133,6 +133,15 @@ class ParameterGroups:
         return {name: part for name, part in parts.items() if self.groups[name] is not None}
 
 
-def is_built_in(optimizer: Any) -> bool:
-    """Return whether an optimizer's `update` is one of this library's, rather than one with another state or arguments."""
-    return getattr(type(optimizer), "update", None) in (Rule.update, ParameterGroups.update)
+def prepared(optimizer: Any, state: Tree, params: Tree) -> Apply:
+    """Return an optimizer's update as a function: that of `prepare` if its `update` is one of this library's."""
+    # A subclass with an update of its own may have another state.
+    if getattr(type(optimizer), "update", None) in (Rule.update, ParameterGroups.update):
+        return optimizer.prepare(state, params)
+    build = flatten(params)[1]
+
+    def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> tuple[Tree, Tree]:
+        scaled = gradients if scale == 1.0 else [g if g is None else g * scale for g in gradients]
+        return optimizer.update(state, params, build(scaled))
+
+    return apply

@@ -5,17 +5,18 @@ All leaves that are floats, complex numbers or arrays of them are trained; other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from itertools import zip_longest
 
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Rank, Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable, map_leaves, named_leaves, refuse_objects, same_form
-from mpiad.transport import Spec
+from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects, same_form
+from mpiad.transport import Channel, Spec
+from mpiad.transport.core.agreement import raising_together
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
@@ -40,28 +41,23 @@ def refuse_traced(leaves: Iterable[object], call: str) -> None:
         )
 
 
-def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:
-    """Apply a function to the trained leaves of a pytree; other leaves are unchanged."""
-    return map_leaves(lambda leaf: fun(leaf) if is_variable(leaf) else leaf, tree)
-
-
 def described(spec: Spec) -> str:
     """Return a description of an array, without the number of its device, which may differ between ranks."""
     return f"shape {spec.shape} and dtype {spec.dtype}{'' if spec.arrays is None else ' on a device'}"
 
 
 def matching_leaves(
-    tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params"
-) -> list[Any]:
+    tree: Tree, params: Tree, expected: list[Array], call: str, name: str = "gradient", of: str = "params"
+) -> list[Array]:
     """Return a tree's leaves; raise a TypeError or ValueError unless they match `expected`, those of the parameters."""
     found = flatten(tree)[0]
     if same_form(tree, params) and all(map(_matches, found, expected)):
         return found
-    named, paths = named_leaves(tree, name), named_leaves(params, of)
+    paths, expected_paths = leaf_paths(tree, name), leaf_paths(params, of)
     prefix = f"{call}: the {name} must have the structure of the parameters, "
-    if len(named) != len(paths):
-        raise TypeError(f"{prefix}which have {len(paths)} leaves, but has {len(named)}.")
-    for (path, g), (param_path, leaf) in zip(named, paths):
+    if len(paths) != len(expected_paths):
+        raise TypeError(f"{prefix}which have {len(expected_paths)} leaves, but has {len(paths)}.")
+    for path, param_path, g, leaf in zip(paths, expected_paths, found, expected):
         if path[len(name) :] != param_path[len(of) :]:
             raise TypeError(f"{prefix}but has {path} instead of {param_path}.")
         if not _matches(g, leaf):
@@ -77,7 +73,19 @@ def _matches(g: Array, leaf: Array) -> bool:
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
 
 
-def require_optimizer(optimizer: Any, name: str) -> None:
+def require_same_leaves(used: Channel, local: list[str], call: str, root: Rank = 0) -> None:
+    """Raise a ValueError on all ranks if descriptions of leaves differ from those on the root; collective."""
+    expected = used.data.bcast(local, root)
+    with raising_together(used):
+        for mine, other in zip_longest(local, expected, fillvalue="there is no further leaf"):
+            if mine != other:
+                raise ValueError(
+                    f"{call}: all pytrees must have the same structure, shapes and dtypes, but on rank {used.rank} {mine}, "
+                    f"and on the root, rank {root}, {other}."
+                )
+
+
+def require_optimizer(optimizer: object, name: str) -> None:
     """Raise a TypeError if an object isn't an optimizer."""
     if isinstance(optimizer, type) or not all(callable(getattr(optimizer, part, None)) for part in ("setup", "update")):
         is_class = isinstance(optimizer, type)
@@ -86,7 +94,7 @@ def require_optimizer(optimizer: Any, name: str) -> None:
         raise TypeError(f"{name} must have setup(params) and update(state, params, gradient), but got {got}.{advice}")
 
 
-def require_state(state: Any, names: Iterable[str], call: str) -> None:
+def require_state(state: object, names: Iterable[str], call: str) -> None:
     """Raise a TypeError if a state isn't a dict with these entries."""
     if not isinstance(state, dict) or state.keys() != set(names):
         got = f"a dict of {sorted(map(str, state))}" if isinstance(state, dict) else f"{type(state).__name__} {state!r:.60}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Op, Rank, Tree
-from mpiad.parallel.parameters import described, variables_of
+from mpiad._typing import Array, Comm, Op, Rank, Tree
+from mpiad.parallel.parameters import described, require_same_leaves, variables_of
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
@@ -62,14 +62,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
             f"{path} has {described(spec_like(x)) if hasattr(x, 'dtype') or is_variable(x) else type(x).__name__}"
             for path, x in named_leaves(tree, "tree")
         ]
-    root_leaves = used.data.bcast(own, root)
-    with raising_together(used):
-        for mine, other in zip_longest(own, root_leaves, fillvalue="there is no further leaf"):
-            if mine != other:
-                raise ValueError(
-                    "parallel.synchronize: all pytrees must have the same structure, shapes and dtypes, but on rank "
-                    f"{used.rank} {mine}, and on the root, rank {root}, {other}."
-                )
+    require_same_leaves(used, own, "parallel.synchronize", root)
     for places in places_by_kind(leaves, trained):
         with restoring_state(), suspended():
             whole = mpi_bcast(join([leaves[k] for k in places]), root, comm=comm)
@@ -110,12 +103,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     >>> print(mpiad.parallel.allreduce_(x) is x, x / size)
     True [1. 1.]
     """
-    arrays = _writable(x, "parallel.allreduce_", comm)
-    with restoring_state(), suspended():
-        # All results are computed before any of them is written, since an array may occur twice in the pytree.
-        for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
-            array[...] = total
-    return x
+    return _overwritten(x, "parallel.allreduce_", comm, lambda array: mpi_allreduce(array, op, comm=comm))
 
 
 def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -128,13 +116,13 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
     >>> print(x[0] == (size if rank == 0 else 1))
     True
     """
-    arrays = _writable(x, "parallel.reduce_", comm)
-    with restoring_state(), suspended():
-        totals = [mpi_reduce(array, op, root, comm=comm) for array in arrays]
-    if channel(comm, "parallel.reduce_").rank == root:
-        for array, total in zip(arrays, totals):
-            array[...] = total
-    return x
+    is_root = channel(comm, "parallel.reduce_").rank == root
+
+    def reduced(array: Array) -> Array:
+        total = mpi_reduce(array, op, root, comm=comm)
+        return total if is_root else array
+
+    return _overwritten(x, "parallel.reduce_", comm, reduced)
 
 
 def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -146,10 +134,7 @@ def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     >>> print(mpiad.parallel.bcast_(x))
     [0. 1. 2.]
     """
-    for array in _writable(x, "parallel.bcast_", comm):
-        with restoring_state(), suspended():
-            array[...] = mpi_bcast(array, root, comm=comm)
-    return x
+    return _overwritten(x, "parallel.bcast_", comm, lambda array: mpi_bcast(array, root, comm=comm))
 
 
 class Pending:
@@ -197,6 +182,15 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
     arrays = _writable(x, "parallel.iallreduce_", comm)
     with restoring_state(), suspended():
         return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
+
+
+def _overwritten(x: Tree, call: str, comm: Comm, compute: Callable[[Array], Array]) -> Tree:
+    arrays = _writable(x, call, comm)
+    with restoring_state(), suspended():
+        # All results are computed before any of them is written, since an array may occur twice in the pytree.
+        for array, result in zip(arrays, list(map(compute, arrays))):
+            array[...] = result
+    return x
 
 
 def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:

@@ -131,17 +131,24 @@ def load_checkpoint(
         if used.rank == root:
             file = _file(path, call)
             try:
-                found = _read(file, used.size) if file.exists() else None
+                found = read(file) if file.exists() else None
             except (ValueError, OSError) as error:
                 raise ValueError(f"{call}: {error}") from error
     found = used.data.bcast(found, root)
     if found is None:
         return None
     description, arrays = found
-    own = description["own"]
     namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
+            if description.get("kind") != _KIND:
+                raise ValueError("it isn't a training checkpoint.")
+            own = description["own"]
+            if description["ranks"] != used.size and any(part != ["plain", None] for part in own):
+                raise ValueError(
+                    f"it holds states (own) of {description['ranks']} rank(s), but this communicator has {used.size}. "
+                    "Start the same number of ranks, or save without own."
+                )
             rank_own = rebuilt(own[used.rank], arrays, namespace) if len(own) == used.size else None
             restored = TrainingCheckpoint(rebuilt(description["tree"], arrays, namespace), rank_own)
             if like is not None:
@@ -171,15 +178,3 @@ def _file(path: str | PathLike[str], call: str) -> Path:
         return Path(path)
     except TypeError as error:
         raise TypeError(f"{call}: {error}.") from None
-
-
-def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    description, arrays = read(path)
-    if description.get("kind") != _KIND:
-        raise ValueError(f"{path} isn't a training checkpoint.")
-    if description["ranks"] != size and any(part != ["plain", None] for part in description["own"]):
-        raise ValueError(
-            f"{path} holds states (own) of {description['ranks']} rank(s), but this communicator has {size}. Start the "
-            "same number of ranks, or save without own."
-        )
-    return description, arrays

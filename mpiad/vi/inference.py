@@ -16,6 +16,7 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import select, to_host
 from mpiad.errors import WorkerError
+from mpiad.parallel import DistributedOptimizer
 from mpiad.primitives.checks import positive_count, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
@@ -219,7 +220,7 @@ class VI:
         The prior, as the argument of `Prior`.
     optimizer : object
         An object with ``setup(params) -> state`` and ``update(state, params, gradient) -> (state, params)``, such as
-        `mpiad.parallel.Adam`.
+        `mpiad.parallel.Adam`; not a `DistributedOptimizer`, since only the root makes updates.
     w : float
         The weight of KL(q‖prior), not negative.
     n_samples_per_epoch : int
@@ -534,6 +535,9 @@ def _check_arguments(loss: object, posterior: object, optimizer: object, **chose
             raise TypeError(f"VI: the {kind} must be an object, but got a class: write {value.__name__}(...).")
         if not all(callable(getattr(value, name, None)) for name in names):
             raise TypeError(f"VI: the {kind} must have {', '.join(names)}, but got {type(value).__name__} {value!r:.60}.")
+    if isinstance(optimizer, DistributedOptimizer):
+        inner = type(optimizer.optimizer).__name__
+        raise TypeError(f"VI: only the root makes updates, so pass the {inner} of the DistributedOptimizer instead.")
     choices = {
         "gradient": ("pathwise", "score"),
         "divergence": ("auto", "closed", "draws", "path"),

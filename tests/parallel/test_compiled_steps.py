@@ -174,7 +174,7 @@ def test_sums_start_between_the_parts_of_the_adjoint(monkeypatch):
     assert sizes == 2 * [6, 15, 5]
     order = [line.split()[0] for line in compiled.program(START, X[OWN], Y[OWN]).loops.splitlines()]
     first = order.index("_start")
-    assert order.index("_totals") < first < order.index("_start", first + 1) < order.index("_reduce")
+    assert order.index("summed") < first < order.index("_start", first + 1) < order.index("_reduce")
     assert "dot" in order[first : order.index("_start", first + 1)]
 
 
@@ -273,7 +273,7 @@ def test_parameters_that_differ_are_refused_on_all_ranks():
         if length == 2:
             optimizer.step(optimizer.setup(params), params, loss, np.ones(4))
             continue
-        with pytest.raises(ValueError, match=rf"DistributedOptimizer.step: .*params\['w'\] has shape .* on rank {ROOT}"):
+        with pytest.raises(ValueError, match=rf"DistributedOptimizer.step: .* on rank {ROOT} params\['w'\] has shape \(3"):
             optimizer.step(optimizer.setup(params), params, loss, np.ones(4))
 
 

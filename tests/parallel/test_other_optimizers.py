@@ -120,6 +120,11 @@ def test_inference_by_another_optimizer():
     assert len(set(COMM.allgather(result.params["mean"].tobytes()))) == 1
 
 
+def test_inference_refuses_an_optimizer_that_all_ranks_call():
+    with pytest.raises(TypeError, match="only the root makes updates, so pass the SGD of the DistributedOptimizer instead"):
+        VI(lambda theta, data: anp.sum(theta), MeanFieldGaussian(1), ("norm",), DistributedOptimizer(SGD(0.1)))
+
+
 class Broken(HeavyBall):
     def update(self, state, params, gradient):
         raise ArithmeticError("no step today")

@@ -276,7 +276,7 @@ def test_errors_name_the_leaf_that_differs_not_own_or_frozen_ones():
             del params["own"]
         optimizer = DistributedOptimizer(rule, **options)
         for loss in quadratic, mpiad.jit(quadratic):
-            with pytest.raises(ValueError, match=rf"params\['w'\] has shape \(3,\).*params\['w'\].*on rank {LAST}"):
+            with pytest.raises(ValueError, match=rf"rank {LAST} params\['w'\] has shape \(4,.*params\['w'\] has shape \(3"):
                 optimizer.step(optimizer.setup(params), params, loss, np.zeros(params["w"].shape))
 
 
@@ -289,8 +289,19 @@ def step_with(p=None, loss=quadratic, batch=ONES, state=None, samples=None, **op
     return optimizer.step(optimizer.setup({"w": np.ones(3)}) if state is None else state, p, loss, *batch, samples=samples)
 
 
-class Unregistered:
+class Unregistered(LookupError):
     pass
+
+
+def raising(kind, found):
+    """Return a function that raises an exception on the last rank only."""
+
+    def function(*args):
+        if RANK == LAST:
+            raise kind("on purpose")
+        return found
+
+    return function
 
 
 ONLY_LAST = RANK == LAST
@@ -302,6 +313,43 @@ WRONG = {
     "schedule": (lambda: step_with(rule=SGD(lambda k: None)), ValueError, r"learning_rate\(0\) must return .* None"),
     "class": (lambda: DistributedOptimizer(Adam), TypeError, r"but got the class Adam. Pass an instance, Adam\("),
     "own": (lambda: step_with(own=lambda path: False), ValueError, r"own\(path\) is true for no leaf .*params\['w'\]"),
+    "own on one rank": (lambda: step_with(own=raising(KeyError, False)), KeyError, f"on purpose.*on rank {LAST}"),
+    "own before synchronize": (
+        lambda: step_with(own=raising(KeyError, False), synchronize=True), KeyError, f"on purpose|raised on rank {LAST}"
+    ),
+    "own of a frozen leaf": (
+        lambda: step_with(
+            {"w": np.ones(3), "v": 1.0}, state={"optimizer": {"w": {"updates": 0}}},
+            rule=ParameterGroups({"w": SGD(0.1), "v": None}, lambda path: path[-3]),
+            own=lambda path: raising(ArithmeticError, False)(path) if "v" in path else False,
+        ), ArithmeticError, f"on purpose.*on rank {LAST}",
+    ),
+    "group of a leaf": (
+        lambda: step_with(
+            state={"optimizer": {"w": {"updates": 0}}}, rule=ParameterGroups({"w": SGD(0.1)}, raising(KeyError, "w"))
+        ), KeyError, f"on purpose.*on rank {LAST}",
+    ),
+    "schedule on one rank": (
+        lambda: step_with(rule=SGD(raising(ZeroDivisionError, 0.1))), ZeroDivisionError, f"on purpose.*on rank {LAST}"
+    ),
+    "class of the user's": (
+        lambda: step_with(samples=lambda p, x: raising(Unregistered, 1)(x)), LookupError, f"on purpose.*on rank {LAST}"
+    ),
+    "schedule of a compiled step": (
+        lambda: step_with(rule=Adam(lambda k: math.nan if ONLY_LAST else 0.1), loss=mpiad.jit(quadratic),
+            state={"optimizer": Adam().setup({"w": np.ones(3)})}), ValueError,
+        rf"Adam: the schedule learning_rate\(0\) must return a finite number.*nan.*on rank {LAST}",
+    ),
+    "schedule of a group": (
+        lambda: step_with(
+            state={"optimizer": {"w": {"updates": 0}}},
+            rule=ParameterGroups({"w": SGD(lambda k: math.nan if ONLY_LAST else 0.1)}, lambda path: "w"),
+        ), ValueError, rf"SGD: the schedule learning_rate\(0\) must.*nan.*on rank {LAST}",
+    ),
+    "schedule in update": (
+        lambda: DistributedOptimizer(SGD(raising(KeyError, 0.1))).update({"optimizer": {"updates": 0}}, *[np.ones(2)] * 2),
+        KeyError, f"on purpose.*on rank {LAST}",
+    ),
     "own is no function": (lambda: step_with(own="head"), TypeError, "own must be a function of a leaf's path"),
     "check_every": (lambda: step_with(check_every=0), ValueError, "check_every"),
     "object on one rank": (

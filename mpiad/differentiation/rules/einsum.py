@@ -29,6 +29,7 @@ _LETTERS = ascii_uppercase + ascii_lowercase  # for the numbers in lists of subs
 _BLAS = "fdFD"  # the dtypes that BLAS multiplies
 # Number of terms, and length of the result of a matrix times a vector, up to which NumPy's loops are as fast.
 _FEW, _SHORT = 1 << 14, 7
+_NARROW = 32  # columns
 
 
 def contraction(subscripts: str, operands: Sequence[Array]) -> Array | None:
@@ -77,8 +78,14 @@ def _product(x: Array, a: Sequence[str], y: Array, b: Sequence[str], out: str) -
     # The order of the summed axes is that of the larger operand, so that this operand isn't copied.
     summed = [letter for letter in (a if x.size > y.size else b) if letter in a and letter in b and letter not in batch]
     rows, columns = [letter for letter in a if letter not in b], [letter for letter in b if letter not in a]
-    if rows and columns and target.index(columns[0]) < target.index(rows[0]):
-        x, a, y, b, rows, columns = y, b, x, a, columns, rows
+    if rows and columns:
+        height, width = (math.prod([lengths[letter] for letter in letters]) for letters in (rows, columns))
+        turned = target.index(columns[0]) < target.index(rows[0])
+        if min(height, width) <= _NARROW and a[0] in summed and b[0] in summed:
+            # BLAS computes xᵀy up to twice as fast if the narrow operand is the transposed one.
+            turned = height > width
+        if turned:
+            x, a, y, b, rows, columns = y, b, x, a, columns, rows
     is_long = rows and columns or math.prod([lengths[letter] for letter in rows + columns]) > _SHORT
     if summed and is_long:
         first, second = _grouped(x, a, [*batch, rows, summed]), _grouped(y, b, [*batch, summed, columns])

@@ -21,8 +21,8 @@ T = TypeVar("T")
 # Exceptions that other ranks can construct from their name and one text.
 _BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError ArithmeticError FloatingPointError OverflowError
     ZeroDivisionError LookupError IndexError KeyError AssertionError AttributeError NameError MemoryError OSError""".split()
-_KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
-_KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
+KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
+KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
 
 
 def exit_code(code: object) -> int:
@@ -56,7 +56,7 @@ class Failure(NamedTuple):
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         names = [kind.__name__ for kind in type(error).__mro__]
-        builtin = next((name for name in names if name in _KINDS), RuntimeError.__name__)
+        builtin = next((name for name in names if name in KINDS), RuntimeError.__name__)
         return cls(type(error).__name__, str(error), summary, trace, code_of(error), builtin)
 
 
@@ -118,7 +118,7 @@ def forget_agreement(error: BaseException) -> None:
 
 def raise_together(channel: Channel, error: Exception | None) -> None:
     """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None."""
-    # Other ranks raise the first class in the error's MRO that is in `_KINDS`: so `except ValueError` catches one error on
+    # Other ranks raise the first class in the error's MRO that is in `KINDS`: so `except ValueError` catches one error on
     # all ranks or on none.
     checked_on_replay(_raised_together, channel, error)
 
@@ -148,7 +148,7 @@ def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
     if error is not None:
         raise agreed(channel, error)  # with its own traceback
     rank, failure = next(iter(failures.items()))
-    raise agreed(channel, _KINDS[failure.builtin](f"{failure.text} (raised on rank {rank})"))
+    raise agreed(channel, KINDS[failure.builtin](f"{failure.text} (raised on rank {rank})"))
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:
