@@ -82,10 +82,13 @@ def draw_picture(path, aquifer, fields, points, heads):
     for k, (y, x) in enumerate(POINTS * (height, width)):
         for axis in axes[0, :2]:
             axis.plot(x, y, "co", markeredgecolor="black")
-            axis.annotate(f"{k + 1}", (x, y), xytext=(6, 6), textcoords="offset points", color="white")
-        for name, values in points.items():
-            axes[1, k].hist(values[:, k], 40, density=True, color=COLORS[name], alpha=0.6, label=name)
-        axes[1, k].set(title=f"m at point {k + 1}", xlabel="m")
+            axis.annotate(f"{k + 1}", (x, y), xytext=(6, 6), textcoords="offset points")
+        axes[1, k].hist(points["chain"][:, k], 40, density=True, color=COLORS["chain"], alpha=0.6, label="chain")
+        mean, deviation = points["Laplace"][:, k].mean(), points["Laplace"][:, k].std()
+        m = numpy.linspace(mean - 4 * deviation, mean + 4 * deviation, 100)
+        density = numpy.exp(-0.5 * ((m - mean) / deviation) ** 2) / (numpy.sqrt(2 * numpy.pi) * deviation)
+        axes[1, k].plot(m, density, color="black", label="Laplace")
+        axes[1, k].set(title=f"m at point {k + 1}", xlabel="m", ylabel="probability density")
         axes[1, k].legend()
     order = numpy.argsort(heads["chain"].mean)
     center, place = heads["chain"].mean[order], numpy.arange(len(order))
@@ -93,8 +96,9 @@ def draw_picture(path, aquifer, fields, points, heads):
         away, bars = each.mean[order] - center, BAND * each.deviation[order]
         axes[1, 2].errorbar(place + shift, away, bars, fmt="none", color=COLORS[name], label=f"95 % interval, {name}")
     axes[1, 2].plot(place, heads["chain"].measured[order] - center, "k.", label="measured")
-    axes[1, 2].set(title="held-out heads minus the chain's mean", xlabel="borehole, by its head", ylabel="m")
-    axes[1, 2].legend()
+    axes[1, 2].set(title="held-out heads minus the chain's mean", xlabel="borehole, by its head", ylabel="meters")
+    axes[1, 2].margins(y=0.2)
+    axes[1, 2].legend(loc="upper center", ncols=3, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

@@ -1,4 +1,4 @@
-"""Sample the posterior of a log conductivity by five methods: the tutorial problem of hIPPYlib-MUQ.
+"""Sample the posterior of a log conductivity by six methods: the tutorial problem of hIPPYlib-MUQ.
 
     mpiexec -n 2 python examples/poisson_posterior.py
 
@@ -41,7 +41,7 @@ from mpiad.tasks import RankGroups
 
 CELLS, POINTS, RELATIVE_NOISE = 32, 300, 0.005
 GAMMA, DELTA, THETA = 0.1, 0.5, (1.25, 0.75)  # diagonal and other entries of Θ
-INFORMED = ("hpcn", "hmala", "dr")
+INFORMED = ("hpcn", "hmala", "dr", "hhmc")
 METHODS = ("pcn", "mala", *INFORMED)
 
 parser = argparse.ArgumentParser(description="Sample the posterior of hIPPYlib-MUQ's tutorial problem.")
@@ -189,25 +189,25 @@ def draw_picture(path, problem, posterior, results, predicted):
         axis.set(title=title, xlabel="x", ylabel="y")
     axes[0, 0].plot(*problem.places[::-1], "k.", markersize=2)
     traces, correlations, densities, sizes = axes[1]
-    for method, result in results.items():
-        chain = result.quantities[0]
-        traces.plot(chain, linewidth=0.7, label=method)
+    densities.hist(predicted, 20, density=True, color="0.85", label="Laplace")
+    for k, (method, result) in enumerate(results.items()):
+        chain, color = result.quantities[0], f"C{k}"
+        traces.plot(chain[:500], linewidth=0.7, color=color, label=method)
         away = numpy.fft.rfft(chain - chain.mean(), 2 * len(chain))
         lags = numpy.fft.irfft(numpy.abs(away) ** 2)[: min(300, len(chain) // 2)]
-        correlations.plot(lags / lags[0], label=method)
+        correlations.plot(lags / lags[0], color=color, label=method)
         if method in INFORMED:
-            densities.hist(result.quantities.ravel(), 40, density=True, histtype="step", linewidth=1.5, label=method)
-    densities.hist(predicted, 40, density=True, color="0.85", label="Laplace")
+            densities.hist(result.quantities.ravel(), 40, density=True, histtype="step", color=color, label=method)
     densities.axvline(problem.log_flux(problem.truth), color="k", linestyle=":", label="truth")
     informed = {name: result for name, result in results.items() if name in INFORMED}
     rates = [sum(map(effective_size, result.quantities)) / numpy.sum(result.seconds) * 60 for result in informed.values()]
     sizes.bar(list(informed), rates, color=[f"C{k}" for k, name in enumerate(results) if name in INFORMED])
-    traces.set(title="log of the flux, first chain", xlabel="sample")
+    traces.set(title="log of the flux, 500 samples of the first chain", xlabel="sample")
     correlations.set(title="its autocorrelation", xlabel="lag", ylim=(-0.3, 1))
     densities.set(title="its distribution", xlabel="log of the flux")
     sizes.set(title="its effective samples per minute of one core")
     for axis in (traces, correlations, densities):
-        axis.legend()
+        axis.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

@@ -14,8 +14,7 @@ and 15.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -120,7 +119,9 @@ def checked_block(domain: Domain, block: LocalArray, call: str, several: bool = 
     return block
 
 
-def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
+def agreed_fields(
+    domain: Domain, fields: Mapping[str, object], numbers: Mapping[str, object], call: str
+) -> list[LocalArray]:
     """Return the fields as blocks; raise on all ranks if a field or number is invalid, or a number differs; collective."""
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
@@ -135,7 +136,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
                     f"{value!r:.60}."
                 )
             for each in value if several else [value]:
-                if not _is_positive(each):
+                if not (isinstance(each, (int, float, np.integer, np.floating)) and 0.0 < each < math.inf):
                     raise ValueError(f"{call}: {name} must be a positive number, but got {each!r:.60}.")
         # Fields are numbers or blocks. All fields except the first, the mean, must be positive.
         for k, (name, value) in enumerate(fields.items()):
@@ -152,13 +153,6 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
     return blocks
 
 
-def _is_positive(value: Any) -> bool:
-    try:
-        return 0.0 < float(value) < math.inf
-    except (TypeError, ValueError):
-        return False
-
-
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
     """Return this rank's block of the diagonal of A⁻ᵖ, for A = c - Σ a_i ∂²_i and p = `power`."""
     # c > 0 and p is 1 or 2. The coefficients `a`, of shape (d,), include the factors 1 / spacing². There is no flux across
@@ -171,19 +165,11 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
         _diagonal(n, cells, rate, periodic, times)
         for n, cells, rate, periodic in zip(domain.shape, domain.owned, a, domain.periodic)
     ]
-    head, *rest = factors
-    found = np.stack([_outer(weights * row, rest) for row in head])
+    single = np.ones((1, len(times)))  # for each dimension below three
+    first, second, third = [*factors, single, single][:3]
+    found = np.stack([(weights * row * second) @ third.T for row in first]).reshape([len(each) for each in factors])
     # The second term is the integral from 0 to half a step before the first t, where the integrand is nearly tᵖ⁻¹ / Γ(p).
     return found + (times[0] * math.exp(-0.5 * _STEP)) ** power / math.gamma(power + 1)
-
-
-def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
-    """Return Σ_t row[t] factors[0][i, t] factors[1][j, t] for all cells i, j; there may also be one factor or no factor."""
-    if not factors:
-        return np.asarray(row.sum())
-    if len(factors) == 1:
-        return factors[0] @ row
-    return (factors[0] * row) @ factors[1].T
 
 
 def _diagonal(n: int, cells: slice, rate: float, periodic: bool, times: np.ndarray) -> np.ndarray:

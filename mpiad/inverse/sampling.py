@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm, LocalArray
+from mpiad._typing import Comm, Function, LocalArray
 from mpiad.differentiation.objective import check_objective
 from mpiad.inverse import crank_nicolson, delayed_rejection, hamiltonian, langevin
 from mpiad.inverse.gaussian_prior import GaussianPrior
@@ -44,7 +44,7 @@ from mpiad.transport.exits.signals import requested
 _CALL = "inverse.sample"
 _FIRST_SIZE = 0.2  # of steps, if the warm-up adapts it
 _DECAY = 0.6  # exponent of the weights of the adaptation (Robbins and Monro)
-_UNNAMED = "quantities"  # the name of quantities that aren't a dict
+_UNNAMED = ""  # the name of quantities that aren't a dict
 _REFRESH = 1.0  # seconds between two updates of the progress bar
 _TRIES = 20  # the least number of a stage's proposals for the warning that none was accepted
 
@@ -117,7 +117,7 @@ class Samples:
         arrays get an axis for the chain. Draws of another sampler must have the shape (chains, draws, ...).
         """
         arviz = optional_package("arviz", "ArviZ", "mpiad[arviz]", "inverse.Samples.to_arviz")
-        found = self.quantities if isinstance(self.quantities, dict) else {_UNNAMED: self.quantities}
+        found = self.quantities if isinstance(self.quantities, dict) else {"quantities": self.quantities}
         single = self.misfit is not None and np.ndim(self.misfit) == 1
         variables = {name: np.asarray(values)[None] if single else np.asarray(values) for name, values in found.items()}
         stats = None if self.misfit is None else {"misfit": np.atleast_2d(self.misfit)}
@@ -143,14 +143,14 @@ class _Settings(NamedTuple):
 class _Problem(NamedTuple):
     """What a group of ranks samples; `quantities`: by name."""
 
-    misfit: Callable[[LocalArray], Any]
+    misfit: Function
     reference: Posterior
-    quantities: dict[str, Callable[[LocalArray], Any]]
+    quantities: dict[str, Function]
     start: LocalArray | None
 
 
 def sample(
-    misfit: Callable[..., Any],
+    misfit: Function,
     prior: GaussianPrior | None = None,
     *,
     method: str,
@@ -160,7 +160,7 @@ def sample(
     warmup: int | None = None,
     step_size: float | Sequence[float] | None = None,
     posterior: Posterior | None = None,
-    quantities: Callable[[LocalArray], Any] | dict[str, Callable[[LocalArray], Any]] | None = None,
+    quantities: Function | dict[str, Function] | None = None,
     objective: str = "root",
     chains: int | None = None,
     groups: RankGroups | int | None = None,
@@ -296,7 +296,7 @@ def sample(
                 method, n_samples, seed, warmup, step_size, objective, chains, fields, thin, checkpoint, progress
             )
             if division is None:
-                problem = _problem(settings.method, misfit, prior, posterior, quantities, start)
+                problem = _problem(settings.method, start, misfit, prior, posterior, quantities)
             elif prior is not None or posterior is not None:
                 raise TypeError(f"{_CALL}: with groups, build(comm) returns prior and posterior; don't pass them.")
         given = settings._replace(checkpoint=settings.checkpoint and settings.checkpoint.every)  # type: ignore[arg-type]
@@ -344,7 +344,7 @@ def _checked(*arguments: Any) -> _Settings:
 
 
 def _problem(
-    method: str, misfit: Any, prior: object, posterior: object, quantities: Any = None, start: LocalArray | None = None
+    method: str, start: LocalArray | None, misfit: object, prior: object, posterior: object, quantities: object = None
 ) -> _Problem:
     """Return what is sampled; raise a TypeError or ValueError if a part of it is invalid."""
     if not isinstance(prior, GaussianPrior):
@@ -353,7 +353,7 @@ def _problem(
     by_name = quantities if isinstance(quantities, dict) else {} if quantities is None else {_UNNAMED: quantities}
     for name, fun in [("misfit", misfit), *by_name.items()]:
         if not callable(fun):
-            raise TypeError(f"{_CALL}: {name} must be callable, but got {type(fun).__name__} {fun!r:.60}.")
+            raise TypeError(f"{_CALL}: {name or 'quantities'} must be callable, but got {type(fun).__name__} {fun!r:.60}.")
     if informed and posterior is None:
         advice = "pass posterior=laplace_approximation(...), or use 'pcn' or 'mala'"
         raise ValueError(f"{_CALL}: method {method!r} needs a Laplace approximation: {advice}.")
@@ -369,7 +369,7 @@ def _problem(
 
 
 def _run_in_groups(
-    build: Any, settings: _Settings, division: RankGroups, quantities: Any, start: LocalArray | None, shown: bool
+    build: Function, settings: _Settings, division: RankGroups, quantities: object, start: LocalArray | None, shown: bool
 ) -> dict[int, _Chain]:
     """Run the chains on groups; return all of them, with this rank's blocks of their moments."""
     found: dict[int, _Chain] = {}
@@ -381,7 +381,7 @@ def _run_in_groups(
         if not built:
             parts = (*build(comm), quantities)[:4]
             with raising_together(channel(comm, _CALL), Exception):
-                built.append(_problem(settings.method, *parts, start=start))
+                built.append(_problem(settings.method, start, *parts))
         found[number] = _run(built[0], settings, number, shown)
         return 0.0
 
@@ -460,9 +460,9 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
     with solve.ending(checkpoint, bar):
         given = "None" if problem.start is None else "an array"
         require_same(used, f"start={given}, quantities={list(problem.quantities)}", _CALL)
-        deviation, field = Draw(prior, settings.seed, number, 0).deviation(), problem.start
-        if field is None:
-            field = reference.mean if settings.chains is None else reference.mean + reference.narrowed(deviation)
+        field = reference.mean if problem.start is None else problem.start
+        if problem.start is None and settings.chains is not None:
+            field = field + reference.narrowed(Draw(prior, settings.seed, number, 0).deviation())
         program = Program(problem.misfit, None, None, (), settings.objective, 0)
         evaluation = MisfitEvaluation(program, local_packing(field), solve.agreement, used)
         target = Target(evaluation, reference, method.slope)
@@ -476,7 +476,7 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
         if checkpoint is not None:
             path = checkpoint.file.with_name(f"{checkpoint.file.stem}.chain{number}{checkpoint.file.suffix}")
             rows = path.with_name(f"{path.name}.rank{used.rank}of{used.size}.rows")
-            files = RankFiles(path, used, _identity(problem, settings, number, state, deviation), _CALL)
+            files = RankFiles(path, used, _identity(problem, settings, number, state), _CALL)
             kept, begin = files.load(), max(files.iteration, 0)
             if begin > total:
                 text = f"has {begin} steps, but this call has {total}. Pass a larger n_samples or another file"
@@ -489,7 +489,8 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
             found = {name: np.array(fun(chain.state.field.copy()), dtype=float) for name, fun in problem.quantities.items()}
             shapes = {name: value.shape for name, value in found.items()}
             if chain.rows and shapes != chain.shapes:
-                raise ValueError(f"{_CALL}: quantities had the shapes {chain.shapes} before, but now have {shapes}.")
+                before, now = (list(each.values()) for each in (chain.shapes, shapes))
+                raise ValueError(f"{_CALL}: quantities had the shapes {before} before, but now have {now}.")
             chain.shapes = shapes
             return np.concatenate([[chain.state.misfit], *map(np.ravel, found.values())])
 
@@ -526,11 +527,10 @@ def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _C
     return chain
 
 
-def _identity(
-    problem: _Problem, settings: _Settings, number: int, first: State, deviation: LocalArray
-) -> dict[str, object]:
-    """Return the description of a chain; `deviation` is a sample of the prior, which identifies its covariance."""
+def _identity(problem: _Problem, settings: _Settings, number: int, first: State) -> dict[str, object]:
+    """Return the description of a chain; a sample of the prior identifies its covariance; collective."""
     reference = problem.reference
+    deviation = Draw(reference.prior, 0, 0, 0).deviation()
     return {name: getattr(settings, name) for name in ("method", "seed", "warmup", "step_size", "objective")} | {
         "chain": number,
         "grid": reference.prior.domain.shape,

@@ -84,7 +84,7 @@ class Values:
 
 def target_of(problem, method):
     known = sampling._METHODS[method]
-    reference = sampling._problem(method, problem.misfit, problem.prior, problem.posterior).reference
+    reference = sampling._problem(method, None, problem.misfit, problem.prior, problem.posterior).reference
     found = sampling_target.Target(Values(problem.misfit), reference, known.slope)
     proposed = []
     at = found.at

@@ -176,14 +176,19 @@ def test_resumed_bit_for_bit(method, folder):
     for name in ("misfit", "mean", "variance", "acceptance", "step_size"):
         assert np.array_equal(getattr(resumed, name), getattr(whole, name)), name
     assert resumed.solves == whole.solves
-    for change in (
-        {"seed": 4},
-        {"warmup": 5},
-        {"step_size": [0.1] * np.size(whole.step_size)},
-        {"start": problem.prior.mean + 1},
+    for change, text in (
+        ({"seed": 4}, r"seed is 3 in the file, but 4 in this call\. Use"),
+        ({"warmup": 5}, r"warmup is 6 in the file, but 5 in this call\. Use"),
+        ({"step_size": [0.1] * np.size(whole.step_size)}, "step_size is null in the file"),
+        ({"start": problem.prior.mean + 1}, "misfit at the start is"),
+        ({"quantities": problem.observed}, "quantities is"),
     ):
-        with pytest.raises(ValueError, match="belongs to another problem"):
+        with pytest.raises(ValueError, match=f"belongs to another problem: {text}"):
             problem.sample(method, 20, **{**saved, **change})
+    wider = Bilaplacian(problem.domain, 0.6, 1.3, mean=0.2, spacing=H, rtol=1e-12)
+    other = Posterior(problem.posterior.mean, wider, problem.posterior)
+    with pytest.raises(ValueError, match=r"belongs to another problem: .*prior \(checksum\) is"):
+        sample(problem.misfit, wider, method=method, n_samples=20, posterior=other, **saved)
     with pytest.raises(ValueError, match="belongs to another problem: misfit at the start"):
         sample(
             lambda m: 2.0 * problem.misfit(m),
@@ -290,6 +295,16 @@ def test_quantities_may_change_their_argument(linear):
     assert np.array_equal(found.misfit, linear.sample("hpcn", 5).misfit)
 
 
+def test_form_of_quantities(linear, folder):
+    """A dict gives a dict, also with the name that ArviZ gets for other quantities, and after a resumption."""
+    for given in (linear.observed, {"quantities": linear.observed}):
+        for n_samples in (3, 6):
+            options = {"quantities": given, "warmup": 2, "checkpoint": folder / type(given).__name__}
+            found = linear.sample("hpcn", n_samples, **options).quantities
+        assert isinstance(found, dict) == isinstance(given, dict)
+        assert np.shape(found["quantities"] if isinstance(found, dict) else found) == (6, 5)
+
+
 def test_quantities_of_another_shape(linear):
     calls = 0
 
@@ -298,7 +313,7 @@ def test_quantities_of_another_shape(linear):
         calls += 1
         return np.zeros(calls)
 
-    with pytest.raises(WorkerError, match=r"quantities had the shapes {'quantities': \(1,\)} before, but now have"):
+    with pytest.raises(WorkerError, match=r"quantities had the shapes \[\(1,\)\] before, but now have \[\(2,\)\]"):
         linear.sample("hpcn", 9, quantities=quantities)
 
 
@@ -390,6 +405,33 @@ def test_progress_and_diagnostics(linear, capfd):
     single = linear.sample("hpcn", 10, quantities={"first": lambda m: linear.observed(m)[0]})
     assert single.to_arviz().posterior["first"].shape == (1, 10)
     assert Samples({"theta": np.zeros((3, 7, 2))}).to_arviz().posterior["theta"].shape == (3, 7, 2)
+
+
+def test_draws_of_a_program_on_the_root(size):
+    """Two parameters, sampled on the root by Langevin proposals: the same type of result, and the moments of a Gaussian."""
+    precision, mean = np.array([[2.0, 0.6], [0.6, 1.0]]), np.array([0.5, -1.0])
+
+    def chain(f, random, step, count):
+        x, (value, gradient), found = mean, f.value_and_gradient(mean), []
+        for _ in range(count):
+            new = x - step * gradient + np.sqrt(2.0 * step) * random.standard_normal(2)
+            new_value, new_gradient = f.value_and_gradient(new)
+            there, back = new - x + step * gradient, x - new + step * new_gradient
+            if np.log(random.random()) < value - new_value + (there @ there - back @ back) / (4.0 * step):
+                x, value, gradient = new, new_value, new_gradient
+            found.append(x)
+        return found
+
+    def program(f):
+        return Samples({"theta": np.array([chain(f, np.random.default_rng(seed), 0.6, 500) for seed in range(2)])})
+
+    result = mpiad.drive(program, lambda x: 0.5 * anp.dot(x - mean, anp.dot(precision, x - mean)) / size, objective="sum")
+    if result is not None:
+        draws = result.quantities["theta"]
+        assert draws.shape == (2, 500, 2)
+        for series in (*np.moveaxis(draws - mean, 2, 0), np.prod(draws - mean, axis=2) - np.linalg.inv(precision)[0, 1]):
+            effective = sum(map(effective_size, series))
+            assert effective > 100 and abs(series.mean()) < 3.0 * series.std() / np.sqrt(effective)
 
 
 def test_several_chains_start_at_samples(linear):
