@@ -87,7 +87,9 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
     pieces = of_whole(array, chunk_of(array.nbytes))
     sent, received = outgoing_transfer(array, pieces, True, True), incoming_transfer(Spec.of(array), pieces, True)
     started = [
-        channel.begin("reduction", (sent, received), channel.data.Iallreduce, sent.piece(k), received.piece(k), MPI.SUM)
+        channel.begin(
+            "reduction", (sent, received), channel.data.Iallreduce, (sent.piece(k),), (received.piece(k),), (MPI.SUM,)
+        )
         for k in range(len(pieces))
     ]
     return Summation(channel, started, received)
@@ -95,7 +97,7 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
     """Start to sum host arrays in place; they mustn't be used before the end."""
-    requests = channel.begin("reduction", array, channel.data.Iallreduce, MPI.IN_PLACE, array, MPI.SUM)
+    requests = channel.begin("reduction", array, channel.data.Iallreduce, (MPI.IN_PLACE,), (array,), (MPI.SUM,))
     return Summation(channel, [requests], HostTransfer(array))
 
 

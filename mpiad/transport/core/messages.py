@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 from mpi4py import MPI
@@ -15,8 +16,7 @@ from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import Spec, arrays_of
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import (
-    HostTransfer,
-    Transfer,
+    communicate,
     incoming_transfer,
     of_block,
     of_whole,
@@ -132,10 +132,12 @@ def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> 
     pieces = of_whole(array, chunk)
     outgoing = outgoing_transfer(array, pieces)
     announcement = Announcement(array, chunk)
-    announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
+    announced = channel.begin(
+        kind, announcement, envelope.comm.Isend, (announcement,), (envelope.peer,), (envelope.mpi_tag,)
+    )
     for number in range(len(pieces)):
         piece = outgoing.piece(number)
-        given = piece.view(np.uint8), envelope.peer, envelope.tag_of_chunks
+        given = (piece.view(np.uint8),), (envelope.peer,), (envelope.tag_of_chunks,)
         channel.leave(channel.begin("blocking send", piece, channel.reverse.Isend, *given))
     return announced
 
@@ -158,7 +160,7 @@ def _receive_chunks(envelope: Envelope, buffers: list[np.ndarray]) -> Iterator[i
     """Receive the chunks into buffers, and yield the number of each one after its arrival."""
     channel, posted = envelope.channel, []
     for buffer in buffers:
-        given = buffer.reshape(-1).view(np.uint8), envelope.peer, envelope.tag_of_chunks
+        given = (buffer.reshape(-1).view(np.uint8),), (envelope.peer,), (envelope.tag_of_chunks,)
         posted.append(channel.begin("blocking receive", buffer, channel.reverse.Irecv, *given))
     for number, requests in enumerate(posted):
         requests[0].Wait()
@@ -181,12 +183,12 @@ class Receipt:
 
     __slots__ = ("buffer", "envelope", "requests", "spec", "transfer")
 
-    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", transfer: Transfer | None = None):
+    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive"):
         self.spec, self.envelope = spec, envelope
-        self.transfer = transfer or incoming_transfer(spec)
+        self.transfer = incoming_transfer(spec)
         self.buffer: Buffer = self.transfer.piece(0)
         kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
-        self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
+        self.requests = envelope.channel.begin(kind, kept, call, (self.buffer,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
@@ -197,7 +199,7 @@ def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Requ
         if array.nbytes > max(chunk, ANNOUNCEMENT_BYTES) and not takes_directly(arrays):
             return _send_in_chunks(array, envelope, chunk, kind)
         array = outgoing_transfer(array, copies=True).piece(0)
-    return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
+    return envelope.channel.begin(kind, array, envelope.comm.Isend, (array,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def send(array: Array, envelope: Envelope) -> None:
@@ -289,26 +291,40 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
 
 
 def exchange(
-    channel: Channel, tag: int, sent: Sequence[tuple[Rank, Array]], received: Sequence[tuple[Rank, Array]], call: str
-) -> None:
-    """Send arrays to ranks and receive into other arrays, all at once, and wait for all of them."""
-    receipts = []
-    for rank, x in received:
-        transfer = HostTransfer(x) if type(x) is np.ndarray else None
-        receipts.append(Receipt(Spec.of(x), Envelope(channel, rank, tag, False), "blocking receive", transfer))
-    sending = [post_send(x, Envelope(channel, rank, tag, True), "blocking send") for rank, x in sent]
-    try:
-        for (_, x), receipt in zip(received, receipts):
-            made = finish_receive(receipt, call)
-            if made is not x:  # received by the device, or in pieces
-                x[...] = made
-    except BaseException:
-        for requests in sending:
-            channel.leave(requests)  # it may still be in flight
-        raise
-    for requests in sending:
-        requests[0].Wait()
-        channel.release(requests)
+    channel: Channel,
+    tag: int,
+    array: Array,
+    sent: Mapping[Rank, slice],
+    spec: Spec,
+    received: Mapping[Rank, slice],
+    call: str,
+) -> Array:
+    """Send slices of an array to ranks, and return the array of the slices that they send; all messages at once."""
+    for counts, peers in ((channel.received, received), (channel.sent, sent)):
+        for peer in peers:
+            counts[peer, tag] = counts.get((peer, tag), 0) + 1
+
+    def swap(source: Buffer, target: Buffer) -> None:
+        comm, status = channel.data, MPI.Status()
+        parts = [target[part] for part in received.values()]
+        receives = channel.begin("blocking receive", target, comm.Irecv, parts, received, repeat(tag))
+        sends = channel.begin(
+            "blocking send", source, comm.Isend, map(source.__getitem__, sent.values()), sent, repeat(tag)
+        )
+        for request, peer, part in zip(receives, received, parts):
+            try:
+                request.Wait(status)
+            except MPI.Exception as error:
+                raise receive_error(error, Spec.of(part), Envelope(channel, peer, tag, False, 0), call) from None
+            if (got := status.Get_count(MPI.BYTE)) != part.nbytes:
+                raise ValueError(_mismatch(Spec.of(part), f"{got} bytes", Envelope(channel, peer, tag, False, 0), call))
+        for request in sends:
+            request.Wait()
+        channel.release(receives)
+        channel.release(sends)
+
+    # Both sides know the sizes of the messages, so device arrays are staged as a whole.
+    return communicate(swap, array, spec)
 
 
 def receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
