@@ -13,7 +13,7 @@ of the ranks in the order of the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
@@ -31,12 +31,21 @@ from mpiad.transport import MAX, Channel, Spec, channel
 from mpiad.transport.core import collectives
 from mpiad.transport.core.agreement import raise_together, raising_together
 from mpiad.transport.core.buffers import require_sendable
+from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.messages import exchange
 from mpiad.transport.core.tracing import once, restoring_state
-from mpiad.transport.devices.device_arrays import empty_like
+from mpiad.transport.devices.device_arrays import arrays_of, empty_like
 
 _TAG = 32741  # below 32767, the largest tag that every MPI supports
 _CALL = "GhostExchange"
+
+
+class _Parts(NamedTuple):
+    """The slices of an array, one after the other, that belong to this rank and to other ranks."""
+
+    length: int
+    own: slice
+    others: dict[Rank, slice]  # those that aren't empty
 
 
 class GhostExchange:
@@ -103,10 +112,12 @@ class GhostExchange:
             counts = np.bincount(owners, minlength=used.size)
             sent_counts = mpi_alltoall(counts, comm=comm)
             sent = mpi_alltoall(positions[order], counts, comm=comm, received=sent_counts)
-        self._received_slices, self._sent_slices = _slices(counts), _slices(sent_counts)
-        self.sources: list[tuple[Rank, slice]] = list(self._received_slices.items())
-        self.destinations = [(rank, sent[part]) for rank, part in self._sent_slices.items()]
-        self._rank, self._n_received = used.rank, len(unique)
+        incoming, outgoing = _slices(counts), _slices(sent_counts)
+        self.sources: list[tuple[Rank, slice]] = list(incoming.items())
+        self.destinations = [(rank, sent[part]) for rank, part in outgoing.items()]
+        self._rank, none = used.rank, slice(0, 0)
+        self._incoming = _Parts(len(unique), incoming.pop(used.rank, none), incoming)
+        self._outgoing = _Parts(len(sent), outgoing.pop(used.rank, none), outgoing)
         # The sent entries among the owned ones, and the needed entries among the received ones; None if they are equal.
         self._sent = Segments(sent, self.n_owned)
         places = np.argsort(order)[places]
@@ -201,21 +212,17 @@ class GhostExchange:
         """
         self._check(x, self.n_owned, "begin_fetch", "owned")
         packed, plain = take_segments(x, self._sent), getval(x)
-        rest, own = plain.shape[1:], self._sent_slices.get(self._rank, slice(0, 0))
         requests = [
-            mpi_irecv(empty_like(plain, (part.stop - part.start, *rest)), rank, _TAG, self.comm)
-            for rank, part in self.sources
-            if rank != self._rank
+            mpi_irecv(empty_like(plain, (part.stop - part.start, *plain.shape[1:])), rank, _TAG, self.comm)
+            for rank, part in self._incoming.others.items()
         ]
         received = len(requests)
-        requests += [
-            mpi_isend(packed[part], rank, _TAG, self.comm) for rank, part in self._sent_slices.items() if rank != self._rank
-        ]
+        requests += [mpi_isend(packed[part], rank, _TAG, self.comm) for rank, part in self._outgoing.others.items()]
         before = sum(rank < self._rank for rank, _ in self.sources)
 
         def finish(values: list[LocalArray]) -> LocalArray:
             # The entries of this rank are between those of the lower and the higher ranks.
-            parts = [*values[:before], packed[own], *values[before:received]]
+            parts = [*values[:before], packed[self._outgoing.own], *values[before:received]]
             found = concatenate(parts) if len(parts) > 1 else parts[0]
             return found if self._places is None else take_segments(found, self._places)
 
@@ -223,44 +230,42 @@ class GhostExchange:
 
     def _check(self, x: LocalArray, length: int, method: str, argument: str) -> None:
         """Raise an error if `x` can't be exchanged."""
-        call, spec, error = f"{_CALL}.{method}", Spec((0,), np.dtype(float)), None
+        call, plain, error = f"{_CALL}.{method}", getval(x), None
         try:
-            require_sendable(getval(x), call)
-            given = spec_like(getval(x))._replace(arrays=None)
-            if given.shape[:1] != (length,):
+            require_sendable(plain, call)
+            shape = getattr(plain, "shape", ())
+            if shape[:1] != (length,):
                 text = f"the first axis must have one entry for each of the {length} {argument} numbers of this rank"
-                raise ValueError(f"{call}: {text}, but got shape {given.shape}.")
-            spec = given
+                raise ValueError(f"{call}: {text}, but got shape {shape}.")
         except (TypeError, ValueError) as found:
             error = found
-        once(self._agree, channel(self.comm, call, collective=False), spec, call, error)
+        if error is not None or not self._agreed or is_watched():
+            once(self._agree, channel(self.comm, call, collective=False), plain, call, error)
 
-    def _agree(self, used: Channel, spec: Spec, call: str, error: Exception | None) -> None:
+    def _agree(self, used: Channel, x: LocalArray, call: str, error: Exception | None) -> None:
         """Raise this rank's error; in the first call and in debug mode on all ranks, which also compare their arrays."""
         if not self._agreed or getattr(used.data, "agreement", None) is not None:
+            spec = Spec((0,), np.dtype(float)) if error else spec_like(x)
             collectives.lengths_of_all(used, spec, 0, call, error)
             self._agreed = True
         elif error is not None:
             raise error
 
     def __repr__(self) -> str:
-        partners = len({rank for rank, _ in [*self.sources, *self.destinations]} - {self._rank})
+        partners = len({*self._incoming.others, *self._outgoing.others})
         return f"GhostExchange({self.n_needed} needed, {self.n_owned} owned, {partners} other ranks)"
 
 
 def fetch_ghosts(x: LocalArray, ghosts: GhostExchange) -> LocalArray:
     """Return the needed entries (n_needed, ...) of x (n_owned, ...); collective."""
-    received = empty_like(x, (ghosts._n_received, *x.shape[1:]))
-    _swap(ghosts._sent.taken(x), ghosts._sent_slices, received, ghosts._received_slices, ghosts)
+    received = _swap(ghosts._sent.taken(x), ghosts._outgoing, ghosts._incoming, ghosts.comm)
     return received if ghosts._places is None else ghosts._places.taken(received)
 
 
 def accumulate_ghosts(x: LocalArray, ghosts: GhostExchange) -> LocalArray:
     """Return for each owned entry the sum (n_owned, ...) of its ghosts in x (n_needed, ...); collective."""
     packed = x if ghosts._places is None else ghosts._places(x)
-    received = empty_like(x, (len(ghosts._sent.numbers), *x.shape[1:]))
-    _swap(packed, ghosts._received_slices, received, ghosts._sent_slices, ghosts)
-    return ghosts._sent(received)
+    return ghosts._sent(_swap(packed, ghosts._incoming, ghosts._outgoing, ghosts.comm))
 
 
 _fetch = custom_operator(fetch_ghosts)
@@ -268,20 +273,16 @@ _fetch = custom_operator(fetch_ghosts)
 _accumulate = defadjoint(_fetch, accumulate_ghosts)
 
 
-def _swap(
-    sent: LocalArray, sent_slices: dict[Rank, slice], received: LocalArray, received_slices: dict[Rank, slice],
-    ghosts: GhostExchange,
-) -> None:  # fmt: skip
-    """Send slices of one array to other ranks, and receive into slices of another; copy this rank's own slice."""
-    rank = ghosts._rank
-    if rank in sent_slices:
-        received[received_slices[rank]] = sent[sent_slices[rank]]
-    outgoing, incoming = (
-        [(peer, array[part]) for peer, part in slices.items() if peer != rank]
-        for array, slices in ((sent, sent_slices), (received, received_slices))
-    )
-    if outgoing or incoming:
-        exchange(point_to_point(ghosts.comm, _CALL), _TAG, outgoing, incoming, _CALL)
+def _swap(x: LocalArray, sent: _Parts, received: _Parts, comm: Comm) -> LocalArray:
+    """Send the parts of an array to their ranks, and return the array of the received parts."""
+    spec = Spec((received.length, *x.shape[1:]), x.dtype, arrays_of(x))
+    if sent.others or received.others:
+        out = exchange(point_to_point(comm, _CALL), _TAG, x, sent.others, spec, received.others, _CALL)
+    else:
+        out = spec.empty()
+    if sent.own.stop:
+        out[received.own] = x[sent.own]
+    return out
 
 
 def _numbers(values: Any, argument: str) -> np.ndarray:

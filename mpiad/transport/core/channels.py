@@ -12,7 +12,7 @@ them, even if an exception drops the requests.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count, repeat
@@ -227,8 +227,10 @@ class Channel:
         # The number of tests stays linear in the number of sends if the next test waits until twice as many are pending.
         self._next_test = 2 * len(self.started) + 1
 
-    def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
-        """Start an MPI operation, ``call(x, y, z)``; return a list with its request, to be passed to `release`.
+    def begin(
+        self, kind: str, buffers: object, call: Callable[..., Request], x: Iterable[Any], y: Iterable[Any], z: Iterable[Any]
+    ) -> list[Request]:
+        """Start MPI operations, ``map(call, x, y, z)``; return the list of their requests, to be passed to `release`.
 
         `kind`: "send", "receive", "reduction", or "parcel" for a send of `polling.Mailbox`; "blocking send" or "blocking
         receive" if the same public call waits for it; "background send" after `leave`. `buffers`: the objects that MPI
@@ -238,9 +240,10 @@ class Channel:
         requests: list[Request] = []
         self.started[id(requests)] = kind, requests, buffers
         try:
-            requests.extend(map(call, (x,), (y,), (z,)))
+            requests.extend(map(call, x, y, z))
         except Exception:
-            self.release(requests)
+            if not requests:
+                self.release(requests)
             raise
         return requests
 

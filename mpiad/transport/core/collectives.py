@@ -67,13 +67,13 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
     sent, received = outgoing_transfer(array, True, True), incoming_transfer(Spec.of(array), True)
     buffers = sent.buffer, received.buffer
-    requests = channel.begin("reduction", buffers, channel.data.Iallreduce, *buffers, MPI.SUM)
+    requests = channel.begin("reduction", buffers, channel.data.Iallreduce, *((buffer,) for buffer in buffers), (MPI.SUM,))
     return Summation(channel, requests, received)
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
     """Start to sum host arrays in place; they mustn't be used before the end."""
-    requests = channel.begin("reduction", array, channel.data.Iallreduce, MPI.IN_PLACE, array, MPI.SUM)
+    requests = channel.begin("reduction", array, channel.data.Iallreduce, (MPI.IN_PLACE,), (array,), (MPI.SUM,))
     return Summation(channel, requests, HostTransfer(array))
 
 

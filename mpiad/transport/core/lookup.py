@@ -82,7 +82,7 @@ def _started(call: str) -> Channel:
     if _world is None or MPI.Is_finalized():
         _require_mpi(call)
         start_world(call)
-    return open_world()
+    return _world or open_world()
 
 
 def _require_mpi(call: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 from mpi4py import MPI
@@ -11,7 +12,7 @@ from mpiad._typing import Array, Buffer, Comm, Rank, Request, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.channels import ABANDONED, Channel
 from mpiad.transport.devices.device_arrays import Spec
-from mpiad.transport.devices.transfers import HostTransfer, Transfer, incoming_transfer, outgoing_transfer
+from mpiad.transport.devices.transfers import communicate, incoming_transfer, outgoing_transfer
 
 # MPI matches forward messages, which have the user's tags, in the order of their start. Messages of adjoints may be started
 # in another order on either side, since requests may be waited for in any order. Therefore their tags are computed from the
@@ -92,18 +93,18 @@ class Receipt:
 
     __slots__ = ("buffer", "envelope", "requests", "spec", "transfer")
 
-    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", transfer: Transfer | None = None):
+    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive"):
         self.spec, self.envelope = spec, envelope
-        self.transfer = transfer or incoming_transfer(spec)
+        self.transfer = incoming_transfer(spec)
         self.buffer: Buffer = self.transfer.buffer
         kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
-        self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
+        self.requests = envelope.channel.begin(kind, kept, call, (self.buffer,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send, and return MPI's request; a host array mustn't be changed before `Channel.leave`."""
     array = outgoing_transfer(array, copies=True).buffer
-    return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
+    return envelope.channel.begin(kind, array, envelope.comm.Isend, (array,), (envelope.peer,), (envelope.mpi_tag,))
 
 
 def send(array: Array, envelope: Envelope) -> None:
@@ -181,26 +182,40 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
 
 
 def exchange(
-    channel: Channel, tag: int, sent: Sequence[tuple[Rank, Array]], received: Sequence[tuple[Rank, Array]], call: str
-) -> None:
-    """Send arrays to ranks and receive into other arrays, all at once, and wait for all of them."""
-    receipts = []
-    for rank, x in received:
-        transfer = HostTransfer(x) if type(x) is np.ndarray else None
-        receipts.append(Receipt(Spec.of(x), Envelope(channel, rank, tag, False), "blocking receive", transfer))
-    sending = [post_send(x, Envelope(channel, rank, tag, True), "blocking send") for rank, x in sent]
-    try:
-        for (_, x), receipt in zip(received, receipts):
-            made = finish_receive(receipt, call)
-            if made is not x:  # on a device
-                x[...] = made
-    except BaseException:
-        for requests in sending:
-            channel.leave(requests)  # it may still be in flight
-        raise
-    for requests in sending:
-        requests[0].Wait()
-        channel.release(requests)
+    channel: Channel,
+    tag: int,
+    array: Array,
+    sent: Mapping[Rank, slice],
+    spec: Spec,
+    received: Mapping[Rank, slice],
+    call: str,
+) -> Array:
+    """Send slices of an array to ranks, and return the array of the slices that they send; all messages at once."""
+    for counts, peers in ((channel.received, received), (channel.sent, sent)):
+        for peer in peers:
+            counts[peer, tag] = counts.get((peer, tag), 0) + 1
+
+    def swap(source: Buffer, target: Buffer) -> None:
+        comm, status = channel.data, MPI.Status()
+        parts = [target[part] for part in received.values()]
+        receives = channel.begin("blocking receive", target, comm.Irecv, parts, received, repeat(tag))
+        sends = channel.begin(
+            "blocking send", source, comm.Isend, map(source.__getitem__, sent.values()), sent, repeat(tag)
+        )
+        for request, peer, part in zip(receives, received, parts):
+            try:
+                request.Wait(status)
+            except MPI.Exception as error:
+                raise _receive_error(error, Spec.of(part), Envelope(channel, peer, tag, False), call) from None
+            if (got := status.Get_count(MPI.BYTE)) != part.nbytes:
+                raise ValueError(_mismatch(Spec.of(part), f"{got} bytes", Envelope(channel, peer, tag, False), call))
+        for request in sends:
+            request.Wait()
+        channel.release(receives)
+        channel.release(sends)
+
+    # Both sides know the sizes of the messages, so device arrays are staged as a whole.
+    return communicate(swap, array, spec)
 
 
 def _receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:

@@ -113,7 +113,7 @@ class Mailbox:
     def post(self, dest: Rank, kind: int, parcel: np.ndarray) -> None:
         """Send an object that `packed` has returned, without waiting."""
         self._settle()
-        self._posted.append((self._used.begin("parcel", parcel, self.comm.Isend, parcel, dest, kind), dest))
+        self._posted.append((self._used.begin("parcel", parcel, self.comm.Isend, (parcel,), (dest,), (kind,)), dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
         """Return a message that has arrived, or None."""

@@ -290,7 +290,7 @@ class SentMeanwhile(Unsent):
         self.comm, self.other = comm, Unsent()
 
     def Test(self):
-        self.comm.leave(self.comm.begin("send", None, lambda *_: self.other, 0, 0, 0))
+        self.comm.leave(self.comm.begin("send", None, lambda *_: self.other, [0], [0], [0]))
         return True
 
 
