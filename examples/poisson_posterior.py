@@ -192,7 +192,7 @@ def draw_picture(path, problem, posterior, results, predicted):
     densities.hist(predicted, 20, density=True, color="0.85", label="Laplace")
     for k, (method, result) in enumerate(results.items()):
         chain, color = result.quantities[0], f"C{k}"
-        traces.plot(chain[:500], linewidth=0.7, color=color, label=method)
+        traces.plot(chain[:500] - 4.0 * k, linewidth=0.7, color=color)
         away = numpy.fft.rfft(chain - chain.mean(), 2 * len(chain))
         lags = numpy.fft.irfft(numpy.abs(away) ** 2)[: min(300, len(chain) // 2)]
         correlations.plot(lags / lags[0], color=color, label=method)
@@ -202,11 +202,12 @@ def draw_picture(path, problem, posterior, results, predicted):
     informed = {name: result for name, result in results.items() if name in INFORMED}
     rates = [sum(map(effective_size, result.quantities)) / numpy.sum(result.seconds) * 60 for result in informed.values()]
     sizes.bar(list(informed), rates, color=[f"C{k}" for k, name in enumerate(results) if name in INFORMED])
-    traces.set(title="log of the flux, 500 samples of the first chain", xlabel="sample")
+    traces.set(title="log of the flux plus a constant, first chain", xlabel="sample")
+    traces.set_yticks([-4.0 * k - 0.7 for k in range(len(results))], list(results))
     correlations.set(title="its autocorrelation", xlabel="lag", ylim=(-0.3, 1))
     densities.set(title="its distribution", xlabel="log of the flux")
     sizes.set(title="its effective samples per minute of one core")
-    for axis in (traces, correlations, densities):
+    for axis in (correlations, densities):
         axis.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
