@@ -40,6 +40,11 @@ PEER_CASES = {
     "hybrid, 12, gradient": (8, 1, 12), "hybrid, 200, gradient": (8, 1, 200), "MLP of width 24, gradient": (24, 1, 1000),
     "two layers of width 24, gradient": (24, 2, 1000), "two layers of width 64, gradient": (64, 2, 1000),
 }  # fmt: skip
+# Seconds of the first solve by a kernel, its compilation included.
+COLD = {
+    "100 species": 5, "100 species, gradient": 10, "100 species, Rodas5P": 8, "100 species, Rodas5P, gradient": 16,
+    "POLLU": 3, "POLLU, gradient": 6,
+}  # fmt: skip
 SETTLING = 300  # solves by "auto", at most
 
 
@@ -93,7 +98,8 @@ def child(folder: str, *arguments: str, python: str = sys.executable, program: P
 def measured(name: str, rounds: int, folder: str, peers: bool) -> None:
     """Measure a case, print its figures and report its ratios."""
     case = CASES[name]
-    child(folder, "--first", name, "kernel")
+    cold = child(folder, "--first", name, "kernel")["seconds"]
+    report(f"{name}, cold, kernel, seconds", cold, at_most=COLD.get(name))
     firsts = dict.fromkeys(WAYS, np.inf)
     how = ""
     for _ in range(rounds):
@@ -102,7 +108,8 @@ def measured(name: str, rounds: int, folder: str, peers: bool) -> None:
             firsts[way] = min(firsts[way], found["seconds"])
             how = found["execution"] if way == "auto" else how
     times = child(folder, "--later", name, "--rounds", str(4 * rounds))
-    print(f"{name}\n  first: {shown(firsts)}; {how}\n  later: {shown(times)}; {times['execution']}", flush=True)
+    print(f"{name}\n  cold: kernel {cold:.2f} s\n  first: {shown(firsts)}; {how}")
+    print(f"  later: {shown(times)}; {times['execution']}", flush=True)
     for label, each in (("first", firsts), ("later", times)):
         better = min(each["kernel"], each["arrays"])
         report(f"{name}, {label} solve, auto over the better way", each["auto"] / better, at_most=OVER_BETTER)

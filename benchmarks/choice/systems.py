@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import autograd.numpy as np
+from stiff.systems import SMOG, pollu
 
 import mpiad
 from mpiad.ensemble import EnsembleProblem, ODEProblem, Rodas5P, Tsit5, solve
@@ -81,9 +82,17 @@ def reactions(count: int) -> Callable:
     return f
 
 
-def many(problem: ODEProblem, count: int) -> EnsembleProblem:
-    """Return an ensemble over initial states or, if p is an array, parameters."""
+def fed(u: Any, p: Any, t: Any) -> list:
+    """Return the rates of two tanks in a row, of which the first is fed by a table of 1,000 flows."""
+    inflow = np.interp(t, HOURS, FLOWS)
+    return [inflow - p[0] * u[0], p[0] * u[0] - p[1] * u[1]]
+
+
+def many(problem: ODEProblem, count: int, by_states: bool = False) -> EnsembleProblem:
+    """Return an ensemble over initial states, if p is a dict or with `by_states`, or else over parameters."""
     rng = np.random.default_rng(1)
+    if by_states:
+        return EnsembleProblem(problem, u0=problem.u0 * rng.uniform(0.9, 1.1, (count, len(problem.u0))))
     if isinstance(problem.p, dict):
         return EnsembleProblem(problem, u0=rng.uniform(0.5, 1.5, (count, len(problem.u0))))
     return EnsembleProblem(problem, p=problem.p * rng.uniform(0.8, 1.25, (count, len(problem.p))))
@@ -93,7 +102,10 @@ PREY = ODEProblem(lotka_volterra, [1.0, 1.0], (0.0, 10.0), [1.5, 1.0, 3.0, 1.0])
 NEURAL = {width: ODEProblem(hybrid, [1.0, 1.0], (0.0, 3.0), network(width)) for width in (8, 24)}
 DEEP = {width: ODEProblem(deep, [1.0, 1.0], (0.0, 3.0), network(width, 2)) for width in (24, 64)}
 STIFF = ODEProblem(robertson, [1.0, 0.0, 0.0], (0.0, 1e5), [0.04, 3e7, 1e4])
-SPECIES = ODEProblem(reactions(30), np.ones(30), (0.0, 2.0), [0.1, 0.2, 0.3, 0.4])
+SPECIES = {n: ODEProblem(reactions(n), np.ones(n), (0.0, 2.0), [0.1, 0.2, 0.3, 0.4]) for n in (30, 60, 100)}
+HOURS, FLOWS = np.linspace(0.0, 10.0, 1000), 1.0 + np.sin(np.linspace(0.0, 9.0, 1000)) ** 2
+TANKS = ODEProblem(fed, [1.0, 1.0], (0.0, 10.0), [0.5, 0.8])
+POLLUTED = many(ODEProblem(pollu, SMOG, (0.0, 60.0), [1.0]), 100, by_states=True)
 CASES = {
     "one Lotka-Volterra solve": Case(PREY, Tsit5(), 1e-6, 1e-6, "RK45"),
     "one stiff solve": Case(STIFF, Rodas5P(), 1e-6, 1e-9, "LSODA"),
@@ -105,7 +117,15 @@ CASES = {
     "MLP of width 24, gradient": Case(many(NEURAL[24], 1000), Tsit5(), 1e-3, 1e-6, gradient=True),
     "two layers of width 24, gradient": Case(many(DEEP[24], 1000), Tsit5(), 1e-3, 1e-6, gradient=True),
     "two layers of width 64, gradient": Case(many(DEEP[64], 1000), Tsit5(), 1e-3, 1e-6, gradient=True),
-    "30 species": Case(many(SPECIES, 100), Tsit5(), 1e-3, 1e-6),
+    "30 species": Case(many(SPECIES[30], 100), Tsit5(), 1e-3, 1e-6),
+    "60 species": Case(many(SPECIES[60], 100), Tsit5(), 1e-3, 1e-6),
+    "100 species": Case(many(SPECIES[100], 100), Tsit5(), 1e-3, 1e-6),
+    "100 species, gradient": Case(many(SPECIES[100], 100, by_states=True), Tsit5(), 1e-3, 1e-6, gradient=True),
+    "100 species, Rodas5P": Case(many(SPECIES[100], 100), Rodas5P(), 1e-3, 1e-6),
+    "100 species, Rodas5P, gradient": Case(many(SPECIES[100], 100, by_states=True), Rodas5P(), 1e-3, 1e-6, gradient=True),
+    "POLLU": Case(POLLUTED, Rodas5P(), 1e-4, 1e-8),
+    "POLLU, gradient": Case(POLLUTED, Rodas5P(), 1e-4, 1e-8, gradient=True),
+    "np.interp": Case(many(TANKS, 1000), Tsit5(), 1e-3, 1e-6),
 }  # fmt: skip
 
 

@@ -18,13 +18,12 @@ from mpiad._typing import Array, Tree
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, evaluated, simplify
 from mpiad.device.transfer import to_host
-from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.trace import packing_of, program_of
 from mpiad.ensemble.compiled.traced_problem import MOST_COMPONENTS, remembered
 from mpiad.ensemble.derivative import Columns
-from mpiad.ensemble.linearization import Field, jacobian_by_tangents
+from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents
 from mpiad.ensemble.sparse_lu import LEAST_SPARSE
 from mpiad.ensemble.sparsity import PatternCheck, given_pattern, groups_of, pattern_of, refuse_missing
 from mpiad.pytrees import flatten
@@ -195,11 +194,9 @@ def _traced_cost(batch: Batch) -> float:
     p, u, t = _first_columns(batch)
     try:
         with np.errstate(all="ignore"):
-            field, leaves = Field(batch), _leaves(p)
-            _, _, recording = trace_list(lambda variables: [field.array(variables[0], leaves, t)], [u])
-    except (TypeError, ValueError, NotImplementedError):
+            return _PER_TRACED * check_traceable(Field(batch), u, _leaves(p), t)
+    except (TypeError, NotImplementedError):
         return np.inf
-    return _PER_TRACED * len(recording.nodes)
 
 
 def _first_columns(batch: Batch) -> tuple[Tree, Array, Array]:

@@ -3,6 +3,7 @@
 Step sizes are constant, except for steps that end at the end of tspan, at a given time of an event, or at an event that is
 terminal or acts (changes the state), since these times depend on the inputs. `replayed` repeats the whole solve, for
 tangents and for derivatives of second and higher order. `adjoint` transposes one visit after the other.
+f is evaluated by its program if this takes less time than calling f with traced arrays.
 """
 
 from __future__ import annotations

@@ -21,13 +21,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.transport.devices.device_arrays import arrays_of
 
 
-def _squared_distance(u: Array, center: Array) -> Array:
-    """Return |u - center|²; if u is NaN, the result is NaN, and its derivative is zero."""
-    valid = ~np.isnan(getval(u))
-    # The inner calls of `where` prevent derivatives of the form zero times NaN.
-    return anp.where(valid, anp.abs(anp.where(valid, u, 0.0) - anp.where(valid, center, 0.0)) ** 2, np.nan)
-
-
 def _root(x: Array) -> Array:
     """Return the square root of a variance, with derivative 0 at x = 0 (equal trajectories)."""
     zero = getval(x) == 0
@@ -297,7 +290,10 @@ class EnsembleSolution(FactorizationCounts):
     def std(self) -> Array:
         """Return the standard deviation over the survivors (with their number as the divisor), shape (n_saved, d)."""
         u = self._surviving()
-        return _root(self._mean_of(_squared_distance(u, self._mean_of(u))))
+        valid, center = ~np.isnan(getval(u)), self._mean_of(u)
+        # The inner calls of `where` prevent derivatives of the form zero times NaN.
+        squares = anp.abs(anp.where(valid, u, 0.0) - anp.where(valid, center, 0.0)) ** 2
+        return _root(self._mean_of(anp.where(valid, squares, np.nan)))
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over the survivors, shape (n_saved, d), with an additional first axis if q is a list.

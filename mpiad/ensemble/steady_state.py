@@ -22,7 +22,7 @@ from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.field_jacobian import jacobian_of
-from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents, pulled, with_leaves
+from mpiad.ensemble.linearization import Field, check_traceable, pulled, with_leaves
 from mpiad.ensemble.members import master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
@@ -68,9 +68,8 @@ class Equations:
     """
 
     def __init__(self, batch: Batch):
-        self._batch, self._field, self._sparse = batch, Field(batch), None
+        self._batch, self._field, self._sparse, self._jacobian = batch, Field(batch), None, jacobian_of(batch)
         if batch.size and len(batch.u0) >= LEAST_SPARSE:
-            self._jacobian = jacobian_of(batch)
             matrices = StepMatrices(self._jacobian.places, Mass(None, 1.0), len(batch.u0))
             self._sparse = matrices if matrices.elimination else None
 
@@ -92,12 +91,10 @@ class Equations:
     def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
         """Return f, shape (d, n), and its Jacobian with respect to the states."""
         columns = two_at_least(len(ids))
+        at = u[:, columns], self._batch.parameters(ids[columns]), self._batch.end[ids[columns]].astype(u.dtype)
         if self._sparse is not None:
-            p = self._batch.parameters(ids[columns])
-            entries, _ = self._jacobian.entries(u[:, columns], p, self._batch.end[ids[columns]].astype(u.dtype))
-            return self.values(u, ids), entries[:, : len(ids)].T
-        value, found, _ = jacobian_by_tangents(self._field, u[:, columns], *self.columns(ids[columns]))
-        return value[:, : len(ids)], np.ascontiguousarray(np.stack(found, axis=-1)[:, : len(ids)].swapaxes(0, 1))
+            return self.values(u, ids), self._jacobian.entries(*at)[0][:, : len(ids)].T
+        return self.values(u, ids), np.ascontiguousarray(self._jacobian.matrices(*at)[..., : len(ids)].transpose(2, 0, 1))
 
     def solver(self, jacobians: Array, rates: Array | None = None, transposed: bool = False) -> Callable[[Array], Array]:
         """Return a function that solves J x = b, or (rate - J) x = b, for right-hand sides b of shape (d, n)."""

@@ -196,7 +196,12 @@ class WorkingSet:
     def _take_turn(self) -> None:
         """Try one step of every trajectory, and advance by the accepted steps."""
         self._turn += 1
-        stages, (t_new, h) = self._stages, self._next_steps()
+        stages, t_new = self._stages, self.t + self.h
+        if self._tableau.error is None:
+            # Equal steps don't add up to tspan exactly. A remainder of the order of rounding errors isn't a separate step.
+            np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
+        np.minimum(t_new, self.end, out=t_new)
+        h = t_new - self.t
         stages.compute(self.u, self._p, self.t, h, t_new, self._sign)
         accepted = self._accepted_columns(h)
         done = t_new == self.end
@@ -219,15 +224,6 @@ class WorkingSet:
         if stopped.alive is not None:
             self._report(self._alive - stopped.alive)
             self._alive = stopped.alive
-
-    def _next_steps(self) -> tuple[Array, Array]:
-        """Return the times after the next steps, and the sizes of these steps."""
-        t_new = self.t + self.h
-        if self._tableau.error is None:
-            # Equal steps don't add up to tspan exactly. A remainder of the order of rounding errors isn't a separate step.
-            np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
-        np.minimum(t_new, self.end, out=t_new)
-        return t_new, t_new - self.t
 
     def _accepted_columns(self, h: Array) -> Array:
         """Return a mask of the columns whose steps are accepted, and set the sizes of the next steps."""

@@ -142,19 +142,14 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
         options["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
     sizes = program.groups["state"], varying, len(traced.names) - varying
     options |= {"single": real_dtype(batch.u0.dtype) == np.float32, "in_pairs": is_complex(batch.u0), "events": events}
-    options |= {"inside": bool(events) or not _at_ends(batch, settings.saveat), "relative": np.ndim(settings.rtol) > 0}
+    times, start, end = np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat), batch.start, batch.end
+    # One row is enough if all trajectories have the same tspan.
+    rows = slice(1 if not times.size or (same_for_all(start) and same_for_all(end)) else None)
+    at_ends = ((times == start[rows, None]) | (times == end[rows, None])).all()
+    options |= {"inside": bool(events) or not at_ends, "relative": np.ndim(settings.rtol) > 0}
     options["tolerances"] = options["relative"] or np.ndim(settings.atol) > 0
     options["mass"] = None if settings.mass is None else entries_of(settings.mass)
     return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)
-
-
-def _at_ends(batch: Batch, saveat: Array | None) -> bool:
-    """Return whether all saved times are ends of tspan."""
-    times = np.empty((1, 0)) if saveat is None else np.atleast_2d(saveat)
-    start, end = batch.start, batch.end
-    # One row is enough if all trajectories have the same tspan.
-    rows = slice(1 if not times.size or (same_for_all(start) and same_for_all(end)) else None)
-    return bool(((times == start[rows, None]) | (times == end[rows, None])).all())
 
 
 class Fields:

@@ -317,7 +317,12 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
     """Return the lines for the start of a trajectory, a saved state, events and a step; `names`: values of placeholders."""
     # `time_bars`: the cotangents of the times of events that end steps (True), and of other events.
     names = names | {"moving": steps.moving_stages, "zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
-    pulled = {i: _pulled(spec, steps, i, names) for i in steps.pulled_stages}
+    pulled = {}
+    for i in steps.pulled_stages:
+        time = spec.tableau.c[i]
+        stage = {"stage": steps.pulled(i, f"$arrival[{i}, {{c}}]"), "later": time, "time": number(time), "i": i}
+        stage |= {"accumulated": bool(steps.bars), "between": 0 < i < spec.stages}
+        pulled[i] = filled(_PULLED, names | stage)
     pulled_last = pulled.pop(spec.stages, [])
     if pulled_last and not names["by_lanes"]:
         # The last stage contributes only to states inside the step.
@@ -355,11 +360,3 @@ def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
             event["differentiated"] = " and ends" if stops else f" and {time_bars[False]} != 0.0"
         names["events"] += filled(_EVENT, names | event)
     return filled(_CROSSED, names)
-
-
-def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:
-    """Return lines that propagate the cotangent of stage i to its argument, the parameters and time."""
-    time = spec.tableau.c[i]
-    stage = {"stage": steps.pulled(i, f"$arrival[{i}, {{c}}]"), "later": time, "time": number(time)}
-    stage["accumulated"] = bool(steps.bars)
-    return filled(_PULLED, names | stage | {"i": i, "between": 0 < i < spec.stages})

@@ -252,19 +252,15 @@ class Solved:
         """Return the cotangents of arguments; `g`: the cotangent of `vector`."""
         solver = self.solver
         with solver.arrays.current():
-            bar, times = self._split(g)
-            bar = self._to_device(bar)
+            times: list[Array] = []
+            if self.timed:
+                end = g.size - solver.count - self.results.found_events
+                g, *parts = g[:end], g[end : end + solver.count], g[end + solver.count :]
+                times = [device_rows(solver.arrays, part, float) for part in parts]
+            bar = self._to_device(g)
             rows = self._contracted(argnums, bar) if self.by_tangent else self._adjoint(argnums, bar, times)
             bars = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
             return {k: row.reshape(np.shape(args[k])) for k, row in bars.items()}
-
-    def _split(self, bar: Array) -> tuple[Array, list[Array]]:
-        """Split the cotangent of all results into those of the states and of the times; the latter are on the device."""
-        if not self.timed:
-            return bar, []
-        count, arrays = self.solver.count, self.solver.arrays
-        end = bar.size - count - self.results.found_events
-        return bar[:end], [device_rows(arrays, part, float) for part in (bar[end : end + count], bar[end + count :])]
 
     def _adjoint(self, argnums: Sequence[int], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
         """Return the cotangents of the arguments, as rows, by the reverse kernel."""
