@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -265,7 +265,7 @@ def _prepared(
     return run
 
 
-def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
+def _zero_widths(halo: Halo, *_: object) -> tuple[int, ...]:
     return (0,) * len(halo.shape)
 
 

@@ -88,12 +88,17 @@ def laplacian(domain: Decomposition, spacing: float | Sequence[float], order: in
     ndim = len(domain.shape)
     if order not in range(2, 42, 2):
         raise ValueError(f"Domain.laplacian: order must be even, from 2 to 40, but got {order!r}.")
-    center, line_weights = order // 2, _second_difference(order)
+    m = order // 2
+    # The closed form of the coefficients in table 1 of Fornberg (see `Domain.laplacian`). All weights add up to zero.
+    side = [
+        2.0 * (-1) ** (k + 1) * factorial(m) ** 2 / (k**2 * factorial(m - k) * factorial(m + k)) for k in range(1, m + 1)
+    ]
+    line_weights = np.array([*side[::-1], -2 * sum(side), *side])
     weights = np.zeros((order + 1,) * ndim)
     for axis, step in enumerate(per_dimension(spacing, ndim, "spacing")):
         if not float(step) > 0:
             raise ValueError(f"Domain.laplacian: spacing must be positive along each dimension, but got {spacing!r}.")
-        line = [center] * ndim
+        line = [m] * ndim
         line[axis] = slice(None)  # type: ignore[call-overload]
         weights[tuple(line)] += line_weights / float(step) ** 2
     return stencil(domain, weights, boundary)
@@ -129,16 +134,6 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
             )
     check_reflection(domain, sides, call, radius)
     return domain.halo_of(radius)
-
-
-def _second_difference(order: int) -> np.ndarray:
-    """Return the weights of the central difference for the second derivative."""
-    m = order // 2
-    # The closed form of the coefficients in table 1 of Fornberg (see `Domain.laplacian`). All weights add up to zero.
-    side = [
-        2.0 * (-1) ** (k + 1) * factorial(m) ** 2 / (k**2 * factorial(m - k) * factorial(m + k)) for k in range(1, m + 1)
-    ]
-    return np.array([*side[::-1], -2 * sum(side), *side])
 
 
 # Stencils with different weights in each cell, which are bilinear in the field and the weights.

@@ -82,7 +82,7 @@ class Communicating(Recorded):
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Apply the operator, and record it on the current tape and the enclosing tapes."""
         next(communications)
         return apply(self, tracing.tape, args, kwargs)
@@ -103,11 +103,11 @@ class Communicating(Recorded):
         # A read-only result may share memory with an argument, so it is copied.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
-    def run_in_place(self, buffer: Array, *rest: Any) -> None:
+    def run_in_place(self, buffer: Array, *rest: object) -> None:
         """Run the function in a buffer that holds its first argument (see `InPlace`)."""
         self._as_one_node(buffer, self.in_place.run, buffer, *rest)  # type: ignore[union-attr]
 
-    def _as_one_node(self, x: Array, fun: Function, *args: Any, **kwargs: Any) -> Any:
+    def _as_one_node(self, x: Array, fun: Function, *args: object, **kwargs: object) -> Any:
         if not calls.is_noting():
             with restoring_state(), suspended(operator=True):
                 return fun(*args, **kwargs)
@@ -166,7 +166,7 @@ def _result(ans: Array, name: str) -> Any:
     raise TypeError(f"{name}: an operator must return one array, a number or None, but returned {type(ans).__name__}.")
 
 
-def _parts(cotangents: Any, specs: Sequence[tuple[int, Spec]], count: int, name: str, lead: tuple[int, ...]) -> tuple:
+def _parts(cotangents: object, specs: Sequence[tuple[int, Spec]], count: int, name: str, lead: tuple[int, ...]) -> tuple:
     if not isinstance(cotangents, (tuple, list)) or len(cotangents) > count:
         raise TypeError(
             f"{name}: its adjoint must return a tuple with the cotangent of each of {count} argument(s), but returned "

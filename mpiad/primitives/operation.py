@@ -105,7 +105,7 @@ class suspended:
 # recording is on, so there is no overhead while it is off.
 
 
-def recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: Any) -> Any:
+def recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: object) -> Any:
     """Return ``fun(*args)``, and record the call, which ``begin(*arguments)`` describes."""
     with restoring_state():
         call = begin(*arguments)

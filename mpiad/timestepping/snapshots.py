@@ -38,7 +38,6 @@ SMALLEST = 256  # smallest number of entries for which compression is worthwhile
 _LARGEST, _FULL = 32767, 10000
 _HIGHEST = 4  # highest order of differences
 _RANGE = 2.0**24  # ratio of the largest entry to the smallest step, for the accuracy of single precision
-_WIDE = 2000  # smallest number of entries per layer for which layers are added one by one
 _NEAR = 8  # the order is chosen from cells up to this distance from the largest entry
 
 
@@ -82,7 +81,7 @@ class Coded(NamedTuple):
         for axis in reversed(axes):
             part = np.moveaxis(numbers[_corner(self.order, range(axis))], axis, 0)
             for k in range(self.order, 0, -1):
-                _accumulate(part[k - 1 :])
+                np.cumsum(part[k - 1 :], 0, out=part[k - 1 :])
 
 
 def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
@@ -169,14 +168,6 @@ def _real(array: np.ndarray) -> np.ndarray:
     """Return a real view of an array; for a complex array, the last axis has real and imaginary parts."""
     entries = np.require(array, None, ["C", "A", "W"])
     return entries[..., None].view(np.finfo(array.dtype).dtype) if array.dtype.kind == "c" else entries
-
-
-def _accumulate(layers: np.ndarray) -> None:
-    if layers.size < _WIDE * len(layers):
-        np.cumsum(layers, 0, out=layers)
-    else:  # adding layer by layer is faster than NumPy's sums across rows
-        for k in range(1, len(layers)):
-            layers[k] += layers[k - 1]
 
 
 def _corner(order: int, axes: range) -> tuple[slice, ...]:

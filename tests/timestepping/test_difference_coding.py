@@ -18,8 +18,7 @@ RANDOM = np.random.default_rng(0)
 
 @pytest.fixture(params=["NumPy", "compiled"], autouse=True)
 def passes(request, monkeypatch):
-    """Small fields take compiled passes, too, where they have rows of 32 entries, or NumPy's row by row."""
-    monkeypatch.setattr(snapshots, "_WIDE", 100)
+    """Small fields take compiled passes, too, where they have rows of 32 entries."""
     monkeypatch.setattr(snapshots, "_MIN_ENTRIES", 0 if request.param == "compiled" else 1 << 60)
 
 

@@ -108,19 +108,19 @@ def restore_state(kept: dict[str, object], error: BaseException) -> None:
             opened.around, opened = None, opened.around
 
 
-def checked_on_replay(fun: Callable[..., T], *args: Any) -> T:
+def checked_on_replay(fun: Callable[..., T], *args: object) -> T:
     """Return ``fun(*args)``, which a compiled program runs again; it continues only if the result is that of the trace."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.settle(fun, args)
 
 
-def once(fun: Callable[..., T], *args: Any) -> T:
+def once(fun: Callable[..., T], *args: object) -> T:
     """Run a function at the first use of a communicator; compiled programs don't record it."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.once(fun, args)
 
 
-def opaque_step(fun: Callable[..., tuple], *args: Any, specs: object) -> tuple:
+def opaque_step(fun: Callable[..., tuple], *args: object, specs: object) -> tuple:
     """Return ``fun(*args)``, new arrays with these specs followed by one other object: a step of compiled programs."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.opaque(fun, args, specs)
@@ -130,7 +130,7 @@ def opaque(fun: Callable[..., T]) -> Callable[..., T]:
     """Turn a function that returns a pytree of arrays into one step of compiled programs, without a trace inside."""
 
     @functools.wraps(fun)
-    def called(*args: Any, **kwargs: Any) -> T:
+    def called(*args: object, **kwargs: object) -> T:
         recorder = tracing.recorder
         if recorder is None or recorder.ended:
             return fun(*args, **kwargs)
