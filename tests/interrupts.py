@@ -870,7 +870,7 @@ NAMED = {
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",
-    "mpiad.linalg.compiled_iteration": "Operator.program Operator._given Operator._known _runner",
+    "mpiad.linalg.compiled_iteration": "Operator.program Operator._given Operator._known",
 }  # fmt: skip
 
 

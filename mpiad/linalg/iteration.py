@@ -157,6 +157,7 @@ def _require_unique(system: System, x: LocalArray, targets: np.ndarray, squares:
 def diagnosis(system: System) -> str:
     """Return a description of a problem of the operator after a failed solve; empty if no problem is detected."""
     if system.diagnose is not None:
+        system.settle()  # other diagnoses have a sum, which reports failures of user functions
         return system.diagnose()
     like = system.full(0.0)
     field_1, field_2 = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)

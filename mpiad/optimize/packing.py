@@ -21,7 +21,7 @@ class RemoteArray:
 
     shape: Shape
     dtype: np.dtype
-    fingerprint: bytes
+    fingerprint: str
     arrays: ArrayModule | None = None
 
 

@@ -107,11 +107,9 @@ def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | 
     """Return a fast call for the signature of `args`, None if it needs `Jitted.__call__`; `made`: the program's outputs."""
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
-    names: dict[str, Any] = {
-        "missed": MISSED, "count": count, "counted": communications, "same": entry.watch.is_the_same,
-        "free": entry.replays.free[True], "is_noting": calls.is_noting, "is_watched": is_watched,
-        "build": entry.build, "leaves": entry.leaves,
-    }  # fmt: skip
+    names: dict[str, Any] = {"missed": MISSED, "count": count, "counted": communications, "is_watched": is_watched}
+    names |= {"same": entry.watch.is_the_same, "free": entry.replays.free[True], "is_noting": calls.is_noting}
+    names |= {"build": entry.build, "leaves": entry.leaves}
     others = []
     for k, x in enumerate(args):
         names[f"t{k}"] = type(x)

@@ -232,11 +232,11 @@ class Replay:
         self._blocks = _KernelBlocks(replays, self._actions)
         self._numbers = MessageNumbers()
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
-        self.names: dict[str, Any] = {  # the global variables of the generated functions
-            "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
-            "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
-            "log": self.log, "logged": logged, "Changed": Changed, "ndarray": np.ndarray,
-        }  # fmt: skip
+        # The global variables of the generated functions.
+        self.names: dict[str, Any] = {"empty": np.empty, "ndarray": np.ndarray, "address": _address_of}
+        self.names |= {"begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words}
+        self.names |= {"as_array": _as_argument, "own": _own, "together": run_together, "Changed": Changed}
+        self.names |= {"log": self.log, "logged": logged}
         self._memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []

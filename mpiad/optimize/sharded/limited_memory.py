@@ -92,8 +92,7 @@ class LimitedMemory:
             self.ring.advance()
             self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
         elif not new.current:
-            for _, tile in self.vectors:
-                np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
+            np.copyto(self.vectors.memory[self.ring.gradient], self.vectors.memory[self.ring.trial])
         new.current = True
         self._largest_norm = max(self._largest_norm, new.norm)
         due = self._largest_norm > _DECREASE * new.norm

@@ -118,14 +118,12 @@ class HostVectors:
 
     def read(self, row: int, out: np.ndarray) -> np.ndarray:
         """Copy a row to a vector, and return the vector."""
-        for part, tile in self:
-            np.copyto(out[part], tile[row])
+        np.copyto(out, self.memory[row])
         return out
 
     def write(self, row: int, vector: np.ndarray) -> None:
         """Copy a vector to a row."""
-        for part, tile in self:
-            np.copyto(tile[row], vector[part])
+        np.copyto(self.memory[row], vector)
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
         """Return products of the ring's rows with y, which `change` first computes in place, and with g; and g·g."""

@@ -106,9 +106,12 @@ class _Leaf(NamedTuple):
         return f"{self.path} ({self.kind})"
 
 
-def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], prefix: str, advice: str = "") -> None:
+def require_replicated(
+    channel: Channel, leaves: Sequence[tuple[str, Any]], prefix: str, advice: str = "", reference: int | None = None
+) -> None:
     """Raise a ReplicationError on all ranks if the copies of a value, with `leaves` by path, differ; collective."""
-    # Leaves are arrays, numbers, strings or None, else a TypeError is raised. `advice` comes before the differences.
+    # Leaves are arrays, numbers, strings or None, else a TypeError is raised. `advice` comes before the differences, which
+    # are those from rank `reference`, by default from the most common copy.
     values, wrong = [], ""
     described = []
     try:
@@ -122,7 +125,7 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], pref
     mine, least = np.array([digest, ~digest, not wrong]), np.empty(3, int)
     channel.data.Allreduce(mine, least, MPI.MIN)
     if not least[2] or least[0] != ~least[1]:
-        _explain(channel, values, described, wrong, f"{prefix}, but ", f" {advice}" if advice else "")
+        _explain(channel, values, described, wrong, f"{prefix}, but ", f" {advice}" if advice else "", reference)
 
 
 def _plain(path: str, value: object) -> Array:
@@ -145,14 +148,16 @@ def _described(value: object) -> tuple[str, int]:
     return f"shape {value.shape}, dtype {value.dtype}", fingerprint(bits_of(value))
 
 
-def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong: str, prefix: str, advice: str) -> None:
+def _explain(
+    channel: Channel, values: list[Any], described: list[_Leaf], wrong: str, prefix: str, advice: str, reference: int | None
+) -> None:
     every: list[tuple[list[_Leaf], str]] = channel.data.allgather((described, wrong))
     for rank, (_, text) in enumerate(every):
         if text:
             raise TypeError(f"{prefix}{text} This happened on rank {rank}.")
     copies = [tuple(found) for found, _ in every]
-    # The reference is the most common copy, so that a single rank that differs is reported.
-    reference = copies.index(Counter(copies).most_common(1)[0][0])
+    if reference is None:  # so that a single rank that differs is reported
+        reference = copies.index(Counter(copies).most_common(1)[0][0])
     ranks = [rank for rank, copy in enumerate(copies) if copy != copies[reference]]
     shared, places = copies[reference], dict[int, int]()
     for rank in ranks:

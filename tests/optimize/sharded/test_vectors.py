@@ -18,7 +18,7 @@ RNG = np.random.default_rng(8)
 def filled(height: int, size: int) -> HostVectors:
     """Return random rows, where what lies between them would spoil any sum."""
     tiles = HostVectors(height, size)
-    tiles.memory[:] = np.nan
+    tiles.memory.base[:] = np.nan
     for _, tile in tiles:
         tile[:] = RNG.normal(size=tile.shape)
     return tiles
