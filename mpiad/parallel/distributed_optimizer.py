@@ -116,11 +116,7 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function,
-    samples: Callable[..., int] | None,
-    comm: Comm,
-    bucket_bytes: int,
-    optimizer: DistributedOptimizer | None = None,
+    loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
 ) -> Callable[..., tuple[float, Tree]]:
     """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
@@ -467,7 +463,7 @@ class DistributedOptimizer:
         return recoverable("DistributedOptimizer.step", self.comm)(self._step)(state, params, loss, batch, samples)
 
     def _step(
-        self, state: State, params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
+        self, state: State, params: Tree, loss: Function, batch: tuple, samples: Function | None
     ) -> tuple[State, Tree, float]:
         call = "DistributedOptimizer.step"
         used = channel(self.comm, call)
