@@ -116,11 +116,7 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function,
-    samples: Callable[..., int] | None,
-    comm: Comm,
-    bucket_bytes: int,
-    optimizer: DistributedOptimizer | None = None,
+    loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
 ) -> Callable[..., tuple[float, Tree]]:
     """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
@@ -467,7 +463,7 @@ class DistributedOptimizer:
         return recoverable("DistributedOptimizer.step", self.comm)(self._step)(state, params, loss, batch, samples)
 
     def _step(
-        self, state: State, params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
+        self, state: State, params: Tree, loss: Function, batch: tuple, samples: Function | None
     ) -> tuple[State, Tree, float]:
         call = "DistributedOptimizer.step"
         used = channel(self.comm, call)
@@ -648,14 +644,20 @@ def totals(
     def summed(loss: Array, *checked: Array) -> tuple[Any, ...]:
         used.separate()  # is created by all ranks here, in compiled programs, too
         compare, batch = check(*checked)
-        mine = problem or _problem_with_loss(loss, call, count, batch)
+        mine = problem or problem_with(loss, 1.0, call, "loss must return one real number")
+        value = 0.0 if mine else float(np.reshape(to_host(loss), ()))
+        if batch is not None and not math.isfinite(value):
+            mine = PendingError(
+                NotFiniteError,
+                f"{call}: the loss is {value} for {described_batch(batch, count)}. Nothing was updated. "
+                "Check the samples, reduce the learning rate, or pass skip_nonfinite=True to skip such batches.",
+            )
         if are_active(used):
             text = f"{call}: an exception {ENDED} Call mpiad.reset on all ranks."
             mine = PendingError(UnfinishedMessagesError, text)
-        weighted = 0.0 if mine else float(np.reshape(to_host(loss), ())) * count
         # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
         counts = [count, count + accumulated_before, plan.digest, plan.digest**2, mine is not None, depends, owns]
-        found = allreduce(used, np.array([*counts, weighted], float), SUM, call)
+        found = allreduce(used, np.array([*counts, 0.0 if mine else value * count], float), SUM, call)
         total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
         if problems:
             raise_everywhere(used, mine)
@@ -679,17 +681,6 @@ def totals(
 
     *found, _ = opaque_step(summed, loss, *checked, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
     return Totals(*found)
-
-
-def _problem_with_loss(loss: Array, call: str, count: int, batch: tuple | None) -> PendingError | None:
-    problem = problem_with(loss, 1.0, call, "loss must return one real number")
-    if problem or batch is None or math.isfinite(number := float(np.reshape(to_host(loss), ()))):
-        return problem
-    return PendingError(
-        NotFiniteError,
-        f"{call}: the loss is {number} for {described_batch(batch, count)}. Nothing was updated. "
-        "Check the samples, reduce the learning rate, or pass skip_nonfinite=True to skip such batches.",
-    )
 
 
 def _paths(variables: Variables) -> list[str]:
