@@ -66,8 +66,8 @@ class Summation:
 def start_allreduce(channel: Channel, array: Array) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
     sent, received = outgoing_transfer(array, True, True), incoming_transfer(Spec.of(array), True)
-    buffers = sent.buffer, received.buffer
-    requests = channel.begin("reduction", buffers, channel.data.Iallreduce, *((buffer,) for buffer in buffers), (MPI.SUM,))
+    source, target = sent.buffer, received.buffer
+    requests = channel.begin("reduction", (source, target), channel.data.Iallreduce, (source,), (target,), (MPI.SUM,))
     return Summation(channel, requests, received)
 
 
