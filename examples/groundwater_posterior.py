@@ -94,11 +94,13 @@ def draw_picture(path, aquifer, fields, points, heads):
     center, place = heads["chain"].mean[order], numpy.arange(len(order))
     for shift, (name, each) in zip((-0.2, 0.2), heads.items()):
         away, bars = each.mean[order] - center, BAND * each.deviation[order]
-        axes[1, 2].errorbar(place + shift, away, bars, fmt="none", color=COLORS[name], label=f"95 % interval, {name}")
+        axes[1, 2].errorbar(place + shift, away, bars, fmt="none", color=COLORS[name], label=name)
     axes[1, 2].plot(place, heads["chain"].measured[order] - center, "k.", label="measured")
-    axes[1, 2].set(title="held-out heads minus the chain's mean", xlabel="borehole, by its head", ylabel="meters")
+    axes[1, 2].set(
+        title="held-out heads minus the chain's mean, 95 % intervals", xlabel="borehole, by its head", ylabel="meters"
+    )
     axes[1, 2].margins(y=0.2)
-    axes[1, 2].legend(loc="upper center", ncols=3, fontsize="small")
+    axes[1, 2].legend(loc="upper center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
