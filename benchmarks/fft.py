@@ -1,18 +1,22 @@
 """Distributed Fourier transforms beside scipy.fft and messages by hand, and the gradient of a spectral simulation.
 
-    python benchmarks/fft.py [--quick]
+    python benchmarks/fft.py [--quick] [--python .venv-peers/bin/python]
     mpiexec -n 2 python benchmarks/fft.py [--quick]
 
 The forward transform of real arrays is compared with `scipy.fft.rfftn` on one rank, and on several with the slabs that a
 user would program: scipy.fft on two axes, one Alltoallw with subarray types into a preallocated array, scipy.fft on the
 third axis. The gradient is that of the energy after ten steps of the Taylor-Green vortex (examples/taylor_green.py) with
-respect to the initial velocity, compared with the simulation.
+respect to the initial velocity, compared with the simulation. On one rank, 50 steps of Navier-Stokes on 48³ points are
+compared with those of Exponax (`benchmarks/sides/vortex_NAME.py`), the same method with the same modes: J and the norm of
+the gradient must agree. Each side is a process of its own, started in turn; Exponax's faster gradient counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import scipy.fft
 from mpi4py import MPI
-from reaches import report
+from reaches import report, report_missing
 from timing import seconds_of
 
 import mpiad
@@ -31,6 +35,8 @@ from mpiad.fft import DistributedFFT
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+SIDES = Path(__file__).resolve().parent / "sides"
+PEERS = SIDES.parent.parent / ".venv-peers" / "bin" / "python"
 SHAPES = (64, 64, 64), (128, 128, 128), (30, 45, 50)
 comm = MPI.COMM_WORLD.Dup()
 rank, size = comm.rank, comm.size
@@ -95,10 +101,33 @@ def gradient_ratio(points: int, rounds: int) -> float:
     return both / forward
 
 
+def compare_exponax(python: str, steps: int, rounds: int) -> None:
+    """Measure the steps of Exponax and mpiad, and report the ratios."""
+    if subprocess.run([python, "-c", "import exponax"], capture_output=True).returncode:
+        report_missing("Navier-Stokes beside Exponax", "peer not installed")
+        return
+    best: dict[str, dict[str, float]] = {"mpiad": {}, "exponax": {}}
+    checks = {}
+    for side, program in [("mpiad", sys.executable), ("exponax", python)] * rounds:
+        command = [program, str(SIDES / f"vortex_{side}.py"), str(steps), "--budget", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        checks[side] = found["check"]
+        for case, ms in found["ms"].items():
+            best[side][case] = min(ms, best[side].get(case, ms))
+    np.testing.assert_allclose(checks["mpiad"], checks["exponax"], 1e-9)
+    theirs = best["exponax"]
+    theirs["gradient"] = min(theirs["gradient"], theirs.pop("gradient, steps again"))
+    for case, ms in best["mpiad"].items():
+        print(f"Navier-Stokes on 48³, ms per step: {case} mpiad {ms:.1f}, Exponax {theirs[case]:.1f}", flush=True)
+        report(f"Navier-Stokes on 48³, {steps} steps, {case}: mpiad over Exponax", ms / theirs[case], at_most=0.7)
+
+
 def main() -> None:
     """Measure, and report the ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and a gradient on 32³ points")
+    parser.add_argument("--python", default=str(PEERS), help="Exponax's interpreter")
     options = parser.parse_args()
     for shape in SHAPES:
         ratio = compare_transforms(shape, 10 if options.quick else 40)
@@ -106,6 +135,8 @@ def main() -> None:
     points = 32 if options.quick else 64
     ratio = gradient_ratio(points, 2 if options.quick else 4)
     report(f"gradient of ten Taylor-Green steps on {points}³, {size} rank(s), over the steps", ratio, at_most=3.5)
+    if size == 1:
+        compare_exponax(options.python, *((10, 1) if options.quick else (50, 3)))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ JOBS = (
     Job("domain.py", 2, 30),
     Job("redistribution.py", 2, 20),
     Job("redistribution.py", 5, 60),
-    Job("fft.py", 1, 90, "--quick"),
+    Job("fft.py", 1, 120, "--quick"),
     Job("fft.py", 2, 90, "--quick"),
     Job("wave.py", 1, 60),
     Job("wave_peers.py", 1, 150, "--budget 0.5"),

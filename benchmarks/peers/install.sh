@@ -4,7 +4,8 @@
 #   benchmarks/peers/install.sh [LIBRARY ...]
 #
 # LIBRARY  mpi4jax, mpi4torch (communication), torchdiffeq, torchode, diffrax (ensembles of ODEs), pyamg (multigrid),
-#          devito (stencils; needs a C compiler), anuga (shallow water), numpyro (variational inference); all by default
+#          devito (stencils; needs a C compiler), anuga (shallow water), numpyro (variational inference),
+#          exponax (spectral methods); all by default
 # PYTHON   interpreter for the environment (python3)
 # JAX      what pip installs as JAX; 0.11.2 is the last that mpi4jax 0.9.1.post2 was tested with
 # TORCH    what pip installs as torch. A CPU build: the default build brings gigabytes of CUDA along. Where the
@@ -26,6 +27,7 @@ PYAMG=pyamg==5.4.1
 DEVITO=devito==4.8.23
 ANUGA=anuga==4.1.0
 NUMPYRO=numpyro==0.22.0
+EXPONAX=exponax==0.2.0
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -82,16 +84,17 @@ install_pyamg() { pip_install scipy "$PYAMG"; }
 install_devito() { pip_install "$DEVITO"; }
 install_anuga() { pip_install "$ANUGA"; }
 install_numpyro() { pip_install "$JAX" "$NUMPYRO"; }
+install_exponax() { pip_install "$JAX" "$EXPONAX"; }
 
 if ! make_environment; then
   echo "peers: $venv could not be made with $PYTHON" >&2
   exit 1
 fi
-[ $# -gt 0 ] || set -- mpi4jax mpi4torch torchdiffeq torchode diffrax pyamg devito anuga numpyro
+[ $# -gt 0 ] || set -- mpi4jax mpi4torch torchdiffeq torchode diffrax pyamg devito anuga numpyro exponax
 for library; do
   case $library in
-    mpi4jax | mpi4torch | torchdiffeq | torchode | diffrax | pyamg | devito | anuga | numpyro) ;;
-    *) echo "peers: $library is none of mpi4jax, mpi4torch, torchdiffeq, torchode, diffrax, pyamg, devito, anuga, numpyro" >&2; exit 2 ;;
+    mpi4jax | mpi4torch | torchdiffeq | torchode | diffrax | pyamg | devito | anuga | numpyro | exponax) ;;
+    *) echo "peers: $library is none of mpi4jax, mpi4torch, torchdiffeq, torchode, diffrax, pyamg, devito, anuga, numpyro, exponax" >&2; exit 2 ;;
   esac
   if ! has "$library"; then
     "install_$library" >"$logs/$library.log" 2>&1
@@ -100,5 +103,5 @@ for library; do
 done
 
 "$venv/bin/python" -m pip list --disable-pip-version-check 2>/dev/null |
-  grep -E '^(anuga|devito|diffrax|jax|jaxlib|mpi4jax|mpi4py|mpi4torch|mpich|numpy|numpyro|pyamg|scipy|torch|torchdiffeq|torchode) '
+  grep -E '^(anuga|devito|diffrax|exponax|jax|jaxlib|mpi4jax|mpi4py|mpi4torch|mpich|numpy|numpyro|pyamg|scipy|torch|torchdiffeq|torchode) '
 exit $missing
