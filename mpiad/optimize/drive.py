@@ -210,7 +210,7 @@ class DrivenFunction:
     def hvp(self, x: Tree, v: Tree, w: Array | None = None) -> Tree:
         """Return the product of the Hessian at x with v; with w, the Hessian is that of ``sum(w * f(x))``."""
         vector = self._vector(x)
-        direction = self._evaluation.packing.pack(v)
+        direction = self._evaluation.packing.pack(as_variables(v, _CALL, "v"))
         if w is not None:
             direction = np.concatenate([direction, self._cotangent(w, vector)])
         elif self._evaluation.shape:
@@ -220,7 +220,7 @@ class DrivenFunction:
     def jvp(self, x: Tree, v: Tree) -> Any:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
         vector = self._vector(x)
-        return self._evaluated("jvp", vector, self._evaluation.packing.pack(v))
+        return self._evaluated("jvp", vector, self._evaluation.packing.pack(as_variables(v, _CALL, "v")))
 
     def vjp(self, x: Tree, w: Array) -> Tree:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""

@@ -195,9 +195,8 @@ class RootDriven(Solve):
             except Exception as error:
                 if error is not group.agreement.error:
                     raise
-                if error.__cause__ is None:  # the rank that failed raises
-                    return None
-                raise error.__cause__ from None
+                if error.__cause__ is not None:  # on the rank that failed
+                    raise error.__cause__ from None
 
         if method != "values":
             return self.agreement.run(stage)

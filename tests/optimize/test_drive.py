@@ -355,7 +355,7 @@ def test_wrong_points_can_be_caught(size: int) -> None:
         if size > 1:
             with pytest.raises(ValueError, match="the program of drive is evaluated by one rank"):
                 mpiad.mpi_allreduce(1.0)
-        assert f(X) == np.sum(X**4) and f([1, 2, 3]) == 98.0
+        assert f(X) == np.sum(X**4) and f([1, 2, 3]) == 98.0 and f.jvp([1, 2, 3], [1, 0, 0]) == 4.0
         assert len(f.map([])) == 0
         return 3
 
