@@ -150,7 +150,8 @@ _Found = TypeVar("_Found")
 
 def field_program(batch: Batch) -> Program | None:
     """Return the program of f; None if f can't be traced, or if derivatives of f by arrays take less time."""
-    if len(batch.u0) + packing_of(batch.p).size > MOST_COMPONENTS or np.iscomplexobj(batch.u0):
+    # On a device the comparison of the program with f would copy arrays to the host.
+    if len(batch.u0) + packing_of(batch.p).size > MOST_COMPONENTS or is_on_device(batch) or np.iscomplexobj(batch.u0):
         return None
     found = _remembered(batch, "field", lambda program, own: program if program.cost <= _traced_cost(own) else "slow")
     return found if isinstance(found, Program) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,32 +88,32 @@ def _times_minus(t: Array, factor: Array) -> Array:
     return -(t * factor)
 
 
-class Tangent(NamedTuple):
-    """Formulas of the tangent of z(x, y) for three cases: only x has a tangent, only y has one, or both have one."""
+# The tangent of z(x, y) for three cases: only x has a tangent, only y has one, or both have one.
+_TANGENTS: dict[Primitive, tuple[Callable[..., Array], ...]] = {
+    anp.add: (
+        lambda g, x, y, z: broadcast_tangent(g, z),
+        lambda g, x, y, z: broadcast_tangent(g, z),
+        lambda g, h, x, y, z: g + h,
+    ),
+    anp.subtract: (
+        lambda g, x, y, z: broadcast_tangent(g, z),
+        lambda g, x, y, z: broadcast_tangent(-g, z),
+        lambda g, h, x, y, z: g - h,
+    ),
+    anp.multiply: (lambda g, x, y, z: g * y, lambda g, x, y, z: x * g, lambda g, h, x, y, z: g * y + x * h),
+    # Quotient rule: (g - z h) / y.
+    anp.divide: (
+        lambda g, x, y, z: g / y,
+        lambda g, x, y, z: _times_minus(g / y, z),
+        lambda g, h, x, y, z: (g - z * h) / y,
+    ),
+}
 
-    first: Callable[[Any, Any, Any, Any], Any]
-    second: Callable[[Any, Any, Any, Any], Any]
-    both: Callable[[Any, Any, Any, Any, Any], Any]
 
-
-ADD = Tangent(
-    lambda g, x, y, z: broadcast_tangent(g, z), lambda g, x, y, z: broadcast_tangent(g, z), lambda g, h, x, y, z: g + h
-)
-SUBTRACT = Tangent(
-    lambda g, x, y, z: broadcast_tangent(g, z), lambda g, x, y, z: broadcast_tangent(-g, z), lambda g, h, x, y, z: g - h
-)
-MULTIPLY = Tangent(lambda g, x, y, z: g * y, lambda g, x, y, z: x * g, lambda g, h, x, y, z: g * y + x * h)
-# Quotient rule: (g - z h) / y.
-DIVIDE = Tangent(lambda g, x, y, z: g / y, lambda g, x, y, z: _times_minus(g / y, z), lambda g, h, x, y, z: (g - z * h) / y)
-
-
-def _jvp(fun: Primitive, tangent: Tangent, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+def _jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     if kwargs or len(args) != 2:
         return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
-    x, y = args
-    if len(argnums) == 2:
-        return tangent.both(gs[0], gs[1], x, y, ans)
-    return tangent.second(gs[0], x, y, ans) if argnums[0] else tangent.first(gs[0], x, y, ans)
+    return _TANGENTS[fun][2 if len(argnums) == 2 else argnums[0]](*gs, *args, ans)
 
 
 VJPS = {
@@ -124,10 +123,5 @@ VJPS = {
     anp.divide: divide_vjp,
     anp.true_divide: divide_vjp,
 }
-JVPS = {
-    anp.add: partial(_jvp, anp.add, ADD),
-    anp.subtract: partial(_jvp, anp.subtract, SUBTRACT),
-    anp.multiply: partial(_jvp, anp.multiply, MULTIPLY),
-    anp.divide: partial(_jvp, anp.divide, DIVIDE),
-    anp.true_divide: partial(_jvp, anp.divide, DIVIDE),
-}
+JVPS = {fun: partial(_jvp, fun) for fun in _TANGENTS}
+JVPS[anp.true_divide] = JVPS[anp.divide]

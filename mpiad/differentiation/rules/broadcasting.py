@@ -74,9 +74,9 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
 
 
 def broadcast_tangent(tangent: Array, ans: Array) -> Array:
-    """Broadcast the tangent of a summand to the shape of the sum `ans`; both may be traced, the tangent may be stacked."""
+    """Broadcast the tangent of a summand to the shape of the sum `ans`; both may be traced."""
     value = getval(tangent)
-    if type(value) is _ndarray and value.shape[value.ndim - ans.ndim :] == ans.shape and value.dtype == ans.dtype:
+    if type(value) is _ndarray and value.shape == ans.shape and value.dtype == ans.dtype:
         return tangent
     arrays = arrays_of(getval(ans))
     if arrays is not None:
