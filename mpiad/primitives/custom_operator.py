@@ -108,15 +108,14 @@ class Communicating(Recorded):
         self._as_one_node(buffer, self.in_place.run, buffer, *rest)  # type: ignore[union-attr]
 
     def _as_one_node(self, x: Array, fun: Function, *args: object, **kwargs: object) -> Any:
-        if not calls.is_noting():
-            with restoring_state(), suspended(operator=True):
-                return fun(*args, **kwargs)
-
         def run() -> Any:
             with suspended(operator=True):
                 return fun(*args, **kwargs)
 
-        return recorded_call(calls.begin, (self.__name__, x, None), run)
+        if calls.is_noting():
+            return recorded_call(calls.begin, (self.__name__, x, None), run)
+        with restoring_state():
+            return run()
 
     def vjp(self, ans: Array, args: tuple, params: dict[str, Any], argnums: Sequence[int], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""

@@ -182,14 +182,9 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
 
 
 def exchange(
-    channel: Channel,
-    tag: int,
-    array: Array,
-    sent: Mapping[Rank, slice],
-    spec: Spec,
-    received: Mapping[Rank, slice],
+    channel: Channel, tag: int, array: Array, sent: Mapping[Rank, slice], spec: Spec, received: Mapping[Rank, slice],
     call: str,
-) -> Array:
+) -> Array:  # fmt: skip
     """Send slices of an array to ranks, and return the array of the slices that they send; all messages at once."""
     for counts, peers in ((channel.received, received), (channel.sent, sent)):
         for peer in peers:
@@ -199,9 +194,8 @@ def exchange(
         comm, status = channel.data, MPI.Status()
         parts = [target[part] for part in received.values()]
         receives = channel.begin("blocking receive", target, comm.Irecv, parts, received, repeat(tag))
-        sends = channel.begin(
-            "blocking send", source, comm.Isend, map(source.__getitem__, sent.values()), sent, repeat(tag)
-        )
+        outgoing = map(source.__getitem__, sent.values())
+        sends = channel.begin("blocking send", source, comm.Isend, outgoing, sent, repeat(tag))
         for request, peer, part in zip(receives, received, parts):
             try:
                 request.Wait(status)
