@@ -152,9 +152,13 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     TypeError
         If an array has a dtype that devices don't support.
 
+    Ranks
+    -----
+    Each rank calls it independently.
+
     Adjoint
     -------
-    The cotangent is copied to the host; `to_host` is the transpose. Nothing is communicated.
+    The cotangent is copied to the host; `to_host` is the transpose.
     """
     arrays = arrays_of(getval(like)) if like is not None else None
 
@@ -189,9 +193,13 @@ def to_host(x: Tree) -> Tree:
     array or pytree of them
         NumPy arrays of the same dtypes, in the same structure; NumPy scalars for arrays of shape ().
 
+    Ranks
+    -----
+    Each rank calls it independently.
+
     Adjoint
     -------
-    The cotangent is copied to the device of `x`; `to_device` is the transpose. Nothing is communicated.
+    The cotangent is copied to the device of `x`; `to_device` is the transpose.
 
     Examples
     --------

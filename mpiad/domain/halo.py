@@ -85,8 +85,9 @@ class PreparedStage:
         self._packed = [copy for memory in outgoing for copy in memory.copies]
         self._unpacked = [copy for memory in incoming for copy in memory.copies]
         self._combine = _add if backwards else np.copyto
-        group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
-        self._messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
+        self._channel, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
+        sent, received = [m.message for m in outgoing], [m.message for m in incoming]
+        self._messages = PreparedMessages(self._channel, peers, tag, sent, received)
 
     def run(self) -> Iterator[None]:
         """Start the messages, yield, and complete them; the caller must not change the cells of the messages in between."""
@@ -100,7 +101,7 @@ class PreparedStage:
         except BaseException as error:
             # A GeneratorExit means that the compiled program was discarded. Active messages may still write to the array.
             name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
-            messages.leave(f"{name} left a compiled program in which messages were under way.")
+            self._channel.mark(f"{name} left a compiled program in which messages were under way.")
             raise
         combine = self._combine
         for cells, part in self._unpacked:

@@ -24,12 +24,17 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     x : array or number
         It may be overwritten after the call, since a copy is sent.
     dest, tag, comm
-        As in `mpi_send`; the exceptions, too.
+        As in `mpi_send`.
 
     Returns
     -------
     Request
         The active send; `mpi_wait` returns the values sent.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `mpi_send`.
 
     Ranks
     -----

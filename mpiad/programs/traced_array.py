@@ -383,7 +383,7 @@ def _arrays_of(x: Any) -> Any:
     return _TracedArrays(x.recorder)
 
 
-# The `ArrayModule` lacks the methods for copies in pieces: a trace ends in failure before they are called.
+# The `ArrayModule` lacks the methods for transfers: a trace ends in failure before they are called.
 register_arrays(TracedArray, _arrays_of)
 
 

@@ -247,11 +247,6 @@ class Channel:
             raise
         return requests
 
-    def hold(self, kind: str, request: Request, buffers: object) -> None:
-        """Hold the buffers of an operation that has already been started."""
-        requests = [request]
-        self.started[id(requests)] = kind, requests, buffers
-
     def release(self, requests: list[Request]) -> None:
         """Release the buffers of an operation that has ended."""
         self.started.pop(id(requests), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -125,13 +125,13 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
         envelope.channel.release(receipt.requests)
         _answered(envelope, status)
         if isinstance(error, MPI.Exception):
-            raise _receive_error(error, spec, envelope, call) from None
+            raise _receive_error(error, spec, envelope.peer, envelope.tag, call) from None
         raise
     envelope.channel.release(receipt.requests)
     _answered(envelope, status)
     # MPI reports an error if a message is too long, but not if it is too short.
     if (got := status.Get_count(MPI.BYTE)) != receipt.buffer.nbytes:
-        raise _mismatch(spec, f"{got} bytes", envelope, call)
+        raise _mismatch(spec, f"{got} bytes", envelope.peer, envelope.tag, call)
     return receipt.transfer.received()
 
 
@@ -164,7 +164,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
         message.Recv(dropped)
     else:  # in debug mode the header is compared
         message.receive_and_compare(dropped, buffer)
-    raise _mismatch(spec, f"{got} bytes", envelope, call)
+    raise _mismatch(spec, f"{got} bytes", envelope.peer, envelope.tag, call)
 
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
@@ -186,43 +186,59 @@ def exchange(
     call: str,
 ) -> Array:  # fmt: skip
     """Send slices of an array to ranks, and return the array of the slices that they send; all messages at once."""
-    for counts, peers in ((channel.received, received), (channel.sent, sent)):
-        for peer in peers:
-            counts[peer, tag] = counts.get((peer, tag), 0) + 1
 
     def swap(source: Buffer, target: Buffer) -> None:
-        comm, status = channel.data, MPI.Status()
         parts = [target[part] for part in received.values()]
-        receives = channel.begin("blocking receive", target, comm.Irecv, parts, received, repeat(tag))
-        outgoing = map(source.__getitem__, sent.values())
-        sends = channel.begin("blocking send", source, comm.Isend, outgoing, sent, repeat(tag))
-        for request, peer, part in zip(receives, received, parts):
-            try:
-                request.Wait(status)
-            except MPI.Exception as error:
-                raise _receive_error(error, Spec.of(part), Envelope(channel, peer, tag, False), call) from None
-            if (got := status.Get_count(MPI.BYTE)) != part.nbytes:
-                raise ValueError(_mismatch(Spec.of(part), f"{got} bytes", Envelope(channel, peer, tag, False), call))
-        for request in sends:
-            request.Wait()
-        channel.release(receives)
-        channel.release(sends)
+        started = _start(channel, tag, sent, [source[part] for part in sent.values()], received, parts)
+        _finish(channel, tag, started, received, parts, call)
 
     # Both sides know the sizes of the messages, so device arrays are staged as a whole.
     return communicate(swap, array, spec)
 
 
-def _receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
+def _start(
+    channel: Channel, tag: int, peers: Iterable[Rank], sent: Sequence[Buffer], sources: Iterable[Rank],
+    received: Sequence[Buffer],
+) -> tuple[list[Request], list[Request]]:  # fmt: skip
+    """Start sends to `peers` and receives from `sources`; return their requests."""
+    for counts, ranks in ((channel.received, sources), (channel.sent, peers)):
+        for rank in ranks:
+            counts[rank, tag] = counts.get((rank, tag), 0) + 1
+    # Receives first, so that MPI needn't buffer messages.
+    receives = channel.begin("blocking receive", received, channel.data.Irecv, received, sources, repeat(tag))
+    return channel.begin("blocking send", sent, channel.data.Isend, sent, peers, repeat(tag)), receives
+
+
+def _finish(
+    channel: Channel, tag: int, started: tuple[list[Request], list[Request]], sources: Iterable[Rank],
+    received: Sequence[Array], call: str,
+) -> None:  # fmt: skip
+    """Wait for the messages of `_start`; raise a ValueError if one has another number of bytes than its array."""
+    (sends, receives), status = started, MPI.Status()
+    for request, peer, array in zip(receives, sources, received):
+        try:
+            request.Wait(status)
+        except MPI.Exception as error:
+            raise _receive_error(error, array, peer, tag, call) from None
+        if (got := status.Get_count(MPI.BYTE)) != array.nbytes:
+            raise _mismatch(array, f"{got} bytes", peer, tag, call)
+    for request in sends:
+        request.Wait()
+    channel.release(receives)
+    channel.release(sends)
+
+
+def _receive_error(error: MPI.Exception, like: Array | Spec, peer: Rank, tag: int, call: str) -> Exception:
     """Return a ValueError if MPI's error in a receive means that the message was too long, otherwise MPI's error itself."""
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         return error
-    return _mismatch(spec, "more bytes", envelope, call)
+    return _mismatch(like, "more bytes", peer, tag, call)
 
 
-def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> ValueError:
+def _mismatch(like: Array | Spec, got: str, peer: Rank, tag: int, call: str) -> ValueError:
     return ValueError(
-        f"{call}: rank {envelope.peer} sent {got} with tag {envelope.tag}, but the array it is received into has "
-        f"shape {spec.shape} and dtype {spec.dtype}: {spec.nbytes} bytes. "
+        f"{call}: rank {peer} sent {got} with tag {tag}, but the array it is received into has "
+        f"shape {like.shape} and dtype {like.dtype}: {like.nbytes} bytes. "
         "Give a template (`like`) with the shape and dtype of what is sent."
     )
 
@@ -253,9 +269,9 @@ def prepared_swap(
             there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
         except MPI.Exception as error:
             ABANDONED.append((sent, received))  # MPI may still use them
-            raise _receive_error(error, Spec.of(destination), back, call) from None
+            raise _receive_error(error, destination, source, back.tag, call) from None
         if (got := status.Get_count(byte)) != size:
-            raise _mismatch(Spec.of(destination), f"{got} bytes", back, call)
+            raise _mismatch(destination, f"{got} bytes", source, back.tag, call)
 
     return swap
 
@@ -266,49 +282,14 @@ class PreparedMessages:
     def __init__(
         self, channel: Channel, peers: Sequence[Rank], tag: int, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
     ):
-        self._channel, self._tag = channel, tag
-        self._outgoing = [(Envelope(channel, peer, tag, True), x, as_message(x)) for peer, x in zip(peers, sent)]
-        self._incoming = [(Envelope(channel, peer, tag, False), x, as_message(x)) for peer, x in zip(peers, received)]
-        for envelope, _, _ in (*self._outgoing, *self._incoming):
-            envelope.give_back()  # each start takes the next number
-        self._sends: list[Request] = []
-        self._receives: list[Request] = []
-        self._status = MPI.Status()
+        self._channel, self._tag, self._peers, self._received = channel, tag, peers, received
+        self._messages = [*map(as_message, sent)], [*map(as_message, received)]
 
     def start(self) -> None:
         """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
-        comm, tag = self._channel.data, self._tag
-        # Receives first, so that MPI needn't buffer messages.
-        for envelope, _, message in self._incoming:
-            envelope.renew()
-            # Uninterruptible, as in `Channel.begin`.
-            self._receives.extend(map(comm.Irecv, (message,), (envelope.peer,), (tag,)))
-        for envelope, _, message in self._outgoing:
-            envelope.renew()
-            self._sends.extend(map(comm.Isend, (message,), (envelope.peer,), (tag,)))
+        sent, received = self._messages
+        self._started = _start(self._channel, self._tag, self._peers, sent, self._peers, received)
 
     def finish(self, call: str) -> None:
         """Wait for all messages; raise a ValueError if one has another number of bytes than its array."""
-        status = self._status
-        for request, (envelope, destination, _) in zip(self._receives, self._incoming):
-            try:
-                request.Wait(status)
-            except MPI.Exception as error:
-                raise _receive_error(error, Spec.of(destination), envelope, call) from None
-            if (got := status.Get_count(MPI.BYTE)) != destination.nbytes:
-                raise _mismatch(Spec.of(destination), f"{got} bytes", envelope, call)
-        for request in self._sends:
-            request.Wait()
-        self._receives.clear()
-        self._sends.clear()
-
-    def leave(self, reason: str) -> None:
-        """Abandon the messages after an exception; calls on the channel are refused until it is renewed."""
-        for request, (_, destination, _) in zip(self._receives, self._incoming):
-            if request != MPI.REQUEST_NULL:
-                self._channel.hold("receive", request, destination)
-        for request, (_, array, _) in zip(self._sends, self._outgoing):
-            self._channel.hold("send", request, array)
-        self._receives.clear()
-        self._sends.clear()
-        self._channel.mark(reason)
+        _finish(self._channel, self._tag, self._started, self._peers, self._received, call)

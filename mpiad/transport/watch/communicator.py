@@ -42,7 +42,7 @@ class _Wait:
 
     def give_up(self, reason: str) -> None:
         if (channel := self.comm.owner()) is not None:
-            channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
+            channel.mark(f"{reason.splitlines()[0].rstrip(':.')}.")
 
 
 class CollectiveWait(_Wait):
