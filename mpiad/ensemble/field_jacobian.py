@@ -159,7 +159,8 @@ def field_program(batch: Batch) -> Program | None:
 
 def _structure_of(batch: Batch) -> _Structure | str:
     """Return the structure of the Jacobian, or the reason why f can't be traced; the result is cached."""
-    sparse = not is_on_device(batch) and len(batch.u0) >= LEAST_SPARSE
+    # A rank without trajectories has no state at which f could be called.
+    sparse = batch.size > 0 and not is_on_device(batch) and len(batch.u0) >= LEAST_SPARSE
 
     def structure(program: Program, batch: Batch) -> _Structure:
         if sparse:
@@ -186,7 +187,8 @@ def _remembered(batch: Batch, name: str, make: Callable[[Program, Batch], _Found
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 
-    found: Any = remembered(find, batch, (), name)
+    # Without trajectories the program isn't compared with f.
+    found: Any = remembered(find, batch, (), name, batch.size > 0)
     return found
 
 

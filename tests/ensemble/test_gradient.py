@@ -207,6 +207,18 @@ def test_f_that_a_program_replays_or_that_is_called_again(gradient):
         close(found[name], expected[name])
 
 
+@pytest.mark.parametrize("compiled", [False, "auto"])
+def test_values_by_getval_are_constants(compiled):
+    from autograd.tracer import getval
+
+    def loss(p, value):
+        ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: [-p * value(u[0]) * u[0]], np.ones(1), (0.0, 1.0)), p=p)
+        return anp.sum(solve(ensemble, saveat=SAVED, compile=compiled).u ** 2)
+
+    p = np.array([0.5, 1.0])
+    close(mpiad.grad(loss)(p, getval), mpiad.grad(loss)(p, mpiad.stop_gradient))
+
+
 def test_single_precision():
     u0, p = draws(3, 2).astype(np.float32), draws(3, 2, seed=1).astype(np.float32)
     weights = draws(3, 3, 2, seed=5)

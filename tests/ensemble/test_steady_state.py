@@ -12,7 +12,16 @@ from mpi4py import MPI
 from scipy.optimize import root
 
 import mpiad
-from mpiad.ensemble import EnsembleGPU, EnsembleMPI, EnsembleProblem, EnsembleSerial, ODEProblem, remake, steady_state
+from mpiad.ensemble import (
+    EnsembleGPU,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleSerial,
+    ODEProblem,
+    Rodas5P,
+    remake,
+    steady_state,
+)
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ALONE = MPI.COMM_SELF  # each rank differentiates its own
@@ -156,6 +165,12 @@ def test_fewer_trajectories_than_ranks(count):
     value, bar = mpiad.value_and_grad(loss, shared=True)(P[3])
     assert value == pytest.approx(count * P[3, 1] ** 2, rel=1e-5)
     np.testing.assert_allclose(bar, [0.0, count * 2 * P[3, 1]], rtol=1e-5, atol=1e-5)
+
+
+def test_sparse_jacobians_on_ranks_without_trajectories():
+    chain = ODEProblem(lambda u, p, t: [p + 0.1 * u[(i + 1) % 40] - u[i] for i in range(40)], np.ones(40), (0.0, 0.1), 0.9)
+    one = EnsembleProblem(chain, u0=np.zeros((1, 40)))
+    np.testing.assert_allclose(steady_state(one, Rodas5P(), EnsembleMPI()).u, 1.0, rtol=1e-10)
 
 
 def test_other_states_on_another_rank():

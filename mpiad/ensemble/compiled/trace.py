@@ -27,6 +27,7 @@ from mpiad.compiling.symbols import Symbol
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.programs.scalar_recorder import ScalarRecorder
+from mpiad.programs.traced_array import TracedArray
 from mpiad.pytrees import is_variable
 from mpiad.transport.core.calls import site_of_trace
 from mpiad.transport.core.tracing import restoring_state, tracing
@@ -215,21 +216,22 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     return program
 
 
-# Traces contain no boxes, by which autograd finds derivative rules. So two functions of autograd are replaced in a trace:
-# the first function that a primitive calls, and the one by which `stop_gradient` and `notrace_primitive` get plain values.
+# Traces contain no boxes, by which autograd finds derivative rules. So functions of autograd are replaced in a trace: the
+# first function that a primitive calls, the one by which `stop_gradient` and `notrace_primitive` get plain values, and the
+# one that `getval` calls, since functions that have imported `getval` call the original.
 _tracer: Any = autograd.tracer
-_find_boxes, _getval, _replacing = _tracer.find_top_boxed_args, _tracer.getval, threading.RLock()
+_find_boxes, _getval, _isbox, _replacing = _tracer.find_top_boxed_args, _tracer.getval, _tracer.isbox, threading.RLock()
 
 
 @contextmanager
 def _autograd_replaced() -> Iterator[None]:
     with _replacing:
-        around = _tracer.find_top_boxed_args, _tracer.getval
-        _tracer.find_top_boxed_args, _tracer.getval = _boxes_of, _plain
+        around = _tracer.find_top_boxed_args, _tracer.getval, _tracer.isbox
+        _tracer.find_top_boxed_args, _tracer.getval, _tracer.isbox = _boxes_of, _plain, _is_box
         try:
             yield
         finally:
-            _tracer.find_top_boxed_args, _tracer.getval = around
+            _tracer.find_top_boxed_args, _tracer.getval, _tracer.isbox = around
 
 
 def _boxes_of(args: Sequence[Any]) -> Any:
@@ -251,6 +253,16 @@ def _is_of_a_package(primitive: Any) -> bool:
 def _plain(x: Any) -> Any:
     recorder = tracing.recorder
     return recorder.constant(_getval(x)) if isinstance(recorder, ScalarRecorder) else _getval(x)
+
+
+def _is_box(x: object) -> bool:
+    """Return whether x is a box; refuse a user's call of the original `getval`, after which x would be differentiated."""
+    getter, recorder = sys._getframe(1), tracing.recorder
+    if isinstance(x, TracedArray) and isinstance(recorder, ScalarRecorder) and getter.f_code is _getval.__code__:
+        user: Any = getter.f_back
+        if not user.f_globals.get("__name__", "").startswith(("autograd.", "mpiad.")):
+            recorder.refuse("it calls getval, imported from autograd.tracer; expected mpiad.stop_gradient")
+    return _isbox(x)
 
 
 def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symbol]:
