@@ -83,11 +83,6 @@ class Packing:
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
 
-    @property
-    def descriptions(self) -> list[str]:
-        """Return shape and dtype of each array of variables, as text."""
-        return [f"{dtype}{list(shape)}" for shape, dtype in self.specs]
-
     def pack(self, tree: Tree, convert: Callable[[Array], Array] = lambda z: z) -> np.ndarray:
         """Return a pytree's variables as a new vector, shape (size,); raise unless they match the template."""
         leaves, parts = flatten(tree)[0], []
