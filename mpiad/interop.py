@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,7 +72,7 @@ def from_jax(fun: Function) -> Function:
     >>> print(mpiad.grad(norm)(np.array([3.0, 4.0], np.float32)))
     [0.6 0.8]
     """
-    return _imported(_JAX(_name(fun, "from_jax")), fun)
+    return _imported(_JAX, fun, "from_jax")
 
 
 def from_torch(fun: Function) -> Function:
@@ -119,7 +119,7 @@ def from_torch(fun: Function) -> Function:
     >>> print(mpiad.grad(norm)(np.array([3.0, 4.0])))
     [0.6 0.8]
     """
-    return _imported(_Torch(_name(fun, "from_torch")), fun)
+    return _imported(_Torch, fun, "from_torch")
 
 
 def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
@@ -259,13 +259,10 @@ def _check_driven(f: object, call: str) -> None:
         )
 
 
-def _name(fun: object, call: str) -> str:
+def _imported(kind: type[_Framework], fun: Function, call: str) -> Function:
     if not callable(fun):
         raise TypeError(f"{call}: expected a function, but got {type(fun).__name__} {fun!r:.60}.")
-    return f"{call}({getattr(fun, '__name__', type(fun).__name__)})"
-
-
-def _imported(framework: _Framework, fun: Function) -> Function:
+    framework = kind(f"{call}({getattr(fun, '__name__', type(fun).__name__)})")
     operators: dict[Hashable, _Operator] = {}
 
     def called(*args: Tree, **kwargs: Tree) -> Tree:
@@ -295,7 +292,7 @@ class _Operator:
 
     def __init__(self, framework: _Framework, fun: Function):
         self.framework, self._fun, self.value = framework, fun, framework.compiled(fun)
-        self._derivatives: dict[Hashable, _Operator] = {}
+        self.derivative = cache(self._derivative)
 
     def __call__(self, leaves: Sequence[Array]) -> Tree:
         """Return the result, a pytree of arrays, for arrays that may be traced."""
@@ -334,7 +331,7 @@ class _Operator:
 
         return fun, [natives[place] for place in places]
 
-    def derivative(self, places: tuple[int, ...], count: int | None = None) -> _Operator:
+    def _derivative(self, places: tuple[int, ...], count: int | None = None) -> _Operator:
         """Return the tangent with respect to the arrays at `places`, or the adjoint if the result has `count` leaves.
 
         An operator of the arrays, and of the tangents or of the cotangents of the leaves.
@@ -348,10 +345,7 @@ class _Operator:
             result, pull = self.framework.vjp(of, variables)
             return pull(flatten(result)[1](list(natives[n:])))[0]
 
-        key = places, count
-        if key not in self._derivatives:
-            self._derivatives[key] = _Operator(self.framework, fun)
-        return self._derivatives[key]
+        return _Operator(self.framework, fun)
 
 
 class _Call:

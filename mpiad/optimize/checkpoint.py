@@ -94,7 +94,7 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
         "ranks": size,
         "objective": program.objective,
         "root": int(program.root),
-        "variables": packing.descriptions,
+        "variables": [f"{dtype}{list(shape)}" for shape, dtype in packing.specs],
         "x0 (checksum)": fingerprint(start),
     }
 

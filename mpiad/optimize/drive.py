@@ -352,8 +352,7 @@ def drive(
         require_same(used, f"{len(functions)} functions, objective={objective!r}, root={root}, groups={count!r:.60}", _CALL)
         division = None if groups is None else rank_groups(groups, comm)
         if division is not None:
-            inside = root % division.comm.size
-            programs = [each._replace(args=(division.comm,), root=inside) for each in programs]
+            programs = [each._replace(args=(division.comm,), root=root % division.comm.size) for each in programs]
         driver = RootDriven(used, root, programs, DrivenEvaluation, _CALL, division)
         driver.site = site_of(sys._getframe())  # on the other ranks, too, this is the innermost line of the user's
         bar = progress_bar("evaluations") if progress and used.rank == root else None

@@ -46,31 +46,22 @@ class EndMethod(Exception):  # noqa: N818 - like StopIteration, not an error
 class Point:
     """A point, with the value and the gradient if they have been evaluated."""
 
-    __slots__ = ("_bits", "gradient", "value", "x")
+    __slots__ = ("gradient", "key", "value", "x")
 
     def __init__(self, x: np.ndarray, value: float | None = None):
-        self.x = x.copy()  # SciPy's methods may overwrite x
-        self._bits = self.x.view(np.int64)  # compared by bits, so that NaN equals NaN
-        self.value = value
+        self.x, self.value = x.copy(), value  # SciPy's methods may overwrite x
+        self.key = x.tobytes()  # points are compared by bits, so that NaN equals NaN
         self.gradient: np.ndarray | None = None
 
     @property
     def norm(self) -> float:
         """Return the gradient's largest absolute entry; NaN if it hasn't been evaluated."""
-        if self.gradient is None:
-            return math.nan
-        return float(max(self.gradient.max(initial=0.0), -self.gradient.min(initial=0.0)))
+        return math.nan if self.gradient is None else float(np.abs(self.gradient).max(initial=0.0))
 
     @property
     def finite(self) -> bool:
         """Return whether value and gradient are finite, as far as they have been evaluated."""
         return all(np.all(np.isfinite(each)) for each in (self.value, self.gradient) if each is not None)
-
-    def is_at(self, x: np.ndarray) -> bool:
-        """Return whether this is the point x."""
-        bits = x.view(np.int64)
-        # Different points usually differ in the first entry; comparing it first avoids most comparisons of arrays.
-        return not x.size or bool(self._bits[0] == bits[0] and (self._bits == bits).all())
 
 
 class Points:
@@ -80,15 +71,15 @@ class Points:
         self._evaluation, self._request = evaluation, request
         self._for_value = "both" if together or evaluation.only_both else "value"
         self._last_with_value: Point | None = None
-        self._recent: deque[Point] = deque(maxlen=_MAX_STORED)
+        self.recent: deque[Point] = deque(maxlen=_MAX_STORED)
         self.counts = {"value": 0, "gradient": 0, "both": 0, "product": 0}  # of collective evaluations; "gradient": alone
         self.maxfun: float | None = None  # maximum number of evaluations of the objective; the first is always made
-        self.violation: Callable[[np.ndarray], float] | None = None  # the largest violation of bounds and constraints
+        self.violation: Callable[[np.ndarray], float] = lambda x: 0.0  # the largest violation of bounds and constraints
         self.best: Point | None = None  # the point with the lowest finite objective among those with the least violation
-        self._first_point: Point | None = None
+        self.first: Point | None = None
         self.iterate: Point | None = None  # the last iterate
         self.interruptible = False  # whether the solve ends after a rank received SIGTERM
-        self._least_violation = math.inf
+        self._merit = math.inf, math.inf  # violation and objective of the best point
 
     @property
     def value_count(self) -> int:
@@ -110,11 +101,6 @@ class Points:
         """Return the exception that ends a method that needs more evaluations than `maxfun`."""
         text = f"STOP: all maxfun={self.maxfun:.0f} evaluations are done. Raise options['maxfun'], or accept "
         return EndMethod(Ending(1, text + "x, the best point so far."), at_best=True)
-
-    @property
-    def any_not_finite(self) -> bool:
-        """Return whether a value or gradient isn't finite at one of the last points."""
-        return not all(point.finite for point in self._recent)
 
     def with_value(self, x: np.ndarray) -> Point:
         """Return the point x with its objective."""
@@ -153,18 +139,19 @@ class Points:
     def at(self, x: np.ndarray) -> Point:
         """Return the stored point at x, an array of doubles, or a new point if none is stored."""
         # The best point and the iterate may be older than the recent points.
-        for point in (*reversed(self._recent), self.best, self.iterate):
-            if point is not None and point.is_at(x):
+        key = x.tobytes()
+        for point in (*reversed(self.recent), self.best, self.iterate):
+            if point is not None and point.key == key:
                 return point
-        self._recent.append(Point(x))
-        return self._recent[-1]
+        self.recent.append(Point(x))
+        return self.recent[-1]
 
     def _evaluate(self, kind: str, point: Point, x: np.ndarray) -> None:
-        if kind != "gradient" and self.exhausted and self._first_point is not None:
+        if kind != "gradient" and self.exhausted and self.first is not None:
             raise self.limit_reached()
         if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
-        self._first_point = self._first_point or point
+        self.first = self.first or point
         found = self._carry_out(kind, x)
         value, gradient = found if kind == "both" else (found, None) if kind == "value" else (None, found)
         # An evaluation of the gradient consumes the forward pass.
@@ -174,21 +161,13 @@ class Points:
             point.value = value
             if not math.isfinite(value):
                 return
-            violation = 0.0 if self.violation is None else self.violation(point.x)
-            if self.best is None or (violation, value) < (self._least_violation, self.best.value):
-                self.best, self._least_violation = point, violation
+            merit = self.violation(point.x), value
+            if self.best is None or merit < self._merit:
+                self.best, self._merit = point, merit
 
     def best_improves_on(self, x: np.ndarray, value: float) -> bool:
         """Return whether the best point has a smaller violation than x, or the same violation and a lower value."""
-        if self.best is None:
-            return False
-        violation = 0.0 if self.violation is None else self.violation(x)
-        return (self._least_violation, self.best.value) < (violation, value)
-
-    def not_finite_at_start(self) -> str:
-        """Return a sentence that names the ranks with values that aren't finite at x0; "" if all are finite."""
-        first = self._first_point
-        return "" if first is None or first.finite else self._request("not_finite", first.x)
+        return self.best is not None and self._merit < (self.violation(x), value)
 
     @property
     def last_or_best(self) -> Point | None:

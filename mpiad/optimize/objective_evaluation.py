@@ -199,11 +199,9 @@ class Evaluation:
         if self._gradient_weight == 0.0:
             return self._zeros
         try:
-            packed = self._packed_gradient(local)
+            return self._packed_gradient(local) * self._gradient_weight
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
-        packed *= self._gradient_weight
-        return packed
 
     def _term(self, value: Scalar) -> float:
         """Return the contribution of this rank's value to the objective."""

@@ -83,14 +83,21 @@ class Packing:
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
 
-    @property
-    def descriptions(self) -> list[str]:
-        """Return shape and dtype of each array of variables, as text."""
-        return [f"{dtype}{list(shape)}" for shape, dtype in self.specs]
-
-    def pack(self, tree: Tree) -> np.ndarray:
-        """Return a pytree's variables as a new vector, shape (size,)."""
-        return self._packed(tree, lambda z: z)
+    def pack(self, tree: Tree, convert: Callable[[Array], Array] = lambda z: z) -> np.ndarray:
+        """Return a pytree's variables as a new vector, shape (size,); raise unless they match the template."""
+        leaves, parts = flatten(tree)[0], []
+        if len(leaves) != len(self._leaves):
+            raise TypeError(
+                f"{self._call}: expected a pytree of {len(self._leaves)} leaves like {self._name}, but got {len(leaves)}."
+            )
+        leaves = fetched(leaves) if self._on_device else leaves
+        for position, (shape, dtype) in zip(self._positions, self.specs):
+            flat = self._array(leaves[position], position, shape).reshape(-1)
+            if flat.dtype.kind == "c" and dtype.kind != "c":
+                path = self._path(position)
+                raise TypeError(f"{self._call}: expected {dtype}, like {path}, but got {flat.dtype}. Return its real part.")
+            parts.append(convert(flat).astype(complex).view(float) if dtype.kind == "c" else flat.astype(float, copy=False))
+        return np.concatenate(parts)  # a new vector also of one part
 
     def pack_point(self, tree: Tree) -> np.ndarray:
         """Return ``pack(tree)``; raise if the pytree has other keys, or its leaves that aren't variables other values."""
@@ -106,30 +113,7 @@ class Packing:
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
         """Return a gradient as a new vector of derivatives with respect to the real variables."""
-        return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
-
-    def _packed(self, tree: Tree, convert: Callable[[Array], Array]) -> np.ndarray:
-        parts = []
-        for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
-            flat = leaf.reshape(-1)
-            is_complex = dtype.kind == "c"
-            parts.append(convert(flat).astype(complex).view(float) if is_complex else flat.astype(float, copy=False))
-        return np.concatenate(parts)  # a new vector also of one part
-
-    def _arrays(self, tree: Tree) -> list[Array]:
-        """Return a pytree's arrays of variables, on the vector's device; raise unless they match the template."""
-        leaves = flatten(tree)[0]
-        if len(leaves) != len(self._leaves):
-            raise TypeError(
-                f"{self._call}: expected a pytree of {len(self._leaves)} leaves like {self._name}, but got {len(leaves)}."
-            )
-        leaves = fetched(leaves) if self._on_device else leaves
-        found = [self._array(leaves[k], k, shape) for k, (shape, _) in zip(self._positions, self.specs)]
-        for leaf, position, (_, dtype) in zip(found, self._positions, self.specs):
-            if leaf.dtype.kind == "c" and dtype.kind != "c":
-                path = self._path(position)
-                raise TypeError(f"{self._call}: expected {dtype}, like {path}, but got {leaf.dtype}. Return its real part.")
-        return found
+        return self.pack(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
     def _array(self, leaf: Array, position: int, shape: Shape) -> Array:
         array = np.asarray(leaf)
@@ -141,15 +125,12 @@ class Packing:
         numbered = self._build(list(range(len(self._leaves))))
         return next(path for path, number in named_leaves(numbered, self._name) if number == position)
 
-    def unpack(self, vector: np.ndarray) -> Tree:
-        """Return the pytree of a vector, in new memory."""
-        return self._unpacked(vector, lambda z: z)
-
     def unpack_gradient(self, vector: np.ndarray) -> Tree:
         """Return the pytree of a result of `pack_gradient`."""
-        return self._unpacked(vector, np.conj)
+        return self.unpack(vector, np.conj)
 
-    def _unpacked(self, vector: np.ndarray, convert: Callable[[Array], Array]) -> Tree:
+    def unpack(self, vector: np.ndarray, convert: Callable[[Array], Array] = lambda z: z) -> Tree:
+        """Return the pytree of a vector, in new memory."""
         found = []
         for (shape, dtype), part in zip(self.specs, split(vector, self._lengths)):
             # Copied, because complex numbers on a device must be aligned to their size.

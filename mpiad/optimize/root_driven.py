@@ -3,7 +3,7 @@
 An *instruction* is the call of a method of a function's evaluation, such as ``gradient(x)``, on all ranks:
 
 1. The root broadcasts its header: the method, the function's index, and the lengths of two vectors: the points, one after
-   the other, and a second one if the method has it, for example a direction. The other ranks wait for it in `_serve`.
+   the other, and a second one, for example a direction; -1 without a vector. The other ranks wait for it in `_serve`.
 2. The root broadcasts the vectors. If they are short, the header contains them, and there is no second message.
 3. All ranks call the method. It runs the user's functions, communicates, and returns the result on the root. If it
    raises on any rank, all ranks raise (`StageFailures`), and this is the last instruction.
@@ -108,8 +108,8 @@ class RootDriven(Solve):
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._by_main = threading.current_thread() is threading.main_thread()
         self._thread: int | None = None  # the thread that executes an instruction
-        self._failure: BaseException | None = None  # of an instruction: the other ranks no longer wait for instructions
-        self._ended = False
+        # Raised by further requests: the failure of an instruction, after which the other ranks wait for none, or the end.
+        self._failure: BaseException | None = None
         self.site: Site | None = None  # the line at which instructions are reported, if the user's code makes requests
         self._division = division
         self._group: Solve = self if division is None else Solve(channel(division.comm, call), call)
@@ -135,8 +135,6 @@ class RootDriven(Solve):
                 )
             if self._failure is not None:
                 raise self._failure
-            if self._ended:
-                raise RuntimeError(f"{self._call}: a driven function was called after the end of `{self._call}`.")
             self._thread = thread
             refusal, self.used.fault = self.used.fault, None  # `program` alone may not communicate
             around, tracing.site = tracing.site, self.site or tracing.site
@@ -158,7 +156,7 @@ class RootDriven(Solve):
             return
         flat = [np.ascontiguousarray(vector, dtype=float).reshape(-1) for vector in vectors]
         vector = flat[0] if len(flat) == 1 else np.concatenate([*flat, []])
-        sizes, header = [*map(len, flat), 0, 0], self._header
+        sizes, header = [*map(len, flat), -1, -1], self._header
         header[0], header[1], header[2], header[3] = METHODS.index(method), function, sizes[0], sizes[1]
         if len(vector) <= _SHORT:
             self._message[_HEADER : _HEADER + len(vector)] = vector
@@ -174,11 +172,12 @@ class RootDriven(Solve):
             method = METHODS[number]
             if method == "finish":
                 return self._share_outcome()
-            vector = self._message[_HEADER : _HEADER + first + second]
-            if first + second > _SHORT:
-                vector = np.empty(first + second)
+            length = first + max(second, 0)
+            vector = self._message[_HEADER : _HEADER + length]
+            if length > _SHORT:
+                vector = np.empty(length)
                 self._comm.Bcast(vector, self.root)  # sent immediately after the header, so the call may block
-            self._execute(method, function, (vector[:first], vector[first:]) if second else (vector,))
+            self._execute(method, function, (vector,) if second < 0 else (vector[:first], vector[first:]))
 
     def _execute(self, method: str, function: int, vectors: Sequence[np.ndarray], start: Tree = None) -> Any:
         if method == "start":
@@ -220,11 +219,15 @@ class RootDriven(Solve):
             # After a timeout or an interruption the other ranks raise without a message from the root.
             if self._failure is None and (is_interruption(error) or isinstance(error, DeadlockError)):
                 raise
-            cause, outcome = error, _root_failure(error, self._call, self.root)
+            # Exceptions that can be pickled.
+            kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
+            cause, found, text = error, Failure.of(error), f"{self._call}: the root, rank {self.root}, raised "
+            outcome = WorkerError(text + found.summary, self.root, found.trace, exit_code=found.exit_code)
+            outcome = outcome if kind is None else kind(f"{error} (raised on the root, rank {self.root})")
         with self._lock:  # another thread may wait for its evaluation
-            self._ended = True
             if self._failure is not None:  # even if the program has caught it
                 raise self._failure
+            self._failure = RuntimeError(f"{self._call}: a driven function was called after the end of `{self._call}`.")
             # The other ranks wait for this even if the root has failed; they then raise the root's exception, too.
             self._send("finish")
         shared = self._share_outcome(result if everywhere and cause is None else outcome, cause)
@@ -243,13 +246,3 @@ class RootDriven(Solve):
             if self.agreement.error is not None:
                 renew(self._group._used.user, self._call)
         super()._close()
-
-
-def _root_failure(error: BaseException, call: str, root: Rank) -> TypeError | ValueError | WorkerError:
-    """Return an exception for all ranks that can be pickled, given one that the root raised outside of evaluations."""
-    for kind in (TypeError, ValueError):
-        if isinstance(error, kind):
-            return kind(f"{error} (raised on the root, rank {root})")
-    failure = Failure.of(error)
-    text = f"{call}: the root, rank {root}, raised {failure.summary}"
-    return WorkerError(text, root, failure.trace, exit_code=failure.exit_code)

@@ -50,7 +50,7 @@ def shared_start(used: Channel, root: Rank, start: Tree, x0: Tree, args: tuple, 
                 template = map_leaves(
                     lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
                 )
-    with suppress(TypeError):  # an x0 that can't be converted differs from the root's
+    with suppress(Exception):  # an x0 that can't be converted differs from the root's
         x0 = as_variables(x0)
     theirs = named_leaves(template, "x0")
     own = theirs if is_root or x0 is None else named_leaves(x0, "x0")

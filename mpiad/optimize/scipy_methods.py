@@ -50,7 +50,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         given = given if isinstance(given, (list, tuple)) else [given]
         constraints = [constraint_of(each, solve.packing, solve.used) for each in given]
     checks = [part.violation for part in (box, *constraints) if part is not None]
-    points.violation = (lambda x: max(check(x) for check in checks)) if checks else None
+    points.violation = lambda x: max((check(x) for check in checks), default=0.0)
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
     problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.used.size)}
     problem["bounds (checksum)"] = None if box is None else fingerprint(*box)
@@ -92,12 +92,12 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
     except EndMethod as end:
         result = partial_result(end.ending, points, iterates.count, end.at_best)
     except ValueError as error:  # some of SciPy's methods raise for NaN and infinities in their matrices
-        if iterates.in_callback or not points.any_not_finite:
+        if iterates.in_callback or all(point.finite for point in points.recent):
             raise
         text = f"ABNORMAL: the objective or its gradient isn't finite at a trial point, at which SciPy raised {error!r}."
         result = partial_result(Ending(3, text), points, iterates.count, at_best=True)
-    if not result.success:
-        result.message += points.not_finite_at_start()
+    if not result.success and points.first is not None and not points.first.finite:
+        result.message += solve.request("not_finite", points.first.x)
     iterates.write_last(ended=True)
     result.x, evaluations = np.array(result.x, dtype=float), dict(points.counts)
     return {**result, "history": iterates.record.history(), "evaluations": evaluations}

@@ -383,6 +383,12 @@ def test_functions_that_return_something_else(rank: int, size: int) -> None:
         drive(lambda f: f(1.0), lambda x: np.ones(2 + (rank == 1)), objective="sum")
 
 
+def test_empty_arrays(rank: int) -> None:
+    found = drive(lambda f: (f(X), f.vjp(X, []), f.jvp(X, V), f.map([X, X])), lambda x: x[:0])
+    if rank == 0:
+        assert [part.shape for part in found] == [(0,), (3,), (0,), (2, 0)] and not found[1].any()
+
+
 def test_traced_values_of_an_enclosing_function(size: int) -> None:
     def outer(y: Any, shape: tuple) -> Any:
         drive(lambda f: f.map([1.0]), lambda x: x * y * np.ones(shape))
