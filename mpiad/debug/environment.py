@@ -13,10 +13,11 @@ import socket
 import subprocess
 import sys
 import threading
+import timeit
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from operator import itemgetter
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 import autograd.numpy as anp
@@ -66,10 +67,9 @@ def rank_info(rank: Rank, local_rank: Rank) -> RankInfo:
     with contextlib.suppress(OSError, ValueError):
         time, period = _QUOTA.read_text().split()  # CPU time per period, and the period: "200000 100000" for two cores
         quota = float("inf") if time == "max" else int(time) / int(period)
-    threads: dict[str, int] = {}
-    for pool in threadpoolctl.threadpool_info():
-        name = pool["internal_api"]
-        threads[name] = max(pool["num_threads"], threads.get(name, 0))
+    # Of several pools of one kind, the last one, which has the most threads, is kept.
+    pools = sorted(threadpoolctl.threadpool_info(), key=itemgetter("num_threads"))
+    threads = {pool["internal_api"]: pool["num_threads"] for pool in pools}
     node, own_cores = socket.gethostname(), tuple(sorted(cores()))
     return RankInfo(rank, local_rank, node, own_cores, quota, threads, huge_pages(), gpus, "", sys.executable, versions())
 
@@ -120,16 +120,11 @@ def speed_of(channel: Channel) -> Speed | None:
 
 def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
     """Return the shortest time of several repetitions; rank 0 determines their number in a first measurement."""
-    start = perf_counter()
-    for _ in range(3):
-        exchange(comm, array)
-    count = comm.bcast(max(3, min(1000, int(_MEASUREMENT_SECONDS / (perf_counter() - start) * 3))), 0)
-    times = np.empty(count)
-    for k in range(count):
-        start = perf_counter()
-        exchange(comm, array)
-        times[k] = perf_counter() - start
-    return float(times.min())
+
+    def times(count: int) -> list[float]:
+        return timeit.repeat(lambda: exchange(comm, array), repeat=count, number=1)
+
+    return min(times(comm.bcast(max(3, min(1000, int(_MEASUREMENT_SECONDS / sum(times(3)) * 3))), 0)))
 
 
 def _ping_pong(comm: Comm, array: np.ndarray) -> None:
@@ -239,9 +234,7 @@ def _mpiexec_of(library: Library) -> str:
 def mpiexec_mistakes(library: Library, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
     """Return a mistake if the `mpiexec` in the search path belongs to another MPI than the library."""
     program = shutil.which("mpiexec", path=environment.get("PATH"))
-    if not program:
-        return []
-    family, expected = _family_of_mpiexec(program), family_of(library.vendor)
+    family, expected = program and _family_of_mpiexec(program), family_of(library.vendor)
     if not family or not expected or family == expected:
         return []
     text = (
@@ -370,7 +363,10 @@ def environment(comm: Comm = None) -> Environment:
 def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
     """Implement `environment`; `begin_stage` is called with a description of each stage before the stage begins."""
     begin_stage("exchanging host names and cores")
-    places = _places(group)
+    info = rank_info(group.rank, world.local_rank())
+    count = {other.node: len(other.gpus) for other in group.data.allgather(info) if other.gpus}.get(info.node, 0)
+    gpu, gpus = device_of(info.local_rank, count), info.gpus if visible(count) else []
+    places = group.data.allgather(info._replace(gpu=gpu, gpus=gpus))
     begin_stage("measuring messages")
     speed = speed_of(group)
     begin_stage("comparing a gradient with its closed form")
@@ -384,13 +380,6 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
         mistakes += mpiexec_mistakes(mpi)
     # All ranks get rank 0's result, because the exit code must be the same on all ranks.
     return Environment(*group.data.bcast((mpi, started_by, places, speed, selftest, mistakes), 0))
-
-
-def _places(group: Channel) -> list[RankInfo]:
-    info = rank_info(group.rank, world.local_rank())
-    count = {other.node: len(other.gpus) for other in group.data.allgather(info) if other.gpus}.get(info.node, 0)
-    gpu, gpus = device_of(info.local_rank, count), info.gpus if visible(count) else []
-    return group.data.allgather(info._replace(gpu=gpu, gpus=gpus))
 
 
 def _lines(result: Environment) -> list[str]:
@@ -423,14 +412,12 @@ def _node_lines(node: str, ranks: list[RankInfo]) -> list[str]:
     numbers = rank_ranges([place.rank for place in ranks])
     gpus = ranks[0].gpus
     listed = f"{_counted(cores, 'core')}; threads per rank: {threads}; {_counted(len(gpus), 'GPU') if gpus else 'no GPU'}"
-    lines = [f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {listed}"]
-    lines.append(f"  memory    huge pages: {ranks[0].huge_pages}")
-    if gpus:
-        lines.append(
-            f"  GPUs      {', '.join(dict.fromkeys(gpus))}; "
-            + ", ".join(f"rank {place.rank}: {place.gpu or 'none'}" for place in ranks)
-        )
-    return lines
+    chosen = ", ".join(f"rank {place.rank}: {place.gpu or 'none'}" for place in ranks)
+    return [
+        f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {listed}",
+        f"  memory    huge pages: {ranks[0].huge_pages}",
+        *([f"  GPUs      {', '.join(dict.fromkeys(gpus))}; {chosen}"] if gpus else []),
+    ]
 
 
 def _counted(count: int, noun: str) -> str:
@@ -439,11 +426,11 @@ def _counted(count: int, noun: str) -> str:
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each environment variable whose name starts with MPIAD but isn't a variable of the library."""
-    unknown = [name for name in sorted(environment) if name.upper().startswith("MPIAD") and name not in VARIABLES]
     return [
         f"{name}={environment[name]!r} isn't a variable of mpiad and has no effect. The closest name is "
         f"{difflib.get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0.0)[0]}."
-        for name in unknown
+        for name in sorted(environment)
+        if name.upper().startswith("MPIAD") and name not in VARIABLES
     ]
 
 

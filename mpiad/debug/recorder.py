@@ -177,12 +177,11 @@ class Recorder:
     def _close(self, key: object) -> list[Any] | None:
         """Close an event, and inner events that an exception left open; return the event, or None if it isn't open."""
         opened = self._stacks.open
-        for index in range(len(opened) - 1, -1, -1):
-            if opened[index][0] is key:
-                entry = opened[index]
-                del opened[index:]
-                return entry
-        return None
+        if not any(entry[0] is key for entry in opened):
+            return None
+        while (entry := opened.pop())[0] is not key:
+            pass
+        return entry
 
     def _thread_number(self) -> int:
         number = self._stacks.number

@@ -16,7 +16,7 @@ from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -69,27 +69,20 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
     pending: list[tuple[float, float, str]] = []  # start, end and phase of intervals since the last communication
     at, after = recorder.start_time, _START
 
-    def add_interval(time: float) -> None:
+    end: tuple[float, int, str | None] = (recorder.start_time + recorder.elapsed, 0, None)
+    for time, _, mark in chain(sorted(_marks(events), key=itemgetter(0, 1)), [end]):
         if time > at:  # otherwise `time` is inside a communication
             pending.append((at, time, phases[-1] if phases else "outside"))
-
-    def take_intervals(until: str) -> Iterator[tuple[float, float, Place]]:
-        yield from [(began, ended, Place(phase, after, until)) for began, ended, phase in pending]
-        pending.clear()
-
-    for time, _, mark in sorted(_marks(events), key=itemgetter(0, 1)):
-        add_interval(time)
         at = max(at, time)
-        if isinstance(mark, Event):
-            line = mark.forward_site or mark.site
-            yield from take_intervals(line)
-            at, after = mark.ended, line
+        if isinstance(mark, Event) or mark is None:
+            until = _END if mark is None else mark.forward_site or mark.site
+            yield from [(began, ended, Place(phase, after, until)) for began, ended, phase in pending]
+            pending.clear()
+            at, after = at if mark is None else mark.ended, until
         elif mark:
             phases.append(mark)
         elif phases:
             phases.pop()
-    add_interval(recorder.start_time + recorder.elapsed)
-    yield from take_intervals(_END)
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
@@ -134,17 +127,15 @@ class Reading(NamedTuple):
     difference: float  # rank 0's time minus this rank's time
 
 
-class Clock:
-    """Converts this rank's times to rank 0's clock."""
+Clock: TypeAlias = Callable[[float], float]
+"""A function that converts this rank's times to rank 0's clock."""
 
-    def __init__(self, first: Reading, last: Reading):
-        self._first = first
-        passed = last.time - first.time
-        self._drift = (last.difference - first.difference) / passed if passed > 0 else 0.0
 
-    def __call__(self, time: float) -> float:
-        """Return a time on rank 0's clock."""
-        return time + self._first.difference + self._drift * (time - self._first.time)
+def clock_of(first: Reading, last: Reading) -> Clock:
+    """Return the clock with these offsets at the start and at the end."""
+    passed = last.time - first.time
+    drift = (last.difference - first.difference) / passed if passed > 0 else 0.0
+    return lambda time: time + first.difference + drift * (time - first.time)
 
 
 def read_clock(comm: Comm) -> Reading:
@@ -193,24 +184,6 @@ _FOOTER = "\n]}\n"
 _SHORTEST = 1000  # nanoseconds; shorter computations are omitted
 
 
-def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
-    """Write the events of all ranks; collective. Raise an OSError on all ranks if rank 0 can't write the file."""
-    starts, dropped = zip(*comm.allgather((clock(recorder.start_time), recorder.dropped)))
-    pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
-    error = None
-    if comm.rank == 0:
-        # Rank 0 receives and writes the pieces one at a time, since all events may not fit into its memory.
-        received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
-        error = _write_atomically(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
-    else:
-        for piece in pieces:
-            comm.send(piece, 0)
-        comm.send(None, 0)  # the end of the pieces
-    error = comm.bcast(error, 0)
-    if error is not None:
-        raise OSError(f"the trace of {comm.size} ranks can't be written to {path}: {error}")
-
-
 def _write_atomically(path: Path, header: str, pieces: Iterator[str]) -> str | None:
     """Write header, pieces and footer to a file atomically; return the text of an error, or None."""
     temporary = None
@@ -245,13 +218,13 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
         yield ",\n".join(texts)
 
 
-def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[float], float], zero: float) -> Iterator[str]:
+def _rank_events(recorder: Recorder, rank: int, clock: Clock, zero: float) -> Iterator[str]:
     """Yield a rank's events as JSON texts; times are relative to the time `zero` of the common clock."""
 
     def tick(time: float) -> int:
         return round(1e9 * (clock(time) - zero))
 
-    yield _metadata(rank, 0, "process_name", name=f"rank {rank} ({node})")
+    yield _metadata(rank, 0, "process_name", name=f"rank {rank} ({socket.gethostname()})")
     yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
     events = recorder.events
     for number, name in enumerate(recorder.threads):
@@ -282,22 +255,19 @@ def _metadata(rank: int, thread: int, kind: str, **args: object) -> str:
 
 
 def _complete(rank: int, thread: int, start: int, end: int, event: Event | None) -> str:
-    name, category, args = ("computation", "computation", {}) if event is None else _trace_fields(event)
     fields = {"ph": "X", "pid": rank, "tid": thread, "ts": start / 1000, "dur": (end - start) / 1000}
+    args: dict[str, object] = {}
+    if event is None or event.direction == "phase":
+        name, category = ("computation", "computation") if event is None else (event.name, "phase")
+    else:
+        # An adjoint executes other operations; each of these inner events is named after its operation.
+        name, category = event.called if event.outermost else event.operation, event.direction
+        arguments, args = event.arguments, {"site": event.site, "forward site": event.forward_site}
+        args |= {name: getattr(arguments, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
+        args["dtype"] = None if arguments.dtype is None else str(arguments.dtype)
+        args |= {"shape": arguments.shape and list(arguments.shape), "bytes": arguments.nbytes}
+    args = {key: value for key, value in args.items() if value not in (None, "")}
     return json.dumps(fields | {"name": name, "cat": category, "args": args})
-
-
-def _trace_fields(event: Event) -> tuple[str, str, dict[str, object]]:
-    if event.direction == "phase":
-        return event.name, "phase", {}
-    arguments = event.arguments
-    args: dict[str, object] = {"site": event.site, "forward site": event.forward_site}
-    args |= {name: getattr(arguments, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
-    args["dtype"] = None if arguments.dtype is None else str(arguments.dtype)
-    args |= {"shape": arguments.shape and list(arguments.shape), "bytes": arguments.nbytes}
-    # An adjoint executes other operations; each of these inner events is named after its operation.
-    name = event.called if event.outermost else event.operation
-    return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
 
 
 _log = logging.getLogger("mpiad")
@@ -322,19 +292,31 @@ class Recording:
     def exchange(self) -> Iterator[tuple[Comm, Clock]]:
         """Enter a context with a communicator to exchange events, and a clock that is common to all ranks; collective."""
         with _own_communicator() as comm:
-            yield comm, Clock(self._first, read_clock(comm))
+            yield comm, clock_of(self._first, read_clock(comm))
 
     def write(self, path: Path) -> None:
-        """Write the trace of all ranks; collective."""
+        """Write the trace of all ranks; collective. Raise an OSError on all ranks if rank 0 can't write the file."""
         with self.exchange() as (comm, clock):
-            gather_into(path, comm, self.recorder, clock)
+            starts, dropped = zip(*comm.allgather((clock(self.recorder.start_time), self.recorder.dropped)))
+            pieces = _pieces(_rank_events(self.recorder, comm.rank, clock, min(starts)))
+            error = None
+            if comm.rank == 0:
+                # Rank 0 receives and writes the pieces one at a time, since all events may not fit into its memory.
+                received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
+                error = _write_atomically(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
+            else:
+                for piece in chain(pieces, [None]):  # None is the end of the pieces
+                    comm.send(piece, 0)
+            error = comm.bcast(error, 0)
+        if error is not None:
+            raise OSError(f"the trace of {len(starts)} ranks can't be written to {path}: {error}")
 
     def write_part(self, path: Path) -> Path:
         """After a failure, write this rank's events to a file next to `path`; return the file's path."""
         self.stop()
         # A second reading of the clock would require the other ranks, so the first reading is also used for the end.
-        clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
-        events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.start_time))
+        clock, part = clock_of(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
+        events = _rank_events(self.recorder, self.rank, clock, clock(self.recorder.start_time))
         error = _write_atomically(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
         if error is not None:
             raise OSError(f"the trace of rank {self.rank} can't be written to {part}: {error}")

@@ -45,21 +45,19 @@ class _Arrival(NamedTuple):
 
 def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]:
     """Return this rank's wait in seconds in each of these innermost communications; collective over the world."""
-    sent = _sends(events, clock, comm)
+    sent, waits = _sends(events, clock, comm), []
     arrivals = _arrivals(events, clock, comm.rank)
     # The first rank of each communicator compares the arrivals, so that no rank stores the arrivals of all communicators.
     latest_starts = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
-    return [_wait(event, sent, latest_starts.get(k), clock) for k, event in enumerate(events)]
-
-
-def _wait(event: Event, sent: dict[Message, float], latest_start: float | None, clock: Clock) -> float:
-    duration = event.ended - event.began
-    awaited = [sent[message] for message in event.messages if message in sent]
-    if latest_start is not None:
-        awaited.append(latest_start)
-    if awaited:
-        return min(max(max(awaited) - clock(event.began), 0.0), duration)
-    return duration if event.operation in _COMPLETIONS and not event.messages else 0.0
+    for k, event in enumerate(events):
+        duration = event.ended - event.began
+        awaited = [sent[message] for message in event.messages if message in sent]
+        awaited += [latest_starts[k]] if k in latest_starts else []
+        if awaited:
+            waits.append(min(max(max(awaited) - clock(event.began), 0.0), duration))
+        else:
+            waits.append(duration if event.operation in _COMPLETIONS and not event.messages else 0.0)
+    return waits
 
 
 def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, float]:
@@ -161,11 +159,9 @@ def _transfer(result: Report, transferring: np.ndarray) -> Iterator[str]:
     if share < _TRANSFER or not calls:
         return
     size = busiest.nbytes.sum() / calls
-    remedy = (
-        "Latency: send several arrays in one message, and less often (wider halos, a vector instead of numbers)"
-        if size < _SMALL_MESSAGE
-        else "Bandwidth: send less, or let it overlap with computing (`begin_exchange`, `mpi_isend`, `mpi_iallreduce`)"
-    )
+    remedy = "Bandwidth: send less, or let it overlap with computing (`begin_exchange`, `mpi_isend`, `mpi_iallreduce`)"
+    if size < _SMALL_MESSAGE:
+        remedy = "Latency: send several arrays in one message, and less often (wider halos, a vector instead of numbers)"
     yield (
         f"communication without waits takes {share:.0%} of the time, most of it in {_line(busiest)}: {calls} "
         f"calls of {size:.0f} bytes. {remedy}."
@@ -354,7 +350,7 @@ def _gathered(recording: Recording) -> Report:
                 local_rows[_key(event)][0] += 1
         for event, waited in zip(events, wait_times(events, clock, comm)):
             # The bytes of a request are counted at its start.
-            nbytes = 0 if event.operation in ("mpi_wait", "mpi_waitall") else event.arguments.nbytes
+            nbytes = 0 if event.operation in _COMPLETIONS else event.arguments.nbytes
             row = local_rows[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
@@ -399,7 +395,7 @@ def _text(result: Report) -> str:
 def _communication(rows: list[Row]) -> list[tuple[str, ...]]:
     lines = [("operation", "line", "calls", "messages", "bytes", "time", "wait", "longest wait", "max/mean")]
     for row in rows:
-        counts = str(row.calls.sum()), _or_dash(row.messages.sum()), _bytes(row.nbytes.sum())
+        counts = str(row.calls.sum()), str(row.messages.sum() or "-"), _bytes(row.nbytes.sum())
         times = _time(row.seconds.mean()), _time(row.waited.mean()), _longest(row.waited)
         lines.append((row.operation, row.site, *counts, *times, f"{row.imbalance:.2f}" if row.imbalance else "-"))
     return lines
@@ -411,7 +407,7 @@ def _ranks(result: Report) -> list[tuple[str, ...]]:
     for rank, (elapsed, seconds, waited) in enumerate(zip(result.elapsed, *_spent(result))):
         calls, messages, nbytes = counts[:, rank]
         times = _time(seconds), _time(waited), _time(elapsed - seconds)
-        lines.append((str(rank), str(calls), _or_dash(messages), _bytes(nbytes), *times))
+        lines.append((str(rank), str(calls), str(messages or "-"), _bytes(nbytes), *times))
     return lines
 
 
@@ -429,10 +425,6 @@ def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:
         "  ".join(cell.ljust(width) if k < left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths)))
         for row in rows
     ]
-
-
-def _or_dash(count: int) -> str:
-    return str(count) if count else "-"
 
 
 def _time(seconds: float) -> str:

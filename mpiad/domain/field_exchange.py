@@ -80,17 +80,6 @@ class ActiveExchange(Request):
         self.finish: Any = None  # function from the filled array to the user's result
 
 
-def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> ActiveExchange:
-    """Begin to fill a halo; raise a RequestError if the next tag is in use. The adjoint is the second half of folding."""
-    group = point_to_point(halo.comm, _BEGIN)
-    exchange = Exchange(halo, sides, scheme, _next_number(group))
-    begun: ActiveExchange = communicate(_BEGIN_OPERATION, u, exchange)
-    started(begun)
-    # The reference is weak: a program that has discarded the exchange can't end it, so its tag becomes free.
-    group.active_exchanges[exchange.tag] = ref(begun)
-    return begun
-
-
 def _next_number(group: Channel) -> int:
     """Return the number of a new exchange; raise a RequestError if its tag is still in use."""
     number = group.exchanges
@@ -109,11 +98,11 @@ def _tag_of(number: int) -> int:
     return _FIRST_TAG + number % _TAGS
 
 
-def end_fill(begun: ActiveExchange) -> LocalArray:
-    """Complete an exchange and return the block with its halo. The adjoint is the first half of folding."""
+def end_exchange(begun: ActiveExchange) -> Any:
+    """See `Domain.end_exchange`. The adjoint is the first half of folding."""
     if not isinstance(begun, ActiveExchange):
         raise TypeError(f"{_END}: expected a result of {_BEGIN}, but got {type(begun).__name__}.")
-    return communicate(_END_OPERATION, None, claim(begun, _END))
+    return begun.finish(communicate(_END_OPERATION, None, claim(begun, _END)))
 
 
 def _start(x: LocalArray, exchange: Exchange) -> ActiveExchange:
@@ -191,12 +180,16 @@ def exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Bounda
 
 
 def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> ActiveExchange:
-    """See `Domain.begin_exchange`."""
-    u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.begin_exchange")
+    """See `Domain.begin_exchange`. The adjoint is the second half of folding."""
+    u, sides, finish = _prepared(domain, u, boundary, corners, _BEGIN)
     if u is None:
-        raise ValueError("Domain.begin_exchange: expected one or several fields, but got an empty sequence.")
-    begun = begin_fill(u, domain._halo, sides, AT_ONCE if corners else FACES_ONLY)
-    begun.finish = finish
+        raise ValueError(f"{_BEGIN}: expected one or several fields, but got an empty sequence.")
+    group = point_to_point(domain.comm, _BEGIN)
+    exchange = Exchange(domain._halo, sides, AT_ONCE if corners else FACES_ONLY, _next_number(group))
+    begun: ActiveExchange = communicate(_BEGIN_OPERATION, u, exchange)
+    started(begun)
+    # The reference is weak: a program that has discarded the exchange can't end it, so its tag becomes free.
+    group.active_exchanges[exchange.tag], begun.finish = ref(begun), finish
     return begun
 
 
@@ -206,9 +199,12 @@ def _prepared(domain: Decomposition, u: Array, boundary: Boundary, corners: bool
     value, sides = shifted(sides_of(boundary, len(domain.shape), call), call)
     if value is not None and not corners:
         raise TypeError(f"{call}: a traced boundary value needs corners=True, because it also fills the corners.")
-    u, finish = _joined(domain, u, call) if isinstance(u, (tuple, list)) else (checked_block(domain, u, call), _unchanged)
-    if u is None:
-        return u, sides, finish
+    if isinstance(u, (tuple, list)):
+        u, finish = _joined(domain, u, call)
+        if u is None:
+            return u, sides, finish
+    else:
+        u, finish = checked_block(domain, u, call), lambda padded: padded
     check_values(sides, u.dtype, call)
     check_reflection(domain, sides, call, domain.halo)
     if value is None:
@@ -224,7 +220,7 @@ def _joined(domain: Decomposition, fields: Sequence[LocalArray], call: str) -> t
             f"{', '.join(str(field.dtype) for field in fields)}. Convert them, or exchange them separately."
         )
     if not fields:
-        return None, _unchanged
+        return None, list
     leading = [field.shape[: field.ndim - len(domain.shape)] for field in fields]
     stops = np.cumsum([math.prod(lead) for lead in leading])
 
@@ -234,7 +230,3 @@ def _joined(domain: Decomposition, fields: Sequence[LocalArray], call: str) -> t
 
     # The leading axes of each field are merged into one axis, along which the fields are concatenated.
     return concatenate([field.reshape((-1, *domain.local_shape)) for field in fields]), separated
-
-
-def _unchanged(padded: LocalArray) -> LocalArray:
-    return padded

@@ -91,21 +91,19 @@ class PreparedStage:
 
     def run(self) -> Iterator[None]:
         """Start the messages, yield, and complete them; the caller must not change the cells of the messages in between."""
-        messages = self._messages
         try:
             for cells, part in self._packed:
                 np.copyto(part, cells)
-            messages.start()
+            self._messages.start()
             yield
-            messages.finish("exchange")
+            self._messages.finish("exchange")
         except BaseException as error:
             # A GeneratorExit means that the compiled program was discarded. Active messages may still write to the array.
             name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
             self._channel.mark(f"{name} left a compiled program in which messages were under way.")
             raise
-        combine = self._combine
         for cells, part in self._unpacked:
-            combine(cells, part)
+            self._combine(cells, part)
 
 
 class _Packing:
@@ -161,21 +159,17 @@ class Halo:
         # The key doesn't contain boundary values, since a program may use another value in each step.
         key = (scheme, *[side.layers for pair in sides for side in pair])
         if key not in self._local:
-            self._local[key] = [self._local_fills(stage, sides) for stage in self.stages(scheme)]
+            by_stage = []
+            for stage in self.stages(scheme):
+                # The order is reversed, so that folding, which traverses the list backwards, adds the copies in order.
+                fills = [LocalFill(ghost, owned) for owned, ghost in reversed(stage.own_copies)]
+                for axis, end, extents in stage.sides:
+                    before, after, layers = (..., *extents[:axis]), extents[axis + 1 :], sides[axis][end].layers
+                    copied = layers and (*before, layers(self.shape[axis], self.widths[axis], end), *after)
+                    fills.append(LocalFill((*before, self.geometry.layers(axis, 2 * end - 1), *after), copied, axis, end))
+                by_stage.append([*fills, *[LocalFill(ghost, None) for ghost in stage.empty]])
+            self._local[key] = by_stage
         return self._local[key]
-
-    def _local_fills(self, stage: Stage, sides: Sides) -> list[LocalFill]:
-        side_fills = [self._side_fill(axis, end, extents, sides[axis][end]) for axis, end, extents in stage.sides]
-        # The order is reversed, so that folding, which traverses the list backwards, adds the copies in the original order.
-        own_copies = [LocalFill(ghost, owned) for owned, ghost in reversed(stage.own_copies)]
-        return [*own_copies, *side_fills, *[LocalFill(ghost, None) for ghost in stage.empty]]
-
-    def _side_fill(self, axis: int, end: int, extents: tuple[slice, ...], side: Side) -> LocalFill:
-        def index(layers: slice) -> Index:
-            return (..., *extents[:axis], layers, *extents[axis + 1 :])
-
-        copied = None if side.layers is None else index(side.layers(self.shape[axis], self.widths[axis], end))
-        return LocalFill(index(self.geometry.layers(axis, 2 * end - 1)), copied, axis, end)
 
 
 @custom_operator

@@ -10,8 +10,6 @@ import hashlib
 import itertools
 import math
 import operator
-from collections import OrderedDict
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -49,13 +47,15 @@ def lattice_of(
     shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
 ) -> Lattice:
     """Return the positions of cells from the arguments of `Domain.coordinates`; raise a ValueError if one is invalid."""
+    ndim = len(shape)
     if extent is None:
-        ndim = len(shape)
         steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
         origins = per_dimension(origin, ndim, "origin")
         return Lattice([float(x) + centred * h / 2 for x, h in zip(origins, steps)], steps)
     firsts, steps = [], []
-    for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
+    extents = per_dimension(extent, ndim, "extent (lengths, or pairs (low, high))")
+    for n, wraps, ends in zip(shape, periodic, extents):
+        low, high = map(float, (0.0, ends) if np.ndim(ends) == 0 else ends)
         if not high > low:
             raise ValueError(f"Domain.coordinates: extent must have ends low < high, but got ({low}, {high}).")
         # The upper end of a periodic dimension coincides with the first cell, so there are as many steps as cells.
@@ -63,17 +63,6 @@ def lattice_of(
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)
     return Lattice(firsts, steps)
-
-
-def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
-    if not isinstance(extent, (Sequence, np.ndarray)):
-        return [(0.0, float(extent))] * ndim
-    if len(extent) != ndim:
-        raise ValueError(
-            f"Domain.coordinates: extent must be a length, or have a length or a pair (low, high) for each of {ndim} "
-            f"dimensions, but got {extent!r}."
-        )
-    return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in extent]
 
 
 class Location(NamedTuple):
@@ -156,7 +145,7 @@ class PointTables:
         self._partition, self._rank = domain._partition, domain._channel.rank
         # The index, in the whole grid, of the first cell of the padded block (the block with this halo).
         self._starts = np.array([cells.start for cells in domain.owned]) - 1
-        self._tables: OrderedDict[tuple, PointTable] = OrderedDict()
+        self._tables: dict[tuple, PointTable] = {}
 
     def table(self, points: Array, lattice: Lattice, dtype: np.dtype, call: str) -> PointTable:
         """Return the table of host points (..., dimensions), which may be traced; raise the exceptions of `located`."""
@@ -167,13 +156,11 @@ class PointTables:
         # The key contains a hash of the values, since a program may write other points into the same array.
         content = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
         key = (*content, *lattice.firsts, *lattice.steps, dtype.char)
-        if key not in self._tables:
-            self._tables[key] = self._table_of(located(plain, lattice, self._partition, call), dtype)
-            if len(self._tables) > _MAX_TABLES:
-                # Remove the least recently used table.
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        return self._tables[key]
+        table = self._tables.pop(key, None) or self._table_of(located(plain, lattice, self._partition, call), dtype)
+        self._tables[key] = table  # at the end, so that the first table is the least recently used one
+        if len(self._tables) > _MAX_TABLES:
+            del self._tables[next(iter(self._tables))]
+        return table
 
     def _table_of(self, location: Location, dtype: np.dtype) -> PointTable:
         ndim, owners = len(self._starts), location.owner.reshape(-1)

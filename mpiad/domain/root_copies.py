@@ -10,6 +10,7 @@ has the shape of a block.
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,10 @@ _ADVICE = (
 )
 
 
-class _Solve:
-    """The arrays that a solve has passed to the current function, and whether a warning was issued."""
-
-    def __init__(self) -> None:
-        self.arrays: tuple[Any, ...] = ()
-        self.warned = False
-
-
 def with_registered_copies(fun: Function) -> Function:
     """Return `fun` with a check: while `fun` runs, domains don't accept the arrays of its first argument as blocks."""
-    solve = _Solve()
+    # The arrays that the solve has passed to the current function, and whether a warning was issued.
+    solve = SimpleNamespace(arrays=(), warned=False)
 
     def run(x: Array, *args: Any) -> Any:
         # In nested solves, the variables of all solves are registered.

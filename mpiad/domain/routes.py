@@ -10,7 +10,6 @@ All cells that a rank needs from another rank in one stage form one message, eve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Rank, Shape
@@ -52,12 +51,10 @@ class Geometry:
         self.block = tuple(slice(h, h + n) for n, h in zip(self.shape, widths))
         self.neighbours = partition.neighbours(rank)
 
-    def steps(self, diagonal: bool) -> Iterator[Step]:
-        """Yield the steps to adjacent or to diagonal neighbors along dimensions with a halo."""
-        for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
-            nonzero = len(step) - step.count(0)
-            if nonzero > 1 if diagonal else nonzero == 1:
-                yield step
+    def steps(self, diagonal: bool) -> list[Step]:
+        """Return the steps to adjacent or to diagonal neighbors along dimensions with a halo."""
+        steps = itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths])
+        return [step for step in steps if any(step) and (len(step) - step.count(0) > 1) == diagonal]
 
     def ghosts(self, step: Step, extents: tuple[slice, ...]) -> Index:
         """Return the halo cells in the direction of a step; along other dimensions they extend over `extents`."""
@@ -65,8 +62,7 @@ class Geometry:
 
     def owned(self, step: Step, extents: tuple[slice, ...]) -> Index:
         """Return the cells of the block that the neighbor at a step copies."""
-        layers = [self.layers(axis, s, inside=True) if s else extents[axis] for axis, s in enumerate(step)]
-        return (..., *layers)
+        return (..., *[self.layers(axis, s, inside=True) if s else extents[axis] for axis, s in enumerate(step)])
 
     def layers(self, axis: int, side: int, inside: bool = False) -> slice:
         """Return the layers of the halo on a side (-1 or 1), or the same number of layers of the block at that side."""
@@ -93,8 +89,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
             sides = tuple((along, end, extents) for along, end in _physical_sides(geometry) if along == axis)
             stages.append(_stage(geometry, steps, extents, sides))
         return tuple(stages)
-    adjacent = list(geometry.steps(diagonal=False))
-    diagonal = list(geometry.steps(diagonal=True))
+    adjacent, diagonal = geometry.steps(diagonal=False), geometry.steps(diagonal=True)
     if scheme == FACES_ONLY:
         sides = tuple((axis, end, geometry.block) for axis, end in _physical_sides(geometry))
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)

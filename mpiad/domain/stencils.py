@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import factorial
 
-import autograd.numpy as anp
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval, isbox
@@ -16,6 +15,7 @@ from mpiad.domain.decomposition import Decomposition, check_reflection, checked_
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.routes import BY_AXIS
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
+from mpiad.primitives.cotangents import tangent_of
 from mpiad.transport.devices.device_arrays import empty_like, zeros_like
 
 
@@ -145,7 +145,7 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
 @primitive
 def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
     """Return weighted sums, shape (..., *cells), of an array of shape (..., *padded), with weights (*lengths, *cells)."""
-    lengths, cells = _shapes(weights)
+    lengths, cells = weights.shape[: weights.ndim // 2], weights.shape[weights.ndim // 2 :]
     like, shape = _like_product(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
     total = zeros_like(like, shape)
     scratch = np.empty_like(total)
@@ -158,7 +158,7 @@ def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
 @primitive
 def varying_sum_transpose(g: LocalArray, weights: LocalArray) -> LocalArray:
     """Apply the transpose of `varying_sum`; return an array of shape (..., *padded)."""
-    lengths, cells = _shapes(weights)
+    lengths, cells = weights.shape[: weights.ndim // 2], weights.shape[weights.ndim // 2 :]
     padded = tuple(n + length - 1 for n, length in zip(cells, lengths))
     total = zeros_like(_like_product(g, weights), g.shape[: g.ndim - len(cells)] + padded)
     scratch = empty_like(total, g.shape)
@@ -186,39 +186,27 @@ def _like_product(x: LocalArray, y: LocalArray) -> LocalArray:
     return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
 
 
-def _shapes(weights: LocalArray) -> tuple[Shape, Shape]:
-    ndim = weights.ndim // 2
-    return weights.shape[:ndim], weights.shape[ndim:]
-
-
 def _shifted_parts(lengths: Shape, cells: Shape) -> Iterator[tuple[Shape, tuple]]:
     """Yield each offset, and the index of the correspondingly shifted part of a padded array."""
     for offset in np.ndindex(lengths):
         yield offset, (..., *[slice(o, o + n) for o, n in zip(offset, cells)])
 
 
-def _with_dtype_of(value: LocalArray, x: LocalArray) -> LocalArray:
-    """Return `value` with the dtype of `x`; if `x` is real, the real part."""
-    value = anp.real(value) if np.iscomplexobj(getval(value)) and not np.iscomplexobj(getval(x)) else value
-    dtype = getval(x).dtype
-    return value if getval(value).dtype == dtype else value.astype(dtype)
-
-
 # Each map is the derivative of Σ g w u with respect to one factor, and linear in the other two.
 defvjp(
     varying_sum,
-    lambda ans, u, w: lambda g: _with_dtype_of(varying_sum_transpose(g, w), u),
-    lambda ans, u, w: lambda g: _with_dtype_of(products(g, u, w.ndim // 2), w),
+    lambda ans, u, w: lambda g: tangent_of(u, varying_sum_transpose(g, w)),
+    lambda ans, u, w: lambda g: tangent_of(w, products(g, u, w.ndim // 2)),
 )
 defvjp(
     varying_sum_transpose,
-    lambda ans, g, w: lambda v: _with_dtype_of(varying_sum(v, w), g),
-    lambda ans, g, w: lambda v: _with_dtype_of(products(g, v, w.ndim // 2), w),
+    lambda ans, g, w: lambda v: tangent_of(g, varying_sum(v, w)),
+    lambda ans, g, w: lambda v: tangent_of(w, products(g, v, w.ndim // 2)),
 )
 defvjp(
     products,
-    lambda ans, g, u, ndim: lambda v: _with_dtype_of(varying_sum(u, v), g),
-    lambda ans, g, u, ndim: lambda v: _with_dtype_of(varying_sum_transpose(g, v), u),
+    lambda ans, g, u, ndim: lambda v: tangent_of(g, varying_sum(u, v)),
+    lambda ans, g, u, ndim: lambda v: tangent_of(u, varying_sum_transpose(g, v)),
 )
 for _map in (varying_sum, varying_sum_transpose, products):
     defjvp(

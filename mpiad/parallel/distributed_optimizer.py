@@ -599,7 +599,8 @@ def _copied(part: Array) -> Array:
 
 def clipping(norm: float, max_norm: float | None) -> float:
     """Return the factor by which a gradient is clipped to a norm (Pascanu et al., 2013); 1 for a norm that isn't finite."""
-    return max_norm / norm if max_norm is not None and max_norm < norm < math.inf else 1.0
+    # With a number of NumPy, an update in single precision would have its dtype.
+    return float(max_norm / norm) if max_norm is not None and max_norm < norm < math.inf else 1.0
 
 
 def norm_of(arrays: list[Array]) -> float:

@@ -150,8 +150,12 @@ def test_accumulated_steps_keep_no_memory_of_an_operator_s():
 
 def test_gradients_whose_squares_are_too_large_are_clipped():
     for g in (np.array([3e25, 4e25], np.float32), np.array([3e200, 4e200])):
-        optimizer, p = DistributedOptimizer(SGD(np.float32(0.5)), clip_norm=1.0), np.zeros_like(g)
-        np.testing.assert_allclose(optimizer.update(optimizer.setup(p), p, g)[1], [-0.3, -0.4], rtol=1e-6)
+        optimizer, p = DistributedOptimizer(SGD(np.float32(0.5)), clip_norm=np.float64(1.0)), np.zeros_like(g)
+        new = optimizer.update(optimizer.setup(p), p, g)[1]
+        np.testing.assert_allclose(new, [-0.3, -0.4], rtol=1e-6)
+        # A compiled update whose factor is a number of NumPy would have another dtype than the parameters.
+        _, new, _ = optimizer.step(optimizer.setup(p), p, mpiad.jit(lambda w, g: anp.dot(w, g)), g)
+        np.testing.assert_allclose(new, [-0.3, -0.4], rtol=1e-6)
 
 
 def test_without_counts_ranks_weigh_alike():
