@@ -131,10 +131,11 @@ class Equations:
         solve, transposed = (self.solver(entries[None], transposed=along) for along in (False, True))
         operator: Any = LinearOperator
         inverse = operator(
-            (d, d), dtype=entries.dtype,
+            (d, d),
+            dtype=entries.dtype,
             matvec=lambda x: solve((size * x.ravel())[:, None])[:, 0] / weight,
             rmatvec=lambda x: transposed((x.ravel() / weight)[:, None])[:, 0] * size,
-        )  # fmt: skip
+        )
         if not np.isfinite(inverse.matvec(np.ones(d))).all():
             return True
         norm: Any = onenormest(inverse)

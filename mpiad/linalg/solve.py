@@ -223,9 +223,13 @@ def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Sett
 
 
 def solution_of_adjoint(
-    g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures, lanes: bool = False,
+    g: LocalArray,
+    leaves: Tree,
+    problem: Problem,
+    failures: DeferredFailures,
+    lanes: bool = False,
     start: LocalArray | None = None,
-) -> LocalArray:  # fmt: skip
+) -> LocalArray:
     """Return the solution λ of Aᵀ λ = g, differentiably; `lanes`: g has a first axis for several systems; collective."""
     if lanes:
         blocks = [g[k : k + _MOST_LANES] for k in range(0, len(g), _MOST_LANES)]

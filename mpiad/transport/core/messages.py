@@ -197,9 +197,13 @@ def exchange(
 
 
 def _start(
-    channel: Channel, tag: int, peers: Iterable[Rank], sent: Sequence[Buffer], sources: Iterable[Rank],
+    channel: Channel,
+    tag: int,
+    peers: Iterable[Rank],
+    sent: Sequence[Buffer],
+    sources: Iterable[Rank],
     received: Sequence[Buffer],
-) -> tuple[list[Request], list[Request]]:  # fmt: skip
+) -> tuple[list[Request], list[Request]]:
     """Start sends to `peers` and receives from `sources`; return their requests."""
     for counts, ranks in ((channel.received, sources), (channel.sent, peers)):
         for rank in ranks:
@@ -210,9 +214,13 @@ def _start(
 
 
 def _finish(
-    channel: Channel, tag: int, started: tuple[list[Request], list[Request]], sources: Iterable[Rank],
-    received: Sequence[Array], call: str,
-) -> None:  # fmt: skip
+    channel: Channel,
+    tag: int,
+    started: tuple[list[Request], list[Request]],
+    sources: Iterable[Rank],
+    received: Sequence[Array],
+    call: str,
+) -> None:
     """Wait for the messages of `_start`; raise a ValueError if one has another number of bytes than its array."""
     (sends, receives), status = started, MPI.Status()
     for request, peer, array in zip(receives, sources, received):
