@@ -480,6 +480,10 @@ class Domain(Decomposition):
         ValueError
             If an argument doesn't have one entry per dimension of the grid.
 
+        Ranks
+        -----
+        Any rank may call it; there is no communication.
+
         Examples
         --------
         >>> domain = mpiad.Domain(12)
