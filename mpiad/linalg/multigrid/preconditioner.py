@@ -274,6 +274,8 @@ class Multigrid:
             # The operator is real, so the real and imaginary parts are independent systems.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
+        if not r.size:
+            return empty_like(r, r.shape)
         level = self._level_for(r)
         with restoring_state(), suspended():
             # If the operator is singular, the right-hand side must have mean zero, as the result does.
