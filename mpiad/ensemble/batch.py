@@ -43,8 +43,6 @@ class Parameters(NamedTuple):
 
     def columns(self, ids: Array, one_by_one: bool = False) -> Tree:
         """Return the parameters of some trajectories as f takes them; `one_by_one`: whether f is called per trajectory."""
-        if not any(self.varies):
-            return self.build(self.leaves)
         taken = [locked(leaf) if varies else leaf for leaf, varies in zip(self.taken(ids), self.varies)]
         return self.of_columns(taken, one_by_one)
 
@@ -52,7 +50,7 @@ class Parameters(NamedTuple):
         """Return the leaves of some trajectories; leaves that vary are copied, in C order."""
         return [np.take(leaf, ids, axis=-1) if varies else leaf for leaf, varies in zip(self.leaves, self.varies)]
 
-    def of_columns(self, leaves: list[Any], one_by_one: bool) -> Tree:
+    def of_columns(self, leaves: Sequence[Any], one_by_one: bool) -> Tree:
         """Return the parameters of some trajectories as f takes them, given their leaves."""
         return Columns(leaves, self.varies, self.build) if one_by_one and any(self.varies) else self.build(leaves)
 

@@ -6,14 +6,16 @@ array each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
-from mpiad.device.assembly import array
+from mpiad.device.assembly import array, concatenate
 from mpiad.transport.devices.device_arrays import is_device_array
 
 COUPLED = (
@@ -61,7 +63,7 @@ class Derivative:
     def check(self, u: Array, p: Tree, t: Array) -> None:
         """Call f once; raise an error if f can't be called with columns, or `write` can't use its value."""
         try:
-            value = self.called(u, p, t)
+            value = self.f(u, p, t)
         except (TypeError, ValueError) as error:
             explained = self._explained(type(error), str(error).strip(), u.shape)
             if explained is None:
@@ -93,10 +95,6 @@ class Derivative:
         }
         return next((ValueError(f"solve: {advice}") for part, advice in explanations.items() if part in text), None)
 
-    def called(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return the value of f."""
-        return self.f(u, p, t)
-
     def _check_value(self, value: Array, u: Array) -> None:
         parts = value if isinstance(value, (list, tuple)) else [value]
         refuse_traced("solve: f", parts)
@@ -114,40 +112,28 @@ class Derivative:
         return f"solve: f returned shape {got}, but {prefix}of shape {expected} was expected. {COUPLED}"
 
 
-class MatrixDerivative(Derivative):
-    """f of a problem whose state is a matrix (or has more axes): it is called for one state at a time."""
-
-    def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
-        """Write the derivative of each column, a flattened state, into `out`."""
-        comparable = type(u) is np.ndarray and not isinstance(p, Columns)
-        for j in range(u.shape[1]):
-            # The working set has at least two columns: a single state is duplicated, and the copy needs no call of f.
-            if j and comparable and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
-                out[:, j] = out[:, 0]
-            else:
-                out[:, j] = self._one(u, p, t, j)
-
-    def called(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return the derivatives of all columns, shape (d, n)."""
-        return np.stack([self._one(u, p, t, j) for j in range(u.shape[1])], axis=1)
-
-    def _one(self, u: Array, p: Tree, t: Array, j: int) -> Array:
-        column = np.ascontiguousarray(u[:, j]) if type(u) is np.ndarray else u[:, j]
-        state = locked(column.reshape(self.shape))
-        value: Any = self.f(state, p.column(j) if isinstance(p, Columns) else p, t[j])
-        if isinstance(value, (list, tuple)) and is_device_array(u):
-            value = array(value)
-        refuse_traced("solve: f", [value])
-        value = value if is_device_array(value) else np.asarray(value)
-        if value.shape != self.shape:
-            raise ValueError(f"solve: f returned shape {value.shape} for u of shape {self.shape}; they must be equal.")
-        return value.reshape(-1)
+def of_each(f: Function, shape: Shape, u: Array, p: Tree, t: Array) -> Array:
+    """Return the derivatives of flattened states, shape (d, n), by one call of f per state; arguments may be traced."""
+    found: list[Any] = []
+    comparable = type(u) is type(t) is np.ndarray and not isinstance(p, Columns)
+    for j in range(u.shape[1]):
+        # The working set has at least two columns: a single state is duplicated, and the copy needs no call of f.
+        if j and comparable and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
+            found.append(found[0])
+            continue
+        state = locked(anp.reshape(np.ascontiguousarray(u[:, j]) if type(u) is np.ndarray else u[:, j], shape))
+        value: Any = f(state, p.column(j) if isinstance(p, Columns) else p, t[j])
+        value = array(value) if isinstance(value, (list, tuple)) else value
+        if np.shape(value) != shape:
+            raise ValueError(f"solve: f returned shape {np.shape(value)} for u of shape {shape}; they must be equal.")
+        found.append(anp.reshape(value, (-1, 1)))
+    return concatenate(found, axis=1)
 
 
 class Columns:
     """The parameters of several trajectories, for an f that is called with one trajectory at a time."""
 
-    def __init__(self, leaves: list, varies: list[bool], build: Function):
+    def __init__(self, leaves: Sequence[Any], varies: list[bool], build: Function):
         self.leaves, self._varies, self._build = leaves, varies, build
 
     def column(self, j: int) -> Tree:
@@ -158,5 +144,5 @@ class Columns:
 def derivative_of(f: Function, shape: Shape) -> Derivative:
     """Return the `Derivative` for states of a shape; if a state is one number, f is called with u of shape (n,)."""
     if len(shape) > 1:
-        return MatrixDerivative(f, shape)
+        return Derivative(partial(of_each, f, shape), shape)
     return Derivative(f if shape else lambda u, p, t: [f(u[0], p, t)], shape)

@@ -8,15 +8,16 @@ The adjoint of a Rosenbrock method in a kernel needs second derivatives of f; it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array, Tree
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
-from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, evaluated, simplify
+from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, simplify
 from mpiad.device.transfer import to_host
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.column_lu import Places
@@ -26,6 +27,7 @@ from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents
 from mpiad.ensemble.sparse_lu import LEAST_SPARSE
 from mpiad.ensemble.sparsity import PatternCheck, given_pattern, groups_of, pattern_of, refuse_missing
+from mpiad.ensemble.step_operators import rows_of, values_of
 from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -38,6 +40,13 @@ class JacobianProgram(NamedTuple):
     program: Program  # its outputs are the entries, followed by derivatives of components with respect to time
     places: tuple[tuple[int, int], ...]  # row and column of each entry
     slopes: tuple[int, ...]  # the components whose derivatives with respect to time aren't structurally zero
+
+    def parts(self, u: Array, rows: Sequence[Array] | Array, t: Array) -> tuple[Array, Array | None]:
+        """Return the entries, and ∂f/∂t, shape (d, n), or None if it is zero; u and the parameters `rows` may be traced."""
+        values, count = values_of(self.program, u, rows, t[None]), len(self.places)
+        of_time = dict(zip(self.slopes, range(count, count + len(self.slopes))))
+        slopes = [values[of_time[i]] if i in of_time else 0.0 for i in range(len(u))]
+        return values[:count], rows_of(getval(u), *slopes) if of_time else None
 
 
 @lru_cache(_CACHED_PROGRAMS)
@@ -74,7 +83,7 @@ class FieldJacobian:
         self.check: PatternCheck | None = None  # for a user's pattern of an f that can't be traced
         self._packing, self.field = packing_of(batch.p), Field(batch)
         self._p: Tree = None
-        self._rows: dict[int, Any] = {}
+        self._rows: Any = {}
         if groups is not None:
             # The products with groups contain the entries, sorted by group and row. `places` gets the same order.
             group = np.argmax(groups, axis=0)[places.columns]
@@ -97,15 +106,7 @@ class FieldJacobian:
             return entries, slope
         if p is not self._p:  # p is a new object if the trajectories have changed
             self._p, self._rows = p, self._packing.numbers(_leaves(p), u.shape[1], u.dtype)
-        values = evaluated(self.program.program, u, self._rows, [t])
-        entries, slope = np.empty_like(u, shape=(len(self.program.places), *u.shape[1:])), None
-        for k, value in zip(range(len(entries)), values):
-            entries[k] = value
-        if self.program.slopes:
-            slope = np.zeros_like(u)
-            for i, value in zip(self.program.slopes, values[len(entries) :]):
-                slope[i] = value
-        return entries, slope
+        return self.program.parts(u, self._rows, t)
 
     def matrices(self, u: Array, p: Tree, t: Array) -> Array:
         """Return the Jacobians at n states, shape (d, d, n)."""

@@ -6,6 +6,7 @@ f is traced again at each call, because its control flow may depend on values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -13,11 +14,11 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.device.assembly import array, concatenate
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.derivative import of_each
 from mpiad.ensemble.step_operators import rows_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.core.tracing import restoring_state
@@ -77,22 +78,11 @@ class Field:
     """The function f of a batch, called with columns that may be traced; `one_by_one`: whether one column per call."""
 
     def __init__(self, batch: Batch):
-        self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
-        self.one_by_one = len(batch.shape) > 1
+        self._p, self._shape, self.one_by_one = batch.p, batch.shape, len(batch.shape) > 1
+        self._f = partial(of_each, batch.f, batch.shape) if self.one_by_one else batch.f
 
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n)."""
-        if self.one_by_one:
-            return self._each(u, leaves, t)
-        value = self._f(u if self._shape else u[0], self._build(leaves), t)
+        value = self._f(u if self._shape else u[0], self._p.of_columns(leaves, self.one_by_one), t)
         rows = value if self._shape and isinstance(value, (list, tuple)) else [value]
         return rows[0] if len(rows) == 1 and anp.shape(rows[0]) == u.shape else rows_of(getval(u), *rows)
-
-    def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-        """Return the derivatives of flattened states, by one call of f per trajectory."""
-        columns = []
-        for j in range(u.shape[1]):
-            p = self._build([leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self.varies)])
-            value = self._f(anp.reshape(u[:, j], self._shape), p, t[j])
-            columns.append(anp.reshape(array(value) if isinstance(value, (list, tuple)) else value, (-1, 1)))
-        return columns[0] if len(columns) == 1 else concatenate(columns, axis=1)

@@ -25,7 +25,7 @@ from mpiad.ensemble.compiled.trace import packing_of
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_operators import advanced, replaced, row_sums, rows_of, solved, values_of
+from mpiad.ensemble.step_operators import advanced, replaced, row_sums, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
@@ -140,14 +140,10 @@ class RosenbrockReplay(StepReplay):
 
     def _linearized(self, t: Array) -> tuple[Array, Array | None]:
         """Return the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
-        run, u, jacobian, plain = self._run, self._u, self._run.jacobian, getval(self._u)
-        found = jacobian.program
-        if found is not None:
-            rows = _numbers(run, self._leaves, plain) if self._rows is None else self._rows
-            values = values_of(found.program, u, rows, t[None])
-            count, of_time = len(found.places), dict(zip(found.slopes, range(len(found.places), len(values))))
-            slopes = [values[of_time[i]] if i in of_time else 0.0 for i in range(len(u))]
-            return values[:count], rows_of(plain, *slopes) if of_time else None
+        run, u, jacobian = self._run, self._u, self._run.jacobian
+        if jacobian.program is not None:
+            rows = _numbers(run, self._leaves, getval(u)) if self._rows is None else self._rows
+            return jacobian.program.parts(u, rows, t)
         _, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups)
         return jacobian.chosen(concatenate(products)), slope
 
