@@ -262,7 +262,8 @@ def _complete(rank: int, thread: int, start: int, end: int, event: Event | None)
     else:
         # An adjoint executes other operations; each of these inner events is named after its operation.
         name, category = event.called if event.outermost else event.operation, event.direction
-        arguments, args = event.arguments, {"site": event.site, "forward site": event.forward_site}
+        arguments = event.arguments
+        args |= {"site": event.site, "forward site": event.forward_site}
         args |= {name: getattr(arguments, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
         args["dtype"] = None if arguments.dtype is None else str(arguments.dtype)
         args |= {"shape": arguments.shape and list(arguments.shape), "bytes": arguments.nbytes}
