@@ -221,5 +221,5 @@ def _check_differentiable(jacobian: FieldJacobian, batch: Batch, untraced: str) 
         ) from error
 
 
-def _leaves(p: Tree) -> list:
-    return p.leaves if isinstance(p, Columns) else flatten(p)[0]
+def _leaves(p: Tree) -> list[Any]:
+    return list(p.leaves) if isinstance(p, Columns) else flatten(p)[0]
