@@ -38,6 +38,17 @@ def _with(*names: str) -> Callable:
     return run
 
 
+def _in_order(*names: str) -> Callable:
+    """The same, for a function whose `order` is a letter; None isn't one for CuPy."""
+
+    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+        if dict(zip(names, args), **kwargs).get("order", "C") is None:
+            raise TypeError("object of type 'NoneType' has no len()")
+        return _with(*names)(func, *args, **kwargs)
+
+    return run
+
+
 def _joining(func: Any, arrays: Any, *args: Any, **kwargs: Any) -> Any:
     for array in arrays:
         if not isinstance(array, np.ndarray):
@@ -65,7 +76,7 @@ _LAYOUT = (
     "around", "array_split", "astype", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_arrays", "broadcast_to",
     "copyto",
     "diag",
-    "diagonal", "dsplit", "expand_dims", "flip", "fliplr", "flipud", "hsplit", "moveaxis", "ravel", "repeat", "roll",
+    "diagonal", "dsplit", "expand_dims", "flip", "fliplr", "flipud", "hsplit", "moveaxis", "repeat", "roll",
     "rollaxis", "rot90", "split", "squeeze", "swapaxes", "tile", "tril", "triu", "vsplit", "pad",
 )  # fmt: skip
 _NEW = ("empty_like", "full_like", "ones_like", "zeros_like", "linspace")
@@ -91,7 +102,8 @@ FUNCTIONS: dict[str, Callable] = {
     **{name: _with("a", "kth", "axis") for name in ("partition", "argpartition")},
     "clip": _with("a", "a_min", "a_max", "out"),
     "round": _with("a", "decimals", "out"),
-    "reshape": _with("a", "shape", "order"),
+    "reshape": _in_order("a", "shape", "order"),
+    "ravel": _in_order("a", "order"),
     "transpose": _with("a", "axes"),
     "trace": _with("a", "offset", "axis1", "axis2", "dtype", "out"),
     **{

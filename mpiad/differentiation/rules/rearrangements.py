@@ -16,6 +16,7 @@ from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
+    DEVICE_VJPS,
     Argnums,
     Primitive,
     Vjp,
@@ -157,6 +158,12 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, opposite, axis=axis),)
 
 
+def _reshape_vjp(names: tuple[str, ...], argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Restore the shape. CuPy accepts no `order` of None, which autograd's rules pass."""
+    shape, order = anp.shape(args[0]), dict(zip(names, args), **kwargs).get("order") or "C"
+    return lambda g: (anp.reshape(g, shape, order=order),)
+
+
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
 VJPS = {
@@ -178,3 +185,7 @@ JVPS = {
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
     **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }
+DEVICE_VJPS.update({
+    anp.reshape: partial(_reshape_vjp, ("x", "shape", "order")),
+    anp.ravel: partial(_reshape_vjp, ("x", "order")),
+})  # fmt: skip
