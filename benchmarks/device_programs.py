@@ -184,7 +184,7 @@ def main() -> None:
         host, gpu = float("inf"), float("inf")
         for _ in range(3):
             gpu = min(gpu, *(timed(on_gpu, cupy.cuda.get_current_stream().synchronize) for _ in range(3)))
-            host = min(host, timed(on_host, lambda: None)) if host > 10 * gpu or host == float("inf") else host
+            host = min(host, timed(on_host, lambda: None)) if host < 10 * gpu or host == float("inf") else host
         error = comm.allreduce(apart(found, right), MPI.MAX)
         rows.append({"program": program.name, "host_s": host, "gpu_s": gpu, "difference": error})
         if comm.rank == 0:

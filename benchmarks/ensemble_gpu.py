@@ -13,8 +13,9 @@ Lorenz systems (`benchmarks/lorenz/problem.py`: RK45, rtol 1e-6) in double and i
 Columns: `call` is the time from the call until the device is idle, `kernels` the time of the kernels alone, by events
 of the device; the smallest of several rounds each, after the compilation. `/ core` is the number of trajectories per
 second divided by that of compiled ensembles on one CPU core (llvmlite). `arrays` is the call without kernels, by
-`EnsembleVectorized` on the device. `peak` is
-the part of the device's arithmetic peak that the kernels reach: the operations of f and of a step's sums, times the
+`EnsembleVectorized` on the device. At the end the same for a network of two layers of 64 units, for which there is no CUDA
+kernel: arrays on the device compared with kernels on one CPU core. `peak` is the part of the device's arithmetic peak that
+the kernels reach: the operations of f and of a step's sums, times the
 steps tried, where divisions, roots and powers count as one each; so it is a lower bound. `memory` is the part of the
 device's copy rate that the recorded steps take, written once and read once.
 """
@@ -29,12 +30,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval
+from choice.systems import CASES, DEEP
 from lorenz import problem as lorenz_problem
 from lorenz.problem import ATOL, BETA, RTOL, SIGMA, START, T0, T1
 from reaches import report
@@ -44,7 +47,7 @@ import mpiad
 import mpiad.device
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.device import is_device_array, to_device, to_host
-from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, ODEProblem, Rodas5P, solve
+from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, ODEProblem, Rodas5P, remake, solve
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
 
@@ -284,9 +287,36 @@ def main() -> None:
             for n in options.n:
                 if not stiff or n <= MOST_STIFF:
                     rows += measure(case, n, dtype, here, cpu, options.rounds, not options.no_peer)
+    rows += networks()
     check()
     if options.json:
         options.json.write_text(json.dumps({"device": here._asdict(), "rows": rows}, indent=1))
+
+
+def networks(counts: tuple[int, ...] = (1_000, 100_000)) -> list[dict]:
+    """Measure a right-hand side without a CUDA kernel: arrays on the device, and kernels on one CPU core."""
+    import cupy
+
+    case, rows = CASES["two layers of width 64, gradient"], []
+    wait = cupy.cuda.get_current_stream().synchronize
+    for n in counts:
+        u0 = np.random.default_rng(1).uniform(0.5, 1.5, (n, 2))
+
+        def energy(p, u0, backend):
+            problem = EnsembleProblem(remake(DEEP[64], p=p), u0=u0)
+            return anp.sum(solve(problem, case.alg, backend, rtol=case.rtol, atol=case.atol).u_end ** 2)
+
+        gradient = mpiad.value_and_grad(energy)
+        on_host, on_device = (DEEP[64].p, u0), to_device((DEEP[64].p, u0))
+        for name, run in {"forward": energy, "gradient": gradient}.items():
+            core = smallest(partial(run, *on_host, EnsembleVectorized()), 2)[1]
+            seconds = smallest(partial(run, *on_device, EnsembleGPU()), 2, wait)[1]
+            rows.append({"system": "network", "case": name, "n": n, "arrays_s": seconds, "core_s": core})
+            print(
+                f"network, {name:9}{n:>9,}: arrays {seconds * 1e3:.1f} ms, kernels on one core {core * 1e3:.1f} ms",
+                flush=True,
+            )
+    return rows
 
 
 def check() -> None:
