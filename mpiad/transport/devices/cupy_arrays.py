@@ -40,7 +40,8 @@ class CupyArrays:
     def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
         """Make an array filled with one number."""
         with self.current():
-            return cupy.full(shape, value, dtype)
+            # `full` launches a kernel.
+            return cupy.full(shape, value, dtype) if value else cupy.zeros(shape, dtype)
 
     def arange(self, stop: int) -> Array:
         """Make an array of integers."""
