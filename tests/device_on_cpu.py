@@ -24,6 +24,7 @@ extern "C" { Place threadIdx, blockIdx, blockDim, gridDim; }
 #define __device__
 #define __forceinline__ inline
 #define __CUDACC_RTC__
+inline unsigned long long atomicMax(unsigned long long* x, unsigned long long y) { return *x = *x > y ? *x : y; }
 inline unsigned long long atomicAdd(unsigned long long* x, unsigned long long y) { *x += y; return *x - y; }
 """
 _NUMBERS = {"long long": int, "double": float}

@@ -91,7 +91,7 @@ class Kernels:
         out = SimpleNamespace(
             u_end=np.full((d, n), np.nan, real), saved=np.full((n_saved, d, n), np.nan, real), t_reached=np.zeros(n),
             codes=np.zeros(n, np.int32), naccept=np.zeros(n, np.int32), nreject=np.zeros(n, np.int32),
-            du_end=np.zeros((m, d, n), real), dsaved=np.zeros((m, n_saved, d, n), real), failed=np.zeros(1, np.int64),
+            du_end=np.zeros((m, d, n), real), dsaved=np.zeros((m, n_saved, d, n), real), summary=np.zeros(2, np.int64),
             steps_u=np.zeros((capacity, d, n), real), steps_t=np.zeros((capacity, 2, n)),
         )  # fmt: skip
         self.given = (own, common, start, stop, 1, times, n_saved, int(times.ndim > 1))

@@ -51,6 +51,8 @@ def is_linked(signature: str) -> bool:
 
 def argument(x: Array, dtype: DTypeLike = float) -> Array:
     """Return a contiguous, writable array of a dtype: x itself if possible, otherwise a copy."""
+    if type(x) is np.ndarray and x.dtype == dtype and x.flags.carray:
+        return x
     return np.require(x, dtype, ["C_CONTIGUOUS", "WRITEABLE"])
 
 
@@ -64,7 +66,10 @@ def aligned(count: int, dtype: np.dtype, made: Callable = np.zeros) -> Array:
 
 def is_complex(x: Array) -> bool:
     """Return whether an array, a number or a dtype is complex."""
-    return np.issubdtype(x, np.complexfloating) if isinstance(x, (type, np.dtype)) else np.iscomplexobj(x)
+    if isinstance(x, type):
+        return issubclass(x, complex | np.complexfloating)
+    dtype = x if isinstance(x, np.dtype) else getattr(x, "dtype", None)
+    return np.iscomplexobj(x) if dtype is None else dtype.kind == "c"
 
 
 def real_dtype(dtype: DTypeLike) -> np.dtype:

@@ -132,7 +132,8 @@ def _array(argument: Argument, value: object, place: int) -> list[Any]:
             f"argument {place} of a kernel must be a contiguous, writable array of {argument.dtype} with {argument.ndim} "
             f"axes, but is {got}."
         )
-    return [value.ctypes.data, *value.shape]
+    # Ten times as fast as `value.ctypes.data`; there is no buffer without entries.
+    return [ctypes.addressof(ctypes.c_char.from_buffer(value)) if value.size else 0, *value.shape]
 
 
 # The cache on disk: one file per kernel.

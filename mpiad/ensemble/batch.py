@@ -19,6 +19,12 @@ def same_for_all(x: Array) -> bool:
     return len(x) < 2 or x.strides == (0,) or bool((x == x[0]).all())
 
 
+def repeated(column: np.ndarray, count: int) -> np.ndarray:
+    """Return an array of shape (d, count) whose columns share the memory of one copy of a column, shape (d,) or (d, 1)."""
+    # `np.broadcast_to` takes six times as long, and the copy can't be changed.
+    return np.ndarray((len(column), count), column.dtype, column.tobytes(), 0, (column.itemsize, 0))
+
+
 def on_device_of(values: np.ndarray, like: Array) -> Array:
     """Copy a host array, which has one number per trajectory, to the device of `like`."""
     xp = arrays_of(like)

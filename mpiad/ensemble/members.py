@@ -13,7 +13,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Tree
 from mpiad.device.assembly import stack
-from mpiad.ensemble.batch import Batch, Parameters
+from mpiad.ensemble.batch import Batch, Parameters, repeated
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.pytrees import flatten
 from mpiad.transport.core.buffers import conversion
@@ -121,7 +121,7 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
             return column * (np if arrays is None else arrays).full((1, count), 1, first.dtype)
         # Copies, since the user may change u0 before the solve reads it.
         if arrays is None:
-            return np.broadcast_to(column.copy(), (len(column), count))
+            return repeated(column, count)
         return arrays.copy(np.broadcast_to(column, (len(column), count)))
     given = as_state(ensemble.u0)
     if given.shape[1:] != first.shape:
@@ -131,13 +131,14 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
 
 def _repeated(t: Array, count: int) -> Array:
     # Strides of zero show that all trajectories have the same time: see `Batch.one_span`.
-    return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
+    return t * np.ones(count) if isbox(t) else repeated(np.array([t]), count)[0]
 
 
 def _trajectories_last(leaf: Array) -> Array:
+    moved = leaf.transpose((*range(1, leaf.ndim), 0))
     if isbox(leaf):
-        return anp.moveaxis(leaf, 0, -1)
-    arrays, moved = arrays_of(leaf), np.moveaxis(leaf, 0, -1)
+        return moved
+    arrays = arrays_of(leaf)
     # A copy, since the user may change the array before the solve reads it.
     return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
 

@@ -14,6 +14,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.device.numpy import stack
+from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, times_of
 from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
@@ -415,8 +416,8 @@ def solution_of(
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
     """Return a solution with saved states ``u0()``, (d, N), at the start and `u_end`, (N, ...), at the end."""
     # dataclasses.replace would compute the deferred fields.
-    result, codes = object.__new__(type(sol)), sol._codes
-    later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, codes)}
+    result = object.__new__(type(sol))
+    later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, sol.codes)}
     result.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
     result.__dict__.pop("u", None)
     return result
@@ -433,9 +434,13 @@ def unshared(sol: EnsembleSolution) -> EnsembleSolution:
 
 def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
     """Return the states at both ends of tspan, shape (N, 2, ...); final states of failed trajectories are NaN."""
-    start, end = anp.reshape(anp.transpose(u0), u_end.shape), u_end
+    arrays = arrays_of(getval(u_end))
+    if arrays is not None and arrays_of(getval(u0)) is None:
+        u0 = array_to_device(u0, arrays)
+    start, end = u0.T.reshape(u_end.shape), u_end
     alive = came_through(codes)
     if not alive.all():
         rows = alive.reshape(-1, *[1] * (u_end.ndim - 1))
+        rows = rows if arrays is None else arrays.to_device(rows)
         start, end = anp.where(rows, start, getval(start)), anp.where(rows, end, np.nan)
-    return anp.stack([start, end], axis=1)
+    return stack([start, end], axis=1)

@@ -285,7 +285,7 @@ def _solved(
     hosted = not (on_gpu or is_on_device(batch))
     check_combinations(options, hosted)
     # Whether only initial and final states are saved; if so, steps aren't searched for saved times.
-    ends = hosted and options.saveat is None and not options.save_everystep and not options.events
+    ends = (hosted or on_gpu) and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, first)
     settings = settings_of(options, batch, times, record, ends, on_end)
     failed = None

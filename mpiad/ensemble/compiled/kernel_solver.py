@@ -50,13 +50,13 @@ class Solver:
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
         # Kernel texts don't depend on the numbers in f.
-        self._kernels, self.traced, self._numbers = kernels, traced._replace(numbers=()), traced.numbers
+        self._kernels, self._problem, self.traced = kernels, traced, traced.without_numbers
         self.batch, self.settings, self.threads = batch, settings, threads
         self.saves_every_step = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
         self.spec = kernel_spec_of(traced, batch, settings)
         self.p, shared = traced.packing.split(batch.p.leaves, batch.size, self.spec.dtype)
-        self.s = argument(np.append(shared, self._numbers), self.spec.dtype) if self._numbers else shared
+        self.s = argument(np.append(shared, traced.numbers), self.spec.dtype) if traced.numbers else shared
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
@@ -144,7 +144,7 @@ class Solver:
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
             batch, settings = self.batch.share(rows), self.settings.share(rows)
-            part = Solver(self._kernels, self.traced._replace(numbers=self._numbers), batch, settings, self.threads)
+            part = Solver(self._kernels, self._problem, batch, settings, self.threads)
             part.spec = self.spec
             yield rows, part
 

@@ -18,7 +18,7 @@ from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_progr
 _MOST_TEXTS = 32
 
 
-# A training loop requests the same texts in each step. `traced.numbers` must be empty, since numbers change between solves.
+# A training loop requests the same texts in each step. `traced` has no numbers, since numbers change between solves.
 @lru_cache(_MOST_TEXTS)
 def kernel_text(
     kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = (), language: str = "python"

@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -52,7 +53,8 @@ class PackedLeaf(NamedTuple):
         return range(self.first, self.first + math.prod(self.shape) * (2 if self.complex else 1))
 
 
-class ParameterPacking(NamedTuple):
+@dataclass(frozen=True)
+class ParameterPacking:
     """The numbering of the scalars of a program's parameters."""
 
     parts: tuple[PackedLeaf, ...]  # in the order of their leaves, and so of their scalars
@@ -62,24 +64,29 @@ class ParameterPacking(NamedTuple):
         """The number of scalars."""
         return self.parts[-1].scalars.stop if self.parts else 0
 
-    @property
+    @cached_property
     def varying(self) -> tuple[int, ...]:
         """The indices of the scalars that differ between trajectories."""
         return tuple(j for part in self.parts if part.varies for j in part.scalars)
 
-    @property
+    @cached_property
     def shared(self) -> tuple[int, ...]:
         """The indices of the scalars that all trajectories share."""
         return tuple(j for part in self.parts if not part.varies for j in part.scalars)
 
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the varying parameters, shape (m, count), and the shared ones, (k,), in a real dtype."""
-        rows = {True: [np.empty((0, count), dtype)], False: [np.empty(0, dtype)]}
+        varying, shared = np.empty((len(self.varying), count), dtype), np.empty(len(self.shared), dtype)
+        first = {True: 0, False: 0}
         for part in self.parts:
-            leaf: Any = np.reshape(leaves[part.place], (math.prod(part.shape), count) if part.varies else -1)
-            halves = np.stack((leaf.real, leaf.imag) if part.complex else (leaf,), axis=1)
-            rows[part.varies].append(halves.reshape(len(part.scalars), *leaf.shape[1:]).astype(dtype))
-        return np.concatenate(rows[True]), np.concatenate(rows[False])
+            stop = first[part.varies] + len(part.scalars)
+            rows = (varying if part.varies else shared)[first[part.varies] : stop]
+            first[part.varies] = stop
+            if rows.size:
+                leaf: Any = np.reshape(leaves[part.place], (-1, *rows.shape[1:]))
+                for k, half in enumerate((leaf.real, leaf.imag) if part.complex else (leaf,)):
+                    rows[k :: 1 + part.complex] = half
+        return varying, shared
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
         """Return the scalars of `count` trajectories by their indices, in a real dtype, on the leaves' device."""
@@ -107,8 +114,8 @@ def packing_of(p: Parameters) -> ParameterPacking:
     first = 0
     for place, (leaf, varies) in enumerate(zip(p.leaves, p.varies)):
         if varies or is_variable(leaf):
-            shape = np.shape(leaf)[:-1] if varies else np.shape(leaf)
-            found.append(PackedLeaf(place, shape, varies, first, is_complex(leaf)))
+            shape = getattr(leaf, "shape", ())
+            found.append(PackedLeaf(place, shape[:-1] if varies else shape, varies, first, is_complex(leaf)))
             first = found[-1].scalars.stop
     return ParameterPacking(tuple(found))
 

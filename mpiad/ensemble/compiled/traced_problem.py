@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -50,12 +51,13 @@ _first_numbers: WeakKeyDictionary[Any, dict[tuple, tuple[list[float | bytes], li
 )
 # Maximum number of cached traces, of all functions together.
 _MOST_KNOWN = 64
-_known: dict[Fingerprint, Any] = {}  # the cached traces
-_kinds: dict[Fingerprint, None] = {}  # the keys of the cached traces, without floats
+_known: dict[tuple[Fingerprint, tuple], Any] = {}  # the cached traces
+_kinds: dict[tuple[Fingerprint | None, tuple], None] = {}  # the keys of the cached traces, without floats
 
 
-class TracedProblem(NamedTuple):
-    """The traced programs of f, and of the conditions and affects of events, and their parameters."""
+@dataclass(frozen=True, eq=False)
+class TracedProblem:
+    """The traced programs of f, and of the conditions and affects of events, and their parameters; compared by identity."""
 
     program: Program
     conditions: tuple[Program, ...]
@@ -63,8 +65,14 @@ class TracedProblem(NamedTuple):
     names: tuple[str, ...]  # of the program's parameters: see `names_of`
     affects: tuple[Program | None, ...]  # for all events; None for events without an affect
     numbers: tuple[float, ...] = ()  # constants of the functions that differ between solves; the last parameters
+    origin: TracedProblem | None = None  # the problem without `numbers`
 
     @property
+    def without_numbers(self) -> TracedProblem:
+        """The problem that determines the texts of kernels: the same one for all numbers."""
+        return self.origin or self
+
+    @cached_property
     def tables(self) -> tuple[tuple[str, int, int], ...]:
         """The parameters that are entries of tables: "p" or "s", the first index and the number of indices."""
         programs = [g for g in (self.program, *self.conditions, *self.affects) if g is not None]
@@ -95,17 +103,20 @@ def remembered(
 ) -> _Found | None:
     """Return the cached trace, or cache ``make(known)``; `known`: whether a cached trace differs only by numbers."""
     # Leaves that can be differentiated are compared by dtype and shape, others by value.
-    parts = {part.place: part for part in packing_of(batch.p).parts}
-    forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
+    parts = packing_of(batch.p).parts
+    places = {part.place for part in parts}
+    others = batch.p.build([None if place in places else leaf for place, leaf in enumerate(batch.p.leaves)])
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
-    ends = tuple(event.terminal for event in events)
-    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, ends, *further)
-    key = fingerprint_of(batch.f, functions, batch.p.build(forms), kinds)
-    if key is not None and key in _known:
-        return _known[key]
-    kind = without_floats(key)
-    result = make(kind is not None and kind in _kinds)
-    if result is not None and key is not None and kind is not None:
+    kinds = (parts, batch.shape, batch.u0.dtype.str, tuple(event.terminal for event in events), *further)
+    values = fingerprint_of(batch.f, functions, others)
+    if values is None:
+        return make(False)
+    key = values, kinds
+    if (found := _known.get(key)) is not None:
+        return found
+    kind = without_floats(values), kinds
+    result = make(kind in _kinds)
+    if result is not None:
         _known[key], _kinds[kind] = result, None
         for cache in (_known, _kinds):
             if len(cache) > _MOST_KNOWN:
@@ -141,7 +152,7 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
 def _changing(f: Function, found: TracedProblem) -> TracedProblem:
     """Return a problem whose parameters include the numbers that have changed since earlier solves, to reuse its kernel."""
     programs = [g for g in (found.program, *found.conditions, *found.affects) if g is not None]
-    structure = (found.names, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
+    structure = (found.packing, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
     numbers = [number for g in programs for number in g.numbers.values()]
     known = _first_numbers.setdefault(identity_of(f), {})
     first, before, result = known.pop(structure, (numbers, [], found))
@@ -153,7 +164,7 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
     if len(known) > _MOST_PROGRAMS:
         known.pop(next(iter(known)))
     given = [np.frombuffer(x) if isinstance(x, bytes) else [x] for x in (numbers[i] for i in changed)]
-    return result._replace(numbers=tuple(np.concatenate(given).tolist())) if changed else found
+    return replace(result, numbers=tuple(np.concatenate(given).tolist()), origin=result) if changed else result
 
 
 def _with_parameters(found: TracedProblem, changed: Sequence[int], numbers: Sequence[float | bytes]) -> TracedProblem:

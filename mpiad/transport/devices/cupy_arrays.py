@@ -40,7 +40,7 @@ class CupyArrays:
     def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
         """Make an array filled with one number."""
         with self.current():
-            # Setting memory takes the host less time than launching a kernel that fills it.
+            # `full` launches a kernel.
             return cupy.full(shape, value, dtype) if value else cupy.zeros(shape, dtype)
 
     def arange(self, stop: int) -> Array:

@@ -19,6 +19,9 @@ PRELUDE = """
 #define KERNEL extern "C" __global__ void
 #define INLINE static __device__ __forceinline__
 #define NEXT(count) ((long long)atomicAdd((unsigned long long*)(count), 1ULL))
+// Without the comparison, the additions of all threads to one address would take as long as the solve.
+#define LARGEST(most, value) \\
+    (value > *(volatile long long*)(most) ? atomicMax((unsigned long long*)(most), (unsigned long long)value) : 0)
 #define EACH(i, n) \\
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
 #ifndef INFINITY
@@ -32,6 +35,7 @@ PRELUDE = """
 #define KERNEL extern "C" void
 #define INLINE static inline
 #define NEXT(count) ((*(count))++)
+#define LARGEST(most, value) (value > *(most) ? (*(most) = value) : 0)
 #define EACH(i, n) for (long long i = 0; i < n; ++i)
 #endif
 
@@ -63,14 +67,14 @@ typedef {real} real;
 _KERNEL = """
 // Solves the trajectories first, ..., first + count - 1 of n. saved: shape (n_saved, d, n); steps_u, steps_t: (capacity, d,
 // count), (capacity, 2, count); rows, the table of events: (6, event_capacity); dsaved: (tangents, n_saved, d, n). For p to
-// u0 and atol see `Inputs`; other arrays: (..., n). failed: the number of failed trajectories. If u_end is null, only the
-// steps are written.
+// u0 and atol see `Inputs`; other arrays: (..., n). summary: the number of failed trajectories, and the largest number of
+// steps. If u_end is null, only the steps are written.
 KERNEL forward(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
     const double* end, const long long by_span, const double* times, const long long n_saved, const long long by_row,
     const real* u0, const long long u0_row, const long long u0_column, const real* atol, const real rtol, const double dt,
     const double dtmax, const long long max_steps, real* u_end, real* saved, double* t_reached, int* codes, int* naccept,
-    int* nreject, real* du_end, real* dsaved, long long* failed, real* steps_u, double* steps_t, const long long capacity
+    int* nreject, real* du_end, real* dsaved, long long* summary, real* steps_u, double* steps_t, const long long capacity
     when events: , double* rows, const long long event_capacity, long long* event_count, long long* heads
 ) {
     #define u0(c, i) u0[(c) * u0_row + (i)]
@@ -135,7 +139,8 @@ if u_end:
         each j: each c: dsaved[{j}, i, time_index[l], {c}] = 0.0
         time_index[l] += 1
     if code != {Success} and code != {Terminated}:
-        others = NEXT(failed)
+        others = NEXT(summary)
+    most = LARGEST(summary + 1, steps)
 """
 
 

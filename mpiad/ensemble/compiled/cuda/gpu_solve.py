@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import autograd.numpy as anp
@@ -27,7 +27,7 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, in_order, traced_times
 from mpiad.ensemble.outcome import ReturnCode, came_through, evaluations
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.devices.device_arrays import ArrayModule, DeviceKernel, is_device_array
 
@@ -38,12 +38,10 @@ MOST_LOCAL_BYTES = 8192
 class DeviceSolution(EnsembleSolution):
     """`EnsembleSolution` whose return codes, times, counts and events are copied to the host on first access."""
 
-    failed: int  # number of failed trajectories, the only number that each solve copies to the host
-
     @property
     def all_succeeded(self) -> bool:
-        """Whether all trajectories are known to have succeeded; nothing is copied to the host to find out."""
-        return self.__dict__.get("failed") == 0
+        """Whether all trajectories are known to have succeeded; at most one number is copied to the host to find out."""
+        return getattr(self, "failed", None) == 0  # a deferred field of solutions that weren't gathered
 
     def _surviving(self) -> Array:
         return self.u if self.all_succeeded else super()._surviving()
@@ -62,6 +60,8 @@ def solved_on_gpu(
     if sol is not None:
         return sol
     compiler.compile = False  # CPU kernels aren't used, either
+    if settings.ends:
+        settings = settings._replace(ends=False, saveat=batch.both_ends())
     if not on_host:
         return by_arrays(given, with_states_on_device(batch), settings)
     on_device = _on_device(given, arrays)
@@ -94,9 +94,11 @@ def _by_kernel(
     u, u_end, *times = results_of(solved, given)
     if settings.progress is not None:
         settings.progress(batch.size)
-    u, u_end, failed = _shaped(u, batch.shape), _shaped(u_end, batch.shape), arrays.to_host(solved.results.failed)
-    deferred, saveat = _deferred(solved, settings, times), settings.saveat
-    sol = DeviceSolution.lazy(deferred, u=u, t=saveat, u_end=u_end, failed=int(failed[0]), alg=settings.alg)
+    u_end, fields = _shaped(u_end, batch.shape), {"alg": settings.alg}
+    fields |= {"t": batch.both_ends()} if settings.ends else {"t": settings.saveat, "u": _shaped(u, batch.shape)}
+    sol = DeviceSolution.lazy(_deferred(solved, settings, times), u_end=u_end, **fields)
+    if settings.ends:
+        return at_ends(sol, lambda: given.u0, u_end)
     if times:
         sol.t_reached = times[0]
     return sol
@@ -109,7 +111,9 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
     codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
     naccept, nreject = (lambda x=x: arrays.to_host(x).astype(np.int64) for x in counts)
+    failed = solved.failed_and_longest
     return {
+        "failed": lambda: failed()[0],  # the only number that each solve copies to the host
         "retcode": lambda: ReturnCode.names_of(arrays.to_host(codes)),
         "t_reached": lambda: arrays.to_host(reached),
         "naccept": naccept,
@@ -134,7 +138,7 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, events: Sequence[Eve
 
 def _shaped(x: Array, shape: Shape) -> Array:
     """Reshape the last axis, the components of states, to `shape`."""
-    return x if len(shape) == 1 else anp.reshape(x, (*x.shape[:-1], *shape))
+    return x if len(shape) == 1 else x.reshape((*x.shape[:-1], *shape))
 
 
 def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Settings) -> TracedProblem | None:
@@ -216,6 +220,8 @@ class Solved:
         self.solver, self.results, self.carried = solver, results, carried
         self.by_tangent, self.on_host = by_tangent, on_host
         self.timed = results.rows is not None  # whether times have derivatives
+        # Copied to the host when it is needed, which waits for the kernel.
+        self.failed_and_longest = cache(partial(_listed, solver.arrays, results.summary))
 
     @property
     def vector(self) -> Array:
@@ -260,12 +266,13 @@ class Solved:
             bar = self._to_device(g)
             rows = self._contracted(argnums, bar) if self.by_tangent else self._adjoint(argnums, bar, times)
             bars = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
-            return {k: row.reshape(np.shape(args[k])) for k, row in bars.items()}
+            return {k: row.reshape(getattr(args[k], "shape", ())) for k, row in bars.items()}
 
     def _adjoint(self, argnums: Sequence[int], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
         """Return the cotangents of the arguments, as rows, by the reverse kernel."""
         parts = self._parts(argnums)
-        found = self.solver.pulled(self.results, bar, tuple(j for part in parts for j in part.scalars), times)
+        wanted, longest = tuple(j for part in parts for j in part.scalars), self.failed_and_longest()[1]
+        found = self.solver.pulled(self.results, longest, bar, wanted, times)
         rows, stops = {U0: found.u0}, {True: 0, False: 0}
         for part in parts:
             first, source = stops[part.varies], found.p if part.varies else found.s
@@ -326,17 +333,24 @@ class Solved:
     push_traced = pull_traced
 
 
+def _listed(arrays: ArrayModule, x: Array) -> list[Any]:
+    return arrays.to_host(x).tolist()
+
+
 def results_of(solved: Solved, given: Batch) -> list[Array]:
     """Return saved states, (N, n_saved, d), final states, (N, d), and if timed, end times, (N,), and event times, (m,)."""
     # Without derivatives, appending times to the vector would needlessly copy all states.
     solved.timed = solved.timed and given.traced
-    vector = solve_operator(given.u0, given.start, given.end, NO_TIMES, *given.p.leaves, solved=solved)
+    arguments = given.u0, given.start, given.end, NO_TIMES, *given.p.leaves
+    vector = solve_operator(*arguments, solved=solved) if given.traced else solved.vector
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved
     count, d = solver.count, solver.d
     start = n_saved * d * count
     end = start + d * count
-    saved, last = anp.reshape(vector[:start], (n_saved, d, count)), anp.reshape(vector[start:end], (d, count))
-    states = [anp.transpose(saved, (2, 0, 1)), anp.transpose(last)]
+    if not solved.timed and not n_saved:  # slices would make the adjoint allocate arrays
+        return [None, vector.reshape((d, count)).T]
+    saved, last = vector[:start].reshape((n_saved, d, count)), vector[start:end].reshape((d, count))
+    states = [saved.transpose((2, 0, 1)), last.T]
     if not solved.timed:
         return states
     # In a vector with times, states are double.

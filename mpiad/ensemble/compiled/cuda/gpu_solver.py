@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,10 @@ from mpiad.transport.devices.device_arrays import (
     launcher_of,
 )
 
+# Size in bytes up to which the steps of a gradient are stored without asking for the free memory.
+_MOST_UNASKED = 1 << 28
+# The number of transfers from the host whose copies are used again, and the largest number of bytes of one of them.
+_MOST_COPIES, _MOST_COPIED = 64, 4096
 _BLOCKS = 4096  # maximum number of blocks of trajectories; one number of steps per block is copied to the host
 
 
@@ -66,8 +70,6 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
             f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but the limit is "
             f"{budget}. Raise tape_bytes= of EnsembleGPU if more memory is free, or loosen rtol."
         )
-    if needed * count <= budget:
-        return [Share(0, count, int(longest.max(initial=0)))]
     shares: list[Share] = []
     for block, steps in enumerate(longest.tolist()):
         first, stop = block * size, min((block + 1) * size, count)
@@ -97,7 +99,7 @@ class DeviceResults(NamedTuple):
     nreject: Array
     du_end: Array  # shape (m, d, n); tangents in m directions
     dsaved: Array  # shape (m, n_saved, d, n)
-    failed: Array  # shape (1,); number of failed trajectories
+    summary: Array  # shape (2,); the number of failed trajectories, and the largest number of steps
     rows: Any = None  # shape (6, event_capacity); the table of events, see `cuda_kernels`; None without events
     heads: Any = None  # shape (n,); per trajectory the column of its last event in the table, or -1
     found_events: int = 0  # the number of used columns of the table
@@ -117,7 +119,7 @@ class Solver:
     def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
         self._gpu: EnsembleGPU = compiler.backend  # type: ignore[assignment]
         self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
-        self.traced = traced._replace(numbers=())  # texts depend on the problem without its numbers
+        self.traced, self._kernels_by_directions = traced.without_numbers, dict[Directions, DeviceKernel]()
         self._launcher = launcher_of(arrays)
         self.spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.spec.d, batch.u0.dtype
@@ -128,7 +130,10 @@ class Solver:
 
     def kernel(self, directions: Directions = ()) -> DeviceKernel:
         """Return the forward kernel with tangents in these directions."""
-        return self._loaded("forward", self.spec._replace(directions=directions))
+        known = self._kernels_by_directions
+        if directions not in known:
+            known[directions] = self._loaded("forward", self.spec._replace(directions=directions))
+        return known[directions]
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
@@ -163,9 +168,9 @@ class Solver:
         empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
         codes, naccept, nreject = [empty((n,), np.int32) for _ in range(3)]
         vector = empty(((n_saved + 1) * d * n,), self.real)
-        tangents = empty((m, d, n), self.real), empty((m, n_saved, d, n), self.real)
-        failed = self.arrays.full((1,), 0, np.int64)
-        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, *tangents, failed)
+        tangents = [empty((m, *shape), self.real) if m else None for shape in ((d, n), (n_saved, d, n))]
+        summary = self.arrays.full((2,), 0, np.int64)
+        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, *tangents, summary)
 
     def _forward(
         self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any], table: Sequence[Any]
@@ -179,22 +184,17 @@ class Solver:
     # ---- reverse
 
     def pulled(
-        self, results: DeviceResults, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
+        self, results: DeviceResults, longest: int, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
     ) -> InputCotangents:
         """Return the cotangents of inputs; `times`: the cotangents of end times, (n,), and of the times of all events."""
+        # `longest`: the largest number of steps of a trajectory.
         empty = self.arrays.empty
         varying = [j for j in self.traced.packing.varying if j in wanted]
         shared = [j for j in self.traced.packing.shared if j in wanted]
         spec = self.spec._replace(wanted_varying=len(varying), wanted_shared=len(shared))
         u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, len(varying))]
         kernel, sums = self._loaded("reverse", spec, (*varying, *shared)), []
-        shares: list[Share] = []
-        if self.count:
-            budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
-            # The state, and two doubles: time and step size.
-            bytes_per_step = self.d * self.real.itemsize + 16
-            size, longest = longest_of_blocks(self.arrays, results.naccept)
-            shares = shares_within(size, longest, self.count, bytes_per_step, budget)
+        shares = self._shares(results.naccept, longest) if self.count else []
         most = max((share.count * share.capacity for share in shares), default=0)
         steps = empty((most * self.d,), self.real), empty((most * 2,), float)
         saved_bar, end_bar = self.parts(vector_bar)
@@ -205,8 +205,19 @@ class Solver:
             s_bar = empty((len(shared), share.count), self.real)
             self._launch(kernel, share, *inputs, u0_bar, p_bar, s_bar, *events)
             sums += [np.sum(s_bar, axis=1)] if shared else []
-        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real)
+        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real) if shared else None
         return InputCotangents(u0_bar, p_bar, s_bar)
+
+    def _shares(self, naccept: Array, longest: int) -> list[Share]:
+        # The state, and two doubles: time and step size.
+        bytes_per_step, budget = self.d * self.real.itemsize + 16, self._gpu.tape_bytes
+        needed = longest * self.count * bytes_per_step
+        if budget is None:
+            # The driver takes a while to find the free memory.
+            budget = _MOST_UNASKED if needed <= _MOST_UNASKED else self._launcher.free_bytes() // 2
+        if needed <= budget:
+            return [Share(0, self.count, longest)]
+        return shares_within(*longest_of_blocks(self.arrays, naccept), self.count, bytes_per_step, budget)
 
     # ---- kernels
 
@@ -272,34 +283,37 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: TracedProblem) -> Inputs:
-    """Return the arguments on a device; small host arrays are copied in one transfer."""
-    count, real, d = batch.size, batch.u0.dtype, len(batch.u0)
-    packing = traced.packing
-    varying = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
-    shared = [batch.p.leaves[part.place] for part in packing.parts if not part.varies]
+    """Return the arguments on a device; small host arrays are copied in one transfer, once for several solves."""
+    count, real, d, leaves = batch.size, batch.u0.dtype, len(batch.u0), batch.p.leaves
+    parts, one_span, one_start = traced.packing.parts, batch.one_span, _is_shared(batch.u0)
+    varying = [
+        device_rows(arrays, leaves[part.place], real).reshape(len(part.scalars), count) for part in parts if part.varies
+    ]
+    shared = [leaves[part.place] for part in parts if not part.varies]
     shared += [np.array(traced.numbers)] if traced.numbers else []
-    times = np.asarray(settings.saveat, float)
-    spans = [np.asarray(x, float) for x in (batch.start, batch.end)]
-    same_span, same_start = all(map(_is_shared, spans)), _is_shared(batch.u0)
-    tolerances = [np.broadcast_to(np.ravel(settings.atol), (d,))]
-    tolerances += [np.ravel(settings.rtol)] if np.ndim(settings.rtol) else []
-    on_host = {"times": times, "atol": np.concatenate(tolerances).astype(real)}
+    # Doubles come first, so that all numbers are aligned.
+    on_host = {"times": np.asarray(settings.saveat, float)}
+    if one_span:
+        on_host |= {"start": batch.start[:1], "stop": batch.end[:1]}
+    on_host["atol"] = np.full(d, np.ravel(settings.atol), real)
+    if np.ndim(settings.rtol):
+        on_host["atol"] = np.append(on_host["atol"], np.ravel(settings.rtol).astype(real))
     if not any(map(is_device_array, shared)):
         on_host["s"] = np.concatenate([np.ravel(leaf) for leaf in shared] or [np.empty(0)]).astype(real)
-    if same_span:
-        on_host |= {"start": spans[0][:1], "stop": spans[1][:1]}
-    if same_start:
+    if one_start:
         on_host["u0"] = batch.u0[:, :1]
-    on_device = dict(zip(on_host, _copied_together(arrays, list(on_host.values()))))
+    content, times = b"".join(x.tobytes() for x in on_host.values()), on_host["times"]
+    copied = _copied_together if len(content) <= _MOST_COPIED else _copied_together.__wrapped__
+    on_device = dict(zip(on_host, copied(arrays, content, tuple((x.dtype, x.shape) for x in on_host.values()))))
     if "s" not in on_host:
         on_device["s"] = _concatenated(arrays, [device_rows(arrays, leaf, real).reshape(-1) for leaf in shared], (0,), real)
-    if not same_span:
-        on_device |= {name: device_rows(arrays, span, float) for name, span in zip(("start", "stop"), spans)}
-    if not same_start:
+    if not one_span:
+        on_device |= {name: device_rows(arrays, x, float) for name, x in (("start", batch.start), ("stop", batch.end))}
+    if not one_start:
         on_device["u0"] = device_rows(arrays, batch.u0, real)
     return Inputs(
-        p=_concatenated(arrays, varying, (0, count), real), by_span=int(not same_span), n_saved=times.shape[-1],
-        by_row=int(times.ndim > 1), u0_row=1 if same_start else count, u0_column=int(not same_start), **on_device,
+        p=_concatenated(arrays, varying, (0, count), real), by_span=int(not one_span), n_saved=times.shape[-1],
+        by_row=int(times.ndim > 1), u0_row=1 if one_start else count, u0_column=int(not one_start), **on_device,
     )  # fmt: skip
 
 
@@ -308,13 +322,16 @@ def _is_shared(x: Array) -> bool:
     return not is_device_array(x) and x.size > 0 and x.strides[-1] == 0
 
 
-def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array]:
-    starts = [0, *accumulate(-(-part.nbytes // 8) * 8 for part in parts)]  # offsets are multiples of eight bytes
-    buffer = np.zeros(starts[-1], np.uint8)
-    for part, start in zip(parts, starts):
-        buffer[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-    copy = arrays.to_device(buffer)
-    return [copy[a : a + part.nbytes].view(part.dtype).reshape(part.shape) for part, a in zip(parts, starts)]
+@lru_cache(_MOST_COPIES)
+def _copied_together(
+    arrays: ArrayModule, content: bytes, kinds: tuple[tuple[np.dtype, tuple[int, ...]], ...]
+) -> list[Array]:
+    """Return device arrays of these dtypes and shapes; kernels don't write to them."""
+    copy, stop, found = arrays.to_device(np.ndarray(len(content), np.uint8, content)), 0, []
+    for dtype, shape in kinds:
+        start, stop = stop, stop + dtype.itemsize * math.prod(shape)
+        found.append(copy[start:stop].view(dtype).reshape(shape))
+    return found
 
 
 def device_rows(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
@@ -322,11 +339,6 @@ def device_rows(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
     if not is_device_array(x):
         return arrays.to_device(np.ascontiguousarray(x, dtype))
     return arrays.contiguous(x if x.dtype == dtype else x.astype(dtype))
-
-
-def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Array:
-    # Without trajectories the number of rows can't be inferred.
-    return device_rows(arrays, leaf, dtype).reshape(math.prod(np.shape(leaf)[:-1]), count)
 
 
 def _concatenated(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: DTypeLike) -> Array:

@@ -4,11 +4,14 @@ import pytest
 from device_double import transfers
 from device_on_cpu import double, launcher
 
+from mpiad.ensemble.compiled.cuda import gpu_solver
+
 
 @pytest.fixture
 def device(monkeypatch):
     """The stand-in for a device, without launches and transfers so far."""
     monkeypatch.setattr("mpiad.ensemble.backends.selected_arrays", lambda device: double)
     monkeypatch.setattr(launcher, "launches", [])
+    gpu_solver._copied_together.cache_clear()
     transfers.reset()
     return launcher
