@@ -53,7 +53,7 @@ def argument(x: Array, dtype: DTypeLike = float) -> Array:
     """Return a contiguous, writable array of a dtype: x itself if possible, otherwise a copy."""
     if type(x) is np.ndarray and x.dtype == dtype and x.flags.carray:
         return x
-    return np.require(x, dtype, ["C_CONTIGUOUS", "WRITEABLE"])
+    return np.array(x, dtype, order="C")
 
 
 def aligned(count: int, dtype: np.dtype, made: Callable = np.zeros) -> Array:

@@ -115,6 +115,8 @@ class Batch(NamedTuple):
 
     def plain(self) -> Batch:
         """Return the batch with the values of traced arrays."""
+        if not self.traced:
+            return self
         leaves = [getval(leaf) for leaf in self.p.leaves]
         u0, start, end = (getval(x) for x in (self.u0, self.start, self.end))
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -88,7 +89,7 @@ def as_state(u0: Array) -> Array:
     state = anp.array(u0) if traced and not is_device_array(getval(u0)) else _array(u0)
     if state.dtype.kind in "biu":
         return state.astype(float)
-    if state.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
+    if state.dtype.char not in "fdFD" or not state.dtype.isnative:
         raise TypeError(
             f"solve: u0 must be numbers: float32, float64, complex64, complex128, or integers, which become float64; but "
             f"got {type(u0).__name__} of dtype {state.dtype}. {conversion(state.dtype, 'u0')}".rstrip()
@@ -104,17 +105,18 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
         leaves, build = flatten(ensemble.p)
         p = Parameters([_trajectories_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
     start, end = (_repeated(t, count) for t in _span(problem))
-    states, shape = initial_states(ensemble, numbers), as_state(problem.u0).shape
-    return Batch(problem.f, shape, states, p, start, end, problem.jac_sparsity)
+    first = as_state(problem.u0)
+    states = initial_states(ensemble, numbers, first)
+    return Batch(problem.f, first.shape, states, p, start, end, problem.jac_sparsity)
 
 
 def _rows(numbers: Sequence[int]) -> slice:
     return slice(numbers[0] - 1, numbers[-1]) if len(numbers) else slice(0, 0)
 
 
-def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
-    """Return the initial states, shape (d, N), of N trajectories of an ensemble without `prob_func`."""
-    first = as_state(ensemble.problem.u0)
+def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int], first: Array = None) -> Array:
+    """Return the initial states, (d, N), of an ensemble without `prob_func`; `first`: that of its problem, if known."""
+    first = as_state(ensemble.problem.u0) if first is None else first
     if ensemble.u0 is None:
         column, count, arrays = first.reshape(-1, 1), len(numbers), arrays_of(getval(first))
         if isbox(column):
@@ -174,7 +176,7 @@ def _stacked(
 def _span(problem: ODEProblem) -> tuple[Any, Any]:
     try:
         start, end = problem.tspan
-        finite = np.isfinite(getval(start)) and np.isfinite(getval(end))
+        finite = math.isfinite(getval(start)) and math.isfinite(getval(end))
         span = start if isbox(start) else float(start), end if isbox(end) else float(end)
     except (TypeError, ValueError):
         raise ValueError(f"solve: tspan must be two real numbers (t0, t1), but got {problem.tspan!r}.") from None

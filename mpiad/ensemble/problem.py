@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,8 +50,8 @@ class KernelSources:
 
     def with_kernels(self: P, kernels: Mapping[str, str]) -> P:
         """Return a copy of the problem, for a solution, with the sources of its kernels."""
-        problem = copy.copy(self)
-        problem.__dict__["_kernels"] = kernels
+        problem = object.__new__(type(self))
+        problem.__dict__.update(self.__dict__, _kernels=kernels)
         return problem
 
 

@@ -183,7 +183,8 @@ def solve(
     """
     refuse_unknown("solve", locals())
     del others
-    given = SolveOptions(**locals())._replace(progress=bool(progress))  # while only the arguments are in scope
+    progress = bool(progress)
+    given = SolveOptions(**locals())  # while only the arguments are in scope
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories

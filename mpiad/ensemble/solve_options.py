@@ -80,8 +80,6 @@ def refuse_unknown(call: str, given: Mapping[str, Any]) -> None:
 def checked_options(options: SolveOptions) -> SolveOptions:
     """Return the checked arguments; raise an error if one is invalid, or `saveat` is traced."""
     _check_kinds(options)
-    given = options.ensemblealg
-    options = options._replace(backend=given.inner if isinstance(given, EnsembleMPI) else given)
     _check_numbers(options)
     events = tuple(options.events) if isinstance(options.events, (list, tuple)) else (options.events,)
     for event in events:
@@ -113,7 +111,9 @@ def checked_options(options: SolveOptions) -> SolveOptions:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # The bound is that of SciPy; for smaller tolerances the error estimate consists of rounding errors.
     rtol = np.maximum(options.rtol, _LEAST_RTOL) if np.ndim(options.rtol) else max(options.rtol, _LEAST_RTOL)
-    return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
+    backend = options.ensemblealg.inner if isinstance(options.ensemblealg, EnsembleMPI) else options.ensemblealg
+    mass = _mass_of(options)
+    return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=mass, backend=backend)
 
 
 def options_of_states(call: str, given: SimpleNamespace, **others: Any) -> SolveOptions:
@@ -142,6 +142,9 @@ def settings_of(
         )
     tolerances = []
     for name, given in (("rtol", options.rtol), ("atol", options.atol)):
+        if type(given) is float:
+            tolerances.append(given)
+            continue
         if np.ndim(given) and np.shape(given) != batch.shape:
             expected = f"one number, or have the shape of a state, {batch.shape}"
             raise ValueError(f"solve: {name} must be {expected}, but has shape {np.shape(given)}.")
@@ -271,11 +274,11 @@ def _check_rows(problem: EnsembleProblem) -> None:
 
 
 def _length(tree: Array) -> int:
-    leaves, _ = flatten(tree)
-    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1 for scalars
+    shapes = {getattr(leaf, "shape", ()) for leaf in flatten(tree)[0]}
+    lengths = {shape[0] if shape else -1 for shape in shapes}  # -1 for scalars
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             "solve: u0= and p= of the ensemble must be arrays, or p a pytree of arrays, with one row per trajectory, but "
-            f"have parts of shapes {sorted({np.shape(leaf) for leaf in leaves})}. Write np.array([...]) for a list of rows."
+            f"have parts of shapes {sorted(shapes)}. Write np.array([...]) for a list of rows."
         )
     return lengths.pop()

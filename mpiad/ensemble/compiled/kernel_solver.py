@@ -197,8 +197,7 @@ class _Launch:
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
             self._event_arrays += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
             self._event_arrays += self.at_given_times
-        tolerances = [np.ravel(settings.atol), np.ravel(settings.rtol)][: 1 + spec.relative]
-        atol = argument(np.concatenate(tolerances), real)
+        atol = np.concatenate([settings.atol, settings.rtol][: 1 + spec.relative], axis=None, dtype=real)
         # Initial states and tspan are passed as one column if all trajectories share them.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
-from mpiad.compiling.arguments import from_row_parts, is_complex, real_dtype, row_parts
-from mpiad.compiling.function_fingerprint import fingerprint_of, without_floats
+from mpiad.compiling.arguments import from_row_parts, is_complex, parts, real_dtype, row_parts
+from mpiad.compiling.function_fingerprint import fingerprint_of, is_of_a_package, without_floats
 from mpiad.compiling.program import Program, Untraceable, evaluated, place_of
 from mpiad.compiling.symbols import Symbol
 from mpiad.ensemble.batch import Batch, Parameters
@@ -76,17 +76,14 @@ class ParameterPacking:
 
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the varying parameters, shape (m, count), and the shared ones, (k,), in a real dtype."""
-        varying, shared = np.empty((len(self.varying), count), dtype), np.empty(len(self.shared), dtype)
-        first = {True: 0, False: 0}
+        rows, numbers = [np.empty((0, count), dtype)], [np.empty(0, dtype)]
         for part in self.parts:
-            stop = first[part.varies] + len(part.scalars)
-            rows = (varying if part.varies else shared)[first[part.varies] : stop]
-            first[part.varies] = stop
-            if rows.size:
-                leaf: Any = np.reshape(leaves[part.place], (-1, *rows.shape[1:]))
-                for k, half in enumerate((leaf.real, leaf.imag) if part.complex else (leaf,)):
-                    rows[k :: 1 + part.complex] = half
-        return varying, shared
+            leaf: Any = leaves[part.place]
+            if part.varies:
+                rows.append(row_parts(np.reshape(leaf, (math.prod(part.shape), count))))
+            else:
+                numbers.append(parts(np.ravel(leaf)) if part.complex else leaf)
+        return np.concatenate(rows, dtype=dtype), np.concatenate(numbers, axis=None, dtype=dtype)
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
         """Return the scalars of `count` trajectories by their indices, in a real dtype, on the leaves' device."""
@@ -115,8 +112,9 @@ def packing_of(p: Parameters) -> ParameterPacking:
     for place, (leaf, varies) in enumerate(zip(p.leaves, p.varies)):
         if varies or is_variable(leaf):
             shape = getattr(leaf, "shape", ())
-            found.append(PackedLeaf(place, shape[:-1] if varies else shape, varies, first, is_complex(leaf)))
-            first = found[-1].scalars.stop
+            shape, in_pairs = shape[:-1] if varies else shape, is_complex(leaf)
+            found.append(PackedLeaf(place, shape, varies, first, in_pairs))
+            first += math.prod(shape) * (2 if in_pairs else 1)
     return ParameterPacking(tuple(found))
 
 
@@ -244,17 +242,10 @@ def _autograd_replaced() -> Iterator[None]:
 def _boxes_of(args: Sequence[Any]) -> Any:
     """Return the boxes among the arguments of a primitive; refuse a primitive of the user in a trace."""
     primitive, recorder = sys._getframe(1).f_locals["f_wrapped"], tracing.recorder
-    if isinstance(recorder, ScalarRecorder) and not _is_of_a_package(primitive):
+    if isinstance(recorder, ScalarRecorder) and not is_of_a_package(primitive):
         name = getattr(primitive, "__name__", "without a name")
         recorder.refuse(f"it calls the autograd primitive {name}, whose derivative rules can't be compiled")
     return _find_boxes(args)
-
-
-@lru_cache(1024)
-def _is_of_a_package(primitive: Any) -> bool:
-    """Return whether autograd or this library defines a primitive; its rules then are the derivatives of its body."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(("autograd.", "mpiad."))]
-    return any(value is primitive for module in modules for value in list(vars(module).values()))
 
 
 def _plain(x: Any) -> Any:
