@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
@@ -285,7 +286,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
             "fit: prob_generator must return its problem with another u0 or p, but the same f and tspan, for example "
             f"remake(problem, p=x), but returned {made!r:.100}."
         )
-    u0, u0_along = _initial(bundle, made.u0, batch)
+    u0, u0_along = _with_tangents(bundle, _initial(made.u0, batch))
     parts, build = flatten(made.p)
     for part in parts:
         if isbox(part) and np.shape(part)[-1:] != (count,):
@@ -293,28 +294,28 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
                 f"fit: prob_generator returned a part of p of shape {np.shape(part)}, without an axis of trajectories. "
                 f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
-    found = [bundle.parts(part) for part in parts]
-    along = {place: gs for place, (_, gs) in enumerate(found) if gs is not None and any(g is not None for g in gs)}
-    given = [part if place in along else plain for place, (part, (plain, _)) in enumerate(zip(parts, found))]
-    traced = bundle.variable(u0, u0_along) if u0_along else u0
-    return _TracedBatch(batch._replace(u0=traced, p=Parameters(given, [*map(isbox, parts)], build)), u0_along, along)
+    leaves, along = zip(*(_with_tangents(bundle, part) for part in parts)) if parts else ((), ())
+    p = Parameters(list(leaves), [*map(isbox, parts)], build)
+    return _TracedBatch(batch._replace(u0=u0, p=p), u0_along, {k: gs for k, gs in enumerate(along) if gs is not None})
 
 
-def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangents]:
-    """Return initial states, shape (d, n), and their tangents, or None if all are zero."""
-    u0, tangents = bundle.parts(as_state(given))
-    full = (*batch.shape, batch.size)
+def _with_tangents(bundle: Bundle, x: Array) -> tuple[Array, Tangents]:
+    """Return a value and its tangents; the plain value and None if all tangents are zero."""
+    plain, tangents = bundle.parts(x)
+    return (plain, None) if tangents is None or all(g is None for g in tangents) else (x, tangents)
+
+
+def _initial(given: Array, batch: Batch) -> Array:
+    """Return initial states, shape (d, n), which may be traced."""
+    u0, full = as_state(given), (*batch.shape, batch.size)
     if u0.shape == batch.shape != full:
-        u0 = np.broadcast_to(u0[..., None], full)
+        u0 = anp.broadcast_to(u0[..., None], full)
     if u0.shape != full:
         raise ValueError(
             f"fit: prob_generator returned u0 of shape {u0.shape}, but {full} was expected, with an axis of trajectories, "
             "since it is called with columns of variables."
         )
-    flat = u0.reshape(-1, batch.size)
-    if tangents is None or all(g is None for g in tangents):
-        return flat, None
-    return flat, [None if g is None else np.reshape(g, flat.shape) for g in tangents]
+    return u0.reshape(-1, batch.size)
 
 
 def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) -> None:
@@ -387,11 +388,10 @@ class Residuals:
                 advice = "Write them with the functions of autograd.numpy instead of numpy."
                 raise TypeError(f"fit: the residuals can't be differentiated ({error}). {advice}") from error
             found = [bundle.parts(part) for part in parts]
-        values = [_rows(value) for value, _ in found]
-        columns = []
+        values, columns = [_rows(value) for value, _ in found], []
         for j in range(len(x)):
-            parts = [None if gs is None else gs[j] for _, gs in found]
-            columns.append(np.concatenate([np.zeros_like(v) if g is None else _rows(g) for v, g in zip(values, parts)]))
+            parts = [np.zeros_like(v) if gs is None or gs[j] is None else _rows(gs[j]) for v, (_, gs) in zip(values, found)]
+            columns.append(np.concatenate(parts))
         return np.concatenate(values), columns
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
