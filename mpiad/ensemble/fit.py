@@ -263,10 +263,7 @@ def _by_adjoints(solver: Solver, run: Run, tangents: dict[int, list[Any]], m: in
 
 def unit_tangents(x: Array) -> list[Array]:
     """Return m unit tangents of variables of shape (m, n), one for each variable."""
-    tangents = [np.zeros_like(x) for _ in x]
-    for j, tangent in enumerate(tangents):
-        tangent[j] = 1.0
-    return tangents
+    return list(np.eye(len(x))[:, :, None] * np.ones_like(x))
 
 
 def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _TracedBatch:
@@ -704,6 +701,7 @@ def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: 
         return misfit.evaluated(x, states, ids)
 
     scale = None if plan.scale is None else plan.scale[rows]
-    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    found = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    minima = found.x, found.cost, found.optimality, found.active_mask, found.nfev, found.njev
     indices, counts = np.array(numbers, int), np.full(len(numbers), misfit.count)
-    return FitResult(*minima[:6], ConvergenceCode.names_of(minima.codes), indices, minima.factor, counts, tries)
+    return FitResult(*minima, ConvergenceCode.names_of(found.codes), indices, found.factor, counts, tries)

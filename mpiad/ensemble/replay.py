@@ -79,10 +79,8 @@ class StepReplay:
         count, run = len(located.columns), self._run
         every = two_at_least(count) if run.xp is None else slice(None)
         columns = _without_repetitions(located.columns, self._u.shape[1]) if count > 1 else located.columns[every]
-        condition, p = (
-            run.settings.events[located.event].condition,
-            run.batch.p.build(run.batch.p.chosen(columns, self._leaves)),
-        )
+        condition = run.settings.events[located.event].condition
+        p = run.batch.p.build(run.batch.p.chosen(columns, self._leaves))
         t, h, x = self.t[columns], self.h[columns], located.x[every]
         state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
         value = lambda x: condition(state_at(x), p, t + x * h)  # noqa: E731
