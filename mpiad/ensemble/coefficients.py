@@ -17,7 +17,6 @@ from mpiad.ensemble.step_operators import advanced
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.devices.device_arrays import arrays_of
 
-Weights: TypeAlias = list[tuple[int, Array]]  # indices of stages and their weights
 # Lists of arrays on the host, one block on a device.
 StageArrays: TypeAlias = Sequence[Array] | Array
 
@@ -31,7 +30,7 @@ class Coefficients:
         # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
         # omitted, since zero times a stage that isn't finite would be NaN.
         rows = (), *tableau.sums
-        self._rows: list[Weights] = [[(j, np.array(w, self.real)) for j, w in enumerate(row) if w] for row in rows]
+        self._rows: list = [[(j, np.array(w, self.real)) for j, w in enumerate(row) if w] for row in rows]
         self._c = np.array(tableau.c)[:, None]
 
     def stages(self, shape: Shape, like: Array) -> StageArrays:

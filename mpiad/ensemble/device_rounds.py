@@ -45,8 +45,6 @@ class Due(NamedTuple):
 class SaveTimes:
     """The saved times of a batch, shape (n_saved,) or (N, n_saved), on the host."""
 
-    inside = True  # whether saved times may be inside a step
-
     def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray, has_events: bool = False):
         self.count = times.shape[-1]
         start, end = batch.start[:, None], batch.end[:, None]
@@ -81,47 +79,6 @@ class SaveTimes:
         return Due(slot, x, at_end)
 
 
-class EveryStep:
-    """The counterpart of `SaveTimes` for ``save_everystep=True``; the number of slots is known only after the solve."""
-
-    examines_steps, inside = True, False
-
-    def __init__(self, batch: Batch):
-        self._batch, self.count = batch, 1
-
-    @property
-    def initial(self) -> np.ndarray:
-        """Whether each value is an initial state: bool, shape (N, count), on the host."""
-        first = np.zeros((self._batch.size, self.count), bool)
-        first[:, 0] = True
-        return first
-
-    @property
-    def final(self) -> np.ndarray:
-        """Whether each value is copied from the final state: no, since each value is saved after its step."""
-        return np.zeros((self._batch.size, self.count), bool)
-
-    def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
-        """Return the values saved in a step: its end, if it was accepted."""
-        accepted = count > 0
-        slot = np.where(accepted, place + 1, self.count)
-        return Due(slot[None], np.zeros_like(t)[None], accepted[None])
-
-    def collected(self, blocks: list[Block], results: Array, u_end: Array, most: int) -> tuple[Array, Array]:
-        """Return the saved states, shape (N, most + 1, d), and times in the direction of the solve, padded with NaN."""
-        xp: Any = arrays_of(u_end)
-        self.count = most + 1
-        u = xp.full((self._batch.size, self.count, len(u_end)), np.nan, u_end.dtype)
-        times = xp.full((self._batch.size, self.count), np.nan, float)
-        for block in blocks:
-            for round_ in block.rounds:
-                # A step that was rejected, and the next try, have the same number.
-                u[block.ids, round_.place], times[block.ids, round_.place] = round_.u.T, round_.t  # type: ignore[union-attr]
-        ids, number = xp.arange(self._batch.size), results[2].astype(np.int64)
-        u[ids, number], times[ids, number] = u_end.T, results[0]
-        return u, times
-
-
 class Round(NamedTuple):
     """One step of all columns (trajectories) of a block; times are multiplied by `Record.signs`, so they increase."""
 
@@ -130,7 +87,7 @@ class Round(NamedTuple):
     t_new: Array
     accepted: Array  # bool, shape (n,)
     u: Array | None  # shape (d, n); before the step; None if the states must be recomputed
-    place: Array  # int, shape (n,); the number of values saved before the round (for `EveryStep` without the initial state)
+    place: Array  # int, shape (n,); the number of values saved before the round, or with `save_everystep` of steps
     count: Array | None  # int, shape (n,); the number of saved times in the step of each column; None if all are zero
     reached: Array | None  # shape (n,); the end of the step if an event may have cut it short; None if it is `t_new`
     most: int  # the largest count
@@ -164,16 +121,13 @@ class Block:
 class Record:
     """All rounds of a solve, block by block; `every`: the number of rounds between stored states (None: all stored)."""
 
-    def __init__(self, batch: Batch, table: Coefficients, saves: SaveTimes | EveryStep | None, every: int | None = None):
+    def __init__(self, batch: Batch, table: Coefficients, saves: SaveTimes | None, every: int | None):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
+        self.n_saved = 0 if saves is None else saves.count  # values per trajectory
         # Factors of times: -1 for trajectories that are integrated backwards in time.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.events: EventTimes | None = None  # None without event conditions
-
-    def begin(self, ids: Array, sign: Array | None) -> None:
-        """Begin a block of columns."""
-        self.blocks.append(Block(ids, sign))
 
     def note(self, round_: Round) -> None:
         """Add a round to the last block."""
@@ -205,14 +159,12 @@ class DeviceObservers:
         self._xp: Any = arrays_of(batch.u0)
         self._saves: Any = None
         self._saved: Array = None
-        if settings.saveat is None:
-            self._saves = EveryStep(batch)
-        else:
+        if settings.saveat is not None:
             shape = batch.size, settings.saveat.shape[-1] + 1, len(batch.u0)  # the last slot is for unneeded values
             self._saved = self._xp.full(shape, np.nan, batch.u0.dtype)
             if settings.saveat.shape[-1]:
                 self._saves = SaveTimes(settings.saveat, batch, self._signs, bool(settings.events))
-        self._examines_steps = settings.saveat is not None and self._saves is not None and self._saves.examines_steps
+        self._examines_steps = self._saves is not None and self._saves.examines_steps
         self._place: Array = None  # the number of saved values of each column, if steps are checked for saved times
         self._watch = EventWatch(settings.events, table, batch.parameters) if settings.events else None
         self._record = Record(batch, table, self._saves, settings.checkpoints) if settings.record else None
@@ -225,7 +177,7 @@ class DeviceObservers:
         if self._watch is not None:
             self._watch.enter(u, p, t if sign is None else t * sign)
         if self._record is not None:
-            self._record.begin(ids, sign)
+            self._record.blocks.append(Block(ids, sign))
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array) -> Stopped:
         """Process a step: see `StepObservers.process`; `moving`: a mask of the columns that continue if no event occurs."""
@@ -247,7 +199,7 @@ class DeviceObservers:
             reached = None if terminated is None else step.t_new
             saves = count if most else None
             self._record.note(Round(step.t, step.h, t_new, step.accepted, step.u, place, saves, reached, most, located))
-        if most and self._settings.saveat is not None:
+        if most:
             self._save(step, count, most)
             self._place = place + count
         return Stopped(terminated, alive=alive)
@@ -262,8 +214,6 @@ class DeviceObservers:
             numbers.append(np.max(count))
         numbers += [np.sum(mask) for mask in crossed]
         counts = self._xp.to_host(np.stack(numbers) if len(numbers) > 1 else numbers[0]).reshape(-1).tolist()
-        if self._settings.saveat is None:
-            return counts[0], 1, step.accepted.astype(np.int64), counts[1:]
         return counts[0], counts[1] if self._examines_steps else 0, count, counts[1 + self._examines_steps :]
 
     def _save(self, step: Step, count: Array, most: int) -> None:
@@ -280,12 +230,7 @@ class DeviceObservers:
     def close(self, results: Array) -> None:
         """Write saved states, events and the record to the outcome; `results`: see `WorkingSet`."""
         outcome, events = self._outcome, self._settings.events
-        if self._settings.saveat is None:
-            blocks, most = self._record.blocks, int(outcome.naccept.max(initial=0))  # type: ignore[union-attr]
-            outcome.saved, times = self._saves.collected(blocks, results, outcome.u_end, most)
-            outcome.saved_times = self._xp.to_host(times) * self._signs[:, None]
-        else:
-            outcome.saved = self._all_saved(outcome)
+        outcome.saved = self._steps(outcome, results) if self._settings.saveat is None else self._all_saved(outcome)
         rows, order = None if self._watch is None else self._watch.rows(), np.empty(0, int)
         if rows is not None:
             table = self._xp.to_host(rows)
@@ -298,6 +243,20 @@ class DeviceObservers:
                 rows = self._xp.empty((5, 0), float) if rows is None else rows
                 reached = results[0] * on_device_of(self._signs, self._batch.u0)
                 self._record.events = EventTimes(reached, rows[0].astype(np.int64), rows[4], order)
+
+    def _steps(self, outcome: Outcome, results: Array) -> Array:
+        """Return the states of all steps, shape (N, most + 1, d), padded with NaN, and set the saved times."""
+        xp, record = self._xp, self._record
+        shape = self._batch.size, int(outcome.naccept.max(initial=0)) + 1
+        u, times = xp.full((*shape, len(outcome.u_end)), np.nan, outcome.u_end.dtype), xp.full(shape, np.nan, float)
+        for block in record.blocks:  # type: ignore[union-attr]
+            for round_ in block.rounds:
+                # A step that was rejected, and the next try, have the same number.
+                u[block.ids, round_.place], times[block.ids, round_.place] = round_.u.T, round_.t  # type: ignore[union-attr]
+        ids, number = xp.arange(len(u)), results[2].astype(np.int64)
+        u[ids, number], times[ids, number] = outcome.u_end.T, results[0]
+        outcome.saved_times, record.n_saved = xp.to_host(times) * self._signs[:, None], shape[1]  # type: ignore[union-attr]
+        return u
 
     def _all_saved(self, outcome: Outcome) -> Array:
         saves, saved = self._saves, self._saved[:, :-1]
@@ -332,7 +291,7 @@ class DeviceRun(Run):
     @property
     def n_saved(self) -> int:
         """The number of saved values per trajectory."""
-        return 0 if self.record.saves is None else self.record.saves.count
+        return self.record.n_saved
 
     @property
     def slots(self) -> int:
@@ -363,10 +322,12 @@ class DeviceRun(Run):
 
     def saved_at(self, at_start: bool) -> np.ndarray:
         """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
-        saves = self.record.saves
-        if saves is None:
-            return np.zeros((self.batch.size, 0), bool)
-        return (saves.initial if at_start else saves.final) & self.live[:, None]
+        saves, mask = self.record.saves, np.zeros((self.batch.size, self.n_saved), bool)
+        if saves is None:  # with `save_everystep` each value except the first is saved after a step
+            mask[:, :1] = at_start
+        else:
+            mask = saves.initial if at_start else saves.final
+        return mask & self.live[:, None]
 
     # ---- events
 
@@ -433,16 +394,16 @@ class RoundSweep(StepSweep):
 
     def saved(self, visit: Visit) -> SavedInStep:
         """Return the values saved in the step."""
-        round_, run, table = visit.about, self._run, self._run.coefficients
-        if not round_.most:
+        round_, run, table, saves = visit.about, self._run, self._run.coefficients, self._run.record.saves
+        if saves is None and run.n_saved:  # every step
+            slot = np.where(round_.accepted, round_.place + 1, run.n_saved)
+            return SavedInStep([Slots(self.ids, slot[None], slice(None))])
+        if saves is None or not round_.most:
             return SavedInStep()
         end = round_.t_new if round_.reached is None else round_.reached
-        saves: Any = run.record.saves
         due = saves.due(self.ids, round_.place, round_.count, round_.most, round_.t, round_.h, end)
         nowhere = np.full_like(due.slot, run.n_saved)
         at_end = Slots(self.ids, np.where(due.at_end, due.slot, nowhere), slice(None))
-        if not saves.inside:
-            return SavedInStep([at_end])
         place = np.where(due.at_end, nowhere, due.slot)
         weights = table.weights(due.x).astype(table.real)
         weights = [weights[i][:, None] for i in range(len(weights))]

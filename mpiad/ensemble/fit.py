@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
@@ -262,10 +263,7 @@ def _by_adjoints(solver: Solver, run: Run, tangents: dict[int, list[Any]], m: in
 
 def unit_tangents(x: Array) -> list[Array]:
     """Return m unit tangents of variables of shape (m, n), one for each variable."""
-    tangents = [np.zeros_like(x) for _ in x]
-    for j, tangent in enumerate(tangents):
-        tangent[j] = 1.0
-    return tangents
+    return list(np.eye(len(x))[:, :, None] * np.ones_like(x))
 
 
 def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _TracedBatch:
@@ -285,7 +283,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
             "fit: prob_generator must return its problem with another u0 or p, but the same f and tspan, for example "
             f"remake(problem, p=x), but returned {made!r:.100}."
         )
-    u0, u0_along = _initial(bundle, made.u0, batch)
+    u0, u0_along = _with_tangents(bundle, _initial(made.u0, batch))
     parts, build = flatten(made.p)
     for part in parts:
         if isbox(part) and np.shape(part)[-1:] != (count,):
@@ -293,28 +291,28 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
                 f"fit: prob_generator returned a part of p of shape {np.shape(part)}, without an axis of trajectories. "
                 f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
-    found = [bundle.parts(part) for part in parts]
-    along = {place: gs for place, (_, gs) in enumerate(found) if gs is not None and any(g is not None for g in gs)}
-    given = [part if place in along else plain for place, (part, (plain, _)) in enumerate(zip(parts, found))]
-    traced = bundle.variable(u0, u0_along) if u0_along else u0
-    return _TracedBatch(batch._replace(u0=traced, p=Parameters(given, [*map(isbox, parts)], build)), u0_along, along)
+    leaves, along = zip(*(_with_tangents(bundle, part) for part in parts)) if parts else ((), ())
+    p = Parameters(list(leaves), [*map(isbox, parts)], build)
+    return _TracedBatch(batch._replace(u0=u0, p=p), u0_along, {k: gs for k, gs in enumerate(along) if gs is not None})
 
 
-def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangents]:
-    """Return initial states, shape (d, n), and their tangents, or None if all are zero."""
-    u0, tangents = bundle.parts(as_state(given))
-    full = (*batch.shape, batch.size)
+def _with_tangents(bundle: Bundle, x: Array) -> tuple[Array, Tangents]:
+    """Return a value and its tangents; the plain value and None if all tangents are zero."""
+    plain, tangents = bundle.parts(x)
+    return (plain, None) if tangents is None or all(g is None for g in tangents) else (x, tangents)
+
+
+def _initial(given: Array, batch: Batch) -> Array:
+    """Return initial states, shape (d, n), which may be traced."""
+    u0, full = as_state(given), (*batch.shape, batch.size)
     if u0.shape == batch.shape != full:
-        u0 = np.broadcast_to(u0[..., None], full)
+        u0 = anp.broadcast_to(u0[..., None], full)
     if u0.shape != full:
         raise ValueError(
             f"fit: prob_generator returned u0 of shape {u0.shape}, but {full} was expected, with an axis of trajectories, "
             "since it is called with columns of variables."
         )
-    flat = u0.reshape(-1, batch.size)
-    if tangents is None or all(g is None for g in tangents):
-        return flat, None
-    return flat, [None if g is None else np.reshape(g, flat.shape) for g in tangents]
+    return u0.reshape(-1, batch.size)
 
 
 def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) -> None:
@@ -387,11 +385,10 @@ class Residuals:
                 advice = "Write them with the functions of autograd.numpy instead of numpy."
                 raise TypeError(f"fit: the residuals can't be differentiated ({error}). {advice}") from error
             found = [bundle.parts(part) for part in parts]
-        values = [_rows(value) for value, _ in found]
-        columns = []
+        values, columns = [_rows(value) for value, _ in found], []
         for j in range(len(x)):
-            parts = [None if gs is None else gs[j] for _, gs in found]
-            columns.append(np.concatenate([np.zeros_like(v) if g is None else _rows(g) for v, g in zip(values, parts)]))
+            parts = [np.zeros_like(v) if gs is None or gs[j] is None else _rows(gs[j]) for v, (_, gs) in zip(values, found)]
+            columns.append(np.concatenate(parts))
         return np.concatenate(values), columns
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
@@ -704,6 +701,7 @@ def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: 
         return misfit.evaluated(x, states, ids)
 
     scale = None if plan.scale is None else plan.scale[rows]
-    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    found = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    minima = found.x, found.cost, found.optimality, found.active_mask, found.nfev, found.njev
     indices, counts = np.array(numbers, int), np.full(len(numbers), misfit.count)
-    return FitResult(*minima[:6], ConvergenceCode.names_of(minima.codes), indices, minima.factor, counts, tries)
+    return FitResult(*minima, ConvergenceCode.names_of(found.codes), indices, found.factor, counts, tries)

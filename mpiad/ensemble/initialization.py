@@ -89,14 +89,11 @@ def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Arr
     return k if sign is None else np.multiply(k, sign, out=k)
 
 
-# ``rate(u, t)`` returns f in the direction of the solve.
-Rate: TypeAlias = Callable[[Array, Array], Array]
-
-
 def started(
-    rate: Rate, u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float, atol: Array | float
+    rate: Callable, u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float, atol: Array | float
 ) -> tuple[Array, Array]:
     """Return the first step sizes, (n,), and f at the initial states, (d, n); times are in the solve's direction."""
+    # ``rate(u, t)`` returns f in the direction of the solve.
     # The sizes are those of SciPy: E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4.
     k, order = rate(u, t), settings.alg.tableau.error_order
     if settings.dt is not None:

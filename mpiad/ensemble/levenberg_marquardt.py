@@ -54,31 +54,19 @@ class Stopping(NamedTuple):
     max_nfev: int
 
 
-class Minima(NamedTuple):
-    """Results for N problems; see `FitResult`."""
-
-    x: Array  # shape (N, m)
-    cost: Array  # shape (N,)
-    optimality: Array  # shape (N,)
-    active_mask: Array  # int, shape (N, m)
-    nfev: Array  # int, shape (N,)
-    njev: Array  # int, shape (N,)
-    codes: Array  # int, shape (N,)
-    factor: Array  # shape (N, m + 1, m + 1)
-
-
 Evaluate: TypeAlias = Callable[[Array, Array], Evaluation]
 
 
 def minimize_each(
     evaluate: Evaluate, x0: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping
-) -> Minima:
+) -> _Problems:
     """Minimize the sums of squares that ``evaluate(x, ids)`` returns, within bounds; x0 and bounds have shape (N, m)."""
     # Steps are relative to `scale`, shape (N, m), by default the inverse of the largest norm so far of each column of J.
     problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping)
     while problems.active.size:
         problems.try_step()
-    return problems.minima()
+    problems.finish()
+    return problems
 
 
 def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
@@ -90,38 +78,44 @@ def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
 
 
 class _Problems:
-    """The problems and their current iterates."""
+    """N problems and their current iterates, in the end the results: `x`, `cost`, ..., as in `FitResult`, and `codes`.
+
+    `factor`, shape (N, m + 1, m + 1), has the factors at the iterates: see `Evaluation`.
+    """
+
+    optimality: Array
+    active_mask: Array
 
     def __init__(self, evaluate: Evaluate, x: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping):
         count, m = x.shape
         self._evaluate, self._lower, self._upper, self._stopping = evaluate, lower, upper, stopping
-        self._x, self._given_scale = x, scale
-        self._nfev, self._njev = np.ones(count, int), np.ones(count, int)
-        self._codes = np.full(count, _ACTIVE)
-        self._cost, self._factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
-        self._gradient = _gradient(self._factor)
-        self._codes[~np.isfinite(self._cost)] = ConvergenceCode.InitialFailure.code
+        self.x, self._given_scale = x, scale
+        self.nfev, self.njev = np.ones(count, int), np.ones(count, int)
+        self.codes = np.full(count, _ACTIVE)
+        self.cost, self.factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
+        self._gradient = _gradient(self.factor)
+        self.codes[~np.isfinite(self.cost)] = ConvergenceCode.InitialFailure.code
         self._inverse_scale = np.zeros((count, m))
         self._rescale(np.arange(count))
-        norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._inverse_scale
+        norms = scaled_factor(self.factor, np.ones((count, m), bool))[1] / self._inverse_scale
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step to a point at which the residuals were undefined.
         self._failed_damping = np.full(count, np.inf)
         self._set_code(self.active, self._optimality(self.active) <= stopping.gtol)
-        self._set_code(self.active, self._nfev[self.active] >= stopping.max_nfev, ConvergenceCode.MaxIters)
+        self._set_code(self.active, self.nfev[self.active] >= stopping.max_nfev, ConvergenceCode.MaxIters)
 
     @property
     def active(self) -> Array:
-        return np.flatnonzero(self._codes == _ACTIVE)
+        return np.flatnonzero(self.codes == _ACTIVE)
 
     def try_step(self) -> None:
         ids = self.active
-        x, cost, factor, inverse = self._x[ids], self._cost[ids], self._factor[ids], self._inverse_scale[ids]
+        x, cost, factor, inverse = self.x[ids], self.cost[ids], self.factor[ids], self._inverse_scale[ids]
         step, trial = _bounded_step(
             factor, np.sqrt(self._damping[ids])[:, None] * inverse, x, self._lower[ids], self._upper[ids], self._fixed(ids)
         )
         found = self._evaluate(trial, ids)
-        self._nfev[ids] += 1
+        self.nfev[ids] += 1
         # The difference of two values of the model would consist of rounding errors near a minimum.
         predicted = -_dot(self._gradient[ids], step) - 0.5 * _squared(_apply(factor, step))
         actual = cost - found.cost
@@ -132,9 +126,9 @@ class _Problems:
         self._failed_damping[ids[failed]] = self._damping[ids[failed]]
         near_failure = self._damping[ids] >= _NEAR_FAILURE * self._failed_damping[ids]
         accepted = ids[better]
-        self._x[accepted], self._cost[accepted], self._factor[accepted] = trial[better], *(part[better] for part in found)
-        self._gradient[accepted] = _gradient(self._factor[accepted])
-        self._njev[accepted] += 1
+        self.x[accepted], self.cost[accepted], self.factor[accepted] = trial[better], *(part[better] for part in found)
+        self._gradient[accepted] = _gradient(self.factor[accepted])
+        self.njev[accepted] += 1
         self._rescale(accepted)
         shrinkage = np.maximum(_LEAST_SHRINKAGE, 1 - (2 * np.minimum(ratio, 1.0) - 1) ** 3)
         self._damping[ids] *= np.where(better, shrinkage, self._growth[ids])
@@ -147,26 +141,26 @@ class _Problems:
         stationary = self._optimality(ids) <= stop.gtol
         self._set_code(ids, (flat | short) & ~stationary & near_failure, ConvergenceCode.ConvergenceFailure)
         self._set_code(ids, flat | short | stationary)
-        self._set_code(ids, self._nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
+        self._set_code(ids, self.nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
 
-    def minima(self) -> Minima:
-        """Return the results; a problem whose residuals don't determine the variables gets the code Singular."""
-        every = np.arange(len(self._x))
-        fixed, succeeded = self._fixed(every), self._codes == ConvergenceCode.Success.code
-        columns, _ = scaled_factor(self._factor[succeeded], ~fixed[succeeded])
+    def finish(self) -> None:
+        """Compute the other results; a problem whose residuals don't determine the variables gets the code Singular."""
+        every = np.arange(len(self.x))
+        fixed, succeeded = self._fixed(every), self.codes == ConvergenceCode.Success.code
+        columns, _ = scaled_factor(self.factor[succeeded], ~fixed[succeeded])
         # Variables that are fixed at a bound add singular values of zero, which come last.
         values, free = np.linalg.svd(columns, compute_uv=False), np.count_nonzero(~fixed[succeeded], axis=1)
         least = np.take_along_axis(values, np.maximum(free - 1, 0)[:, None], axis=1)[:, 0]
-        codes = self._codes.copy()
-        codes[np.flatnonzero(succeeded)[(free > 0) & (least <= _SINGULAR * values[:, 0])]] = ConvergenceCode.Singular.code
-        failed = codes == ConvergenceCode.InitialFailure.code
-        side = np.where(self._x <= self._lower, -1, np.where(self._x >= self._upper, 1, 0))
-        cost, optimality = (np.where(failed, np.nan, x) for x in (self._cost, self._optimality(every)))
-        return Minima(self._x, cost, optimality, side, self._nfev, self._njev, codes, self._factor)
+        self.codes[np.flatnonzero(succeeded)[(free > 0) & (least <= _SINGULAR * values[:, 0])]] = (
+            ConvergenceCode.Singular.code
+        )
+        failed = self.codes == ConvergenceCode.InitialFailure.code
+        self.active_mask = np.where(self.x <= self._lower, -1, np.where(self.x >= self._upper, 1, 0))
+        self.cost, self.optimality = (np.where(failed, np.nan, x) for x in (self.cost, self._optimality(every)))
 
     def _fixed(self, ids: Array) -> Array:
         """Return a mask, shape (n, m), of the variables at a bound that a descent step would violate."""
-        x, g = self._x[ids], self._gradient[ids]
+        x, g = self.x[ids], self._gradient[ids]
         return ((x <= self._lower[ids]) & (g >= 0)) | ((x >= self._upper[ids]) & (g <= 0))
 
     def _optimality(self, ids: Array) -> Array:
@@ -176,13 +170,13 @@ class _Problems:
         if self._given_scale is not None:
             self._inverse_scale[ids] = 1 / self._given_scale[ids]
             return
-        norms = scaled_factor(self._factor[ids], np.ones_like(self._x[ids], bool))[1]
+        norms = scaled_factor(self.factor[ids], np.ones_like(self.x[ids], bool))[1]
         self._inverse_scale[ids] = np.maximum(self._inverse_scale[ids], norms)
 
     def _set_code(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
         """Set the code of the problems in the mask `done` that don't have a code yet."""
         chosen = ids[done]
-        self._codes[chosen[self._codes[chosen] == _ACTIVE]] = code.code
+        self.codes[chosen[self.codes[chosen] == _ACTIVE]] = code.code
 
 
 def _bounded_step(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, fixed: Array) -> tuple[Array, Array]:

@@ -40,12 +40,8 @@ class StepReplay:
         self._run, self._leaves, self._u, self.t, self.h = run, leaves, u, t, h
         self._size, self._k = _like(h, u), []
         self._rows = None if run.program is None else _numbers(run, leaves, getval(u))  # the parameters
-        self._prepare()
         for i in range(run.tableau.stages - 1):
             self._k.append(self._stage(i))
-
-    def _prepare(self) -> None:
-        """Compute values that the stages share."""
 
     def _stage(self, i: int) -> Array:
         t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
@@ -83,10 +79,8 @@ class StepReplay:
         count, run = len(located.columns), self._run
         every = two_at_least(count) if run.xp is None else slice(None)
         columns = _without_repetitions(located.columns, self._u.shape[1]) if count > 1 else located.columns[every]
-        condition, p = (
-            run.settings.events[located.event].condition,
-            run.batch.p.build(run.batch.p.chosen(columns, self._leaves)),
-        )
+        condition = run.settings.events[located.event].condition
+        p = run.batch.p.build(run.batch.p.chosen(columns, self._leaves))
         t, h, x = self.t[columns], self.h[columns], located.x[every]
         state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
         value = lambda x: condition(state_at(x), p, t + x * h)  # noqa: E731
@@ -116,14 +110,11 @@ def _nonzero(weights: tuple[float, ...], dtype: np.dtype) -> tuple[list[int], li
 class RosenbrockReplay(StepReplay):
     """One step of a Rosenbrock method (see `tableaus` for the notation), which doesn't compute f at its ends."""
 
-    def _prepare(self) -> None:
-        run, size = self._run, getval(self._size)
-        self._entries, self._slope = self._linearized(_like(self.t, self._u))
-        self._lu = run.step_matrices.factorized(getval(self._entries) * -size)
-
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
         if i == 0:
+            self._entries, self._slope = self._linearized(_like(self.t, self._u))
+            self._lu = self._run.step_matrices.factorized(getval(self._entries) * -getval(self._size))
             return np.zeros_like(getval(self._u))
         right, coupling = super()._stage(i), table.coupling[i - 1]
         if mass is None:

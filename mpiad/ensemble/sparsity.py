@@ -53,10 +53,8 @@ def given_pattern(given: Any, d: int) -> Places:
     shape = pattern.shape
     if shape != (d, d):
         raise ValueError(f"solve: jac_sparsity must have shape {(d, d)}, as u0 has {d} components, but has {shape}.")
-    pattern.sum_duplicates()
-    kept = np.flatnonzero(pattern.data)
-    order = kept[np.lexsort((pattern.col[kept], pattern.row[kept]))]
-    return Places(pattern.row[order].astype(int), pattern.col[order].astype(int))
+    # In CSR format, duplicates are added.
+    return Places(*(indices.astype(int) for indices in pattern.tocsr().sorted_indices().nonzero()))
 
 
 def groups_of(places: Places, d: int) -> Array:

@@ -64,20 +64,15 @@ _LARGEST = 1e200  # limit of 1/τ
 class Equations:
     """The function f of a batch of plain arrays, at the end of tspan, and its Jacobian.
 
-    Jacobians have the shape (n, d, d), or (n, m), their entries, if these are factorized one by one: see `sparse_lu`.
+    Jacobians have the shape (n, m): their entries at `places`. If this takes less work, `sparse_lu` factorizes them.
     """
 
     def __init__(self, batch: Batch):
         self._batch, self._field, self._sparse, self._jacobian = batch, Field(batch), None, jacobian_of(batch)
+        self.places = self._jacobian.places
         if batch.size and len(batch.u0) >= LEAST_SPARSE:
-            matrices = StepMatrices(self._jacobian.places, Mass(None, 1.0), len(batch.u0))
+            matrices = StepMatrices(self.places, Mass(None, 1.0), len(batch.u0))
             self._sparse = matrices if matrices.elimination else None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one Jacobian."""
-        d = len(self._batch.u0)
-        return (d, d) if self._sparse is None else (len(self._jacobian.places.rows),)
 
     def columns(self, ids: Array) -> tuple[list, Array]:
         """Return the leaves of the parameters and the times of some trajectories."""
@@ -92,14 +87,13 @@ class Equations:
         """Return f, shape (d, n), and its Jacobian with respect to the states."""
         columns = two_at_least(len(ids))
         at = u[:, columns], self._batch.parameters(ids[columns]), self._batch.end[ids[columns]].astype(u.dtype)
-        if self._sparse is not None:
-            return self.values(u, ids), self._jacobian.entries(*at)[0][:, : len(ids)].T
-        return self.values(u, ids), np.ascontiguousarray(self._jacobian.matrices(*at)[..., : len(ids)].transpose(2, 0, 1))
+        return self.values(u, ids), self._jacobian.entries(*at)[0][:, : len(ids)].T
 
     def solver(self, jacobians: Array, rates: Array | None = None, transposed: bool = False) -> Callable[[Array], Array]:
         """Return a function that solves J x = b, or (rate - J) x = b, for right-hand sides b of shape (d, n)."""
         if self._sparse is None:
-            matrices = jacobians if rates is None else rates[:, None, None] * np.eye(jacobians.shape[-1]) - jacobians
+            matrices = self.dense(jacobians)
+            matrices = matrices if rates is None else rates[:, None, None] * np.eye(matrices.shape[-1]) - matrices
             matrices = np.swapaxes(matrices, 1, 2) if transposed else matrices
             return lambda right: solved_each(matrices, right.T).T
         entries, scale = (jacobians.T, 0.0) if rates is None else (-jacobians.T, rates)
@@ -116,7 +110,7 @@ class Equations:
     def singular(self, jacobians: Array, weight: Array) -> Array:
         """Return a mask of the singular Jacobians, shape (n,), independent of the units of components."""
         if self._sparse is None:
-            scaled = jacobians * weight.T[:, None]
+            scaled = self.dense(jacobians) * weight.T[:, None]
             rows = np.abs(scaled).max(axis=2, keepdims=True)
             rows[rows == 0] = 1.0
             values = np.linalg.svd(scaled / rows, compute_uv=False)
@@ -124,7 +118,7 @@ class Equations:
         return np.array([self._singular(*one) for one in zip(jacobians, weight.T)], bool)
 
     def _singular(self, entries: Array, weight: Array) -> bool:
-        d, (rows, columns) = len(weight), self._jacobian.places
+        d, (rows, columns) = len(weight), self.places
         scaled: Any = scipy.sparse.csr_array((entries * weight[columns], (rows, columns)), (d, d))
         size = abs(scaled).max(axis=1).toarray().ravel()
         size[size == 0] = 1.0
@@ -143,12 +137,11 @@ class Equations:
 
     def dense(self, jacobians: Array) -> Array:
         """Return the Jacobians as an array of shape (n, d, d)."""
-        if self._sparse is None:
-            return jacobians
         d = len(self._batch.u0)
-        matrices = np.zeros((len(jacobians), d * d), jacobians.dtype)
-        matrices[:, self._jacobian.places.rows * d + self._jacobian.places.columns] = jacobians
-        return matrices.reshape(-1, d, d)
+        matrices = np.zeros((len(jacobians), d, d), jacobians.dtype)
+        matrices[:, self.places.rows, self.places.columns] = jacobians
+        matrices[np.isnan(jacobians).any(axis=1)] = np.nan  # if no steady state was found
+        return matrices
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
@@ -181,7 +174,7 @@ class _Search:
         self._codes, self._niter = np.full(count, _ACTIVE), np.zeros(count, int)
         self._f, self._rate = np.zeros_like(u0), np.zeros(count)
         self._codes[~np.isfinite(u0).all(axis=0)] = ConvergenceCode.InitialFailure.code
-        self._jacobian = np.full((count, *equations.shape), np.nan, u0.dtype)
+        self._jacobian = np.full((count, len(equations.places.rows)), np.nan, u0.dtype)
         self._linearize(self.active, ConvergenceCode.InitialFailure)
         ids = self.active
         size, change = (np.abs(x[:, ids]).max(axis=0, initial=0.0).astype(float) for x in (u0, self._f))

@@ -133,10 +133,8 @@ class EventColumns:
 
     def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
         """Return the arguments of the user's functions for the columns `rows`; a single column is duplicated."""
-        u, t = at or self.at(rows)
-        if len(rows) == 1:
-            u, t, rows = u[:, [0, 0]], t[[0, 0]], rows[[0, 0]]
-        return u, self._batch.parameters(self.ids[rows]), t
+        (u, t), twice = at or self.at(rows), two_at_least(len(rows))
+        return u[:, twice], self._batch.parameters(self.ids[rows[twice]]), t[twice]
 
     def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
         """Return the values of a condition for some columns; `at`: states and times, by default the current ones."""

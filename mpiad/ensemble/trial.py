@@ -18,8 +18,9 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, Parameters, is_on_device, on_device_of
-from mpiad.ensemble.derivative import COUPLED, Columns, Derivative, derivative_of, locked
+from mpiad.ensemble.derivative import COUPLED, Columns, derivative_of, locked
 from mpiad.ensemble.event import Event, affected
+from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -43,7 +44,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
         derivative.check(*first)
         if len(batch.shape) < 2:  # f is called with one matrix at a time
             moved = [cache(partial(_perturbed_columns, batch, numbers(other_width), p_and_t)) for p_and_t in (True, False)]
-            _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
+            _check_uncoupled(lambda u, p, t: derivative_at(derivative, u, p, t, None), first, moved, "f")
             for event in events:
                 if event.condition is not None:
                     _check_uncoupled(event.value, first, moved, "a condition of the events")
@@ -114,12 +115,6 @@ def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
     """Return an event's given times, shape (m, n), except times of a wrong shape, which `GivenTimes` rejects."""
     due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
     return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), -1)
-
-
-def _written(derivative: Derivative, u: Array, p: Tree, t: Array) -> Array:
-    out = np.empty_like(u)
-    derivative.write(out, u, p, t)
-    return out
 
 
 def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callable[[], tuple]], name: str) -> None:
