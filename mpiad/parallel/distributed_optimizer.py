@@ -20,8 +20,8 @@ from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
 from mpiad.parallel.adam import Apply, Rule, State, Updated
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
-from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
-from mpiad.parallel.parameter_groups import ParameterGroups, prepared
+from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas, valid_count
+from mpiad.parallel.parameter_groups import ParameterGroups, is_of_library, prepared
 from mpiad.parallel.parameters import (
     described,
     matching_leaves,
@@ -83,8 +83,8 @@ def value_and_grad(
     TypeError
         On all ranks, if `loss` doesn't return a real number, or no parameter has a real or complex floating-point dtype.
     ValueError
-        On all ranks, if no rank has a sample, the loss doesn't depend on the parameters on any rank, or the ranks'
-        parameters differ in number, shape or dtype.
+        On all ranks, if no rank has a sample, a number of samples isn't an integer from 0, the loss doesn't depend on the
+        parameters on any rank, or the ranks' parameters differ in number, shape or dtype.
 
     Ranks
     -----
@@ -176,7 +176,7 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
     TypeError
         On all ranks, if `loss` doesn't return a real number, or the parameters contain an unsupported object.
     ValueError
-        On all ranks, if no rank has a sample.
+        On all ranks, if no rank has a sample, or a number of samples isn't an integer from 0.
 
     Ranks
     -----
@@ -384,8 +384,9 @@ class DistributedOptimizer:
         ------
         TypeError, ValueError
             On all ranks, if a rank's gradient or state doesn't match the parameters, or the state is another optimizer's;
-            if no rank has a sample; if the ranks' parameters differ in number, shape or dtype; if no rank has an own leaf.
-            On this rank only, if its gradient or state doesn't match and no update is due yet.
+            if no rank has a sample, or `samples` isn't an integer from 0; if the ranks' parameters differ in number, shape
+            or dtype; if no rank has an own leaf.
+            On this rank only, if its gradient, state or `samples` is invalid and no update is due yet.
         ReplicationError
             On all ranks, if shared parameters differ between ranks and are compared in this call.
 
@@ -394,13 +395,14 @@ class DistributedOptimizer:
         All ranks of `comm` call it.
         """
         call = "DistributedOptimizer.update"
-        used, count = channel(self.comm, call), 1 if samples is None else samples
+        used, count = channel(self.comm, call), 1
         # Before the last accumulated step, other ranks don't wait.
         last = self.accumulate == 1 or (isinstance(state, dict) and state.get("steps", 0) + 1 >= self.accumulate)
         with _raising_in_totals(used, call) if last else nullcontext():
             step = self._prepared(used, state, params, call)
             parts = [spec.zeros() for spec in step.specs]
-            if samples != 0:
+            count = 1 if samples is None else valid_count(samples, call)
+            if count:
                 found = matching_leaves(gradient, params, step.variables.leaves, call)
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
                 parts = [
@@ -452,7 +454,8 @@ class DistributedOptimizer:
         ------
         TypeError, ValueError, ReplicationError
             As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them. Exceptions
-            of any type in `own`, `samples`, the function of `ParameterGroups` or a schedule are raised on all ranks, too.
+            of any type in `own`, `samples`, the function of `ParameterGroups`, a schedule or the `update` of a user's
+            optimizer are raised on all ranks, too.
         NotFiniteError
             On all ranks, if the loss of a rank isn't finite, unless batches are skipped (`skip_nonfinite`).
 
@@ -589,7 +592,9 @@ class DistributedOptimizer:
         gradients: list[Any] = [None] * len(variables.leaves)
         for k, g in (shared | own).items():
             gradients[variables.places[k]] = g[()]
-        inner, params = step.update(gradients, factor, compiled)
+        # An optimizer of the user may raise on one rank only, after the last message of this step.
+        with nullcontext() if is_of_library(self.optimizer) else raising_together(step.used, Exception):
+            inner, params = step.update(gradients, factor, compiled)
         return {**new, "optimizer": inner}, params
 
 
