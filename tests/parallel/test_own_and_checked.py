@@ -79,14 +79,19 @@ def assert_close(p, exact):
         np.testing.assert_allclose(p["heads"][client], exact["heads"][client], rtol=1e-12)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [20, 1 << 20])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}, {"clip_norm": 0.05, "skip_nonfinite": True}], ids=str)
 @pytest.mark.parametrize("rule", [SGD(0.1, 0.9), AdamW(0.02)], ids=str)
-def test_own_heads_on_a_shared_trunk_train_as_in_one_process(rule, options, bucket_bytes):
+def test_own_heads_on_a_shared_trunk_train_as_in_one_process(rule, options, bucket_bytes, is_compiled):
     optimizer, p = DistributedOptimizer(rule, own=own, bucket_bytes=bucket_bytes, **options), mine()
-    state = optimizer.setup(p)
+    state, jitted = optimizer.setup(p), mpiad.jit(lambda p, x: loss(p, MINE))
     for _ in range(6):
-        state, p, mean = optimizer.step(state, p, loss, list(MINE), samples=samples)
+        if is_compiled:
+            state, p, mean = optimizer.step(state, p, jitted, 0.0, samples=lambda p, x: samples(p, MINE))
+            assert not any(program.refused for program in jitted._derived.values())
+        else:
+            state, p, mean = optimizer.step(state, p, loss, list(MINE), samples=samples)
     assert_close(p, in_one_process(rule, 6, options.get("clip_norm")))
     assert len(set(COMM.allgather(p["trunk"]["w"].tobytes()))) == 1
     assert len(set(COMM.allgather(mean))) == 1
