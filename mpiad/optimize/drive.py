@@ -213,7 +213,7 @@ class DrivenFunction:
         direction = self._evaluation.packing.pack(as_variables(v, _CALL, "v"))
         if w is not None:
             direction = np.concatenate([direction, self._cotangent(w, vector)])
-        elif self._evaluation.shape:
+        elif self._shape(vector):
             raise TypeError(f"{_CALL}: the function returns arrays. Pass a cotangent: f.hvp(x, v, w).")
         return self._like_x(self._evaluated("product", vector, direction))
 
@@ -249,10 +249,13 @@ class DrivenFunction:
         packing = self._evaluation.packing
         return packing.pack(x) if is_array else packing.pack_point(as_variables(x, _CALL, "x"))
 
-    def _cotangent(self, w: Array, vector: np.ndarray) -> np.ndarray:
+    def _shape(self, vector: np.ndarray) -> Shape:
         if self._evaluation.shape is None:
             self._evaluated("value", vector)
-        array, shape = np.asarray(w, dtype=float), self._evaluation.shape
+        return self._evaluation.shape or ()
+
+    def _cotangent(self, w: Array, vector: np.ndarray) -> np.ndarray:
+        array, shape = np.asarray(w, dtype=float), self._shape(vector)
         if array.shape != shape:
             raise TypeError(f"{_CALL}: w must have the shape of the function's values, {shape}, but got {array.shape}.")
         return array.reshape(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -197,13 +198,21 @@ def _parts(data: Tree) -> tuple[int, Sequence[Array] | None, Function]:
 
 
 def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Tree], call: str) -> int:
-    """Return the number of this rank's samples; raise a TypeError if they are traced."""
+    """Return the number of this rank's samples; raise a TypeError if they are traced, a ValueError if it is invalid."""
     leaves = flatten([part for part in batch if not isinstance(part, Items)])[0]
     refuse_traced(leaves, call)
     if samples is not None:
-        return int(samples(params, *batch))
+        return valid_count(samples(params, *batch), call)
     lengths = [len(part) for part in batch if isinstance(part, Items)]
     return [*lengths, *(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), 1][0]
+
+
+def valid_count(given: Any, call: str) -> int:
+    """Return a number of samples as an integer; raise a ValueError if it is negative or has a fraction."""
+    count = int(given)
+    if count < 0 or count != given:
+        raise ValueError(f"{call}: the number of samples must be an integer from 0, but got {given!r:.60}.")
+    return count
 
 
 def described_batch(batch: Sequence[Tree], count: int) -> str:

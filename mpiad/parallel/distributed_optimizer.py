@@ -20,8 +20,8 @@ from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
 from mpiad.parallel.adam import Apply, Rule, State, Updated
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
-from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas
-from mpiad.parallel.parameter_groups import ParameterGroups, prepared
+from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas, valid_count
+from mpiad.parallel.parameter_groups import ParameterGroups, is_of_library, prepared
 from mpiad.parallel.parameters import (
     described,
     matching_leaves,
@@ -83,8 +83,8 @@ def value_and_grad(
     TypeError
         On all ranks, if `loss` doesn't return a real number, or no parameter has a real or complex floating-point dtype.
     ValueError
-        On all ranks, if no rank has a sample, the loss doesn't depend on the parameters on any rank, or the ranks'
-        parameters differ in number, shape or dtype.
+        On all ranks, if no rank has a sample, a number of samples isn't an integer from 0, the loss doesn't depend on the
+        parameters on any rank, or the ranks' parameters differ in number, shape or dtype.
 
     Ranks
     -----
@@ -111,41 +111,74 @@ def value_and_grad(
 class _Checks(NamedTuple):
     """The checks of a step in `totals`: the comparison of the replicas if it is due, and the batch for errors."""
 
-    compare: Callable[[], None] | None
-    batch: tuple | None  # None if the loss may be infinite or NaN
+    compare: Callable[[], None] | None = None
+    batch: tuple | None = None  # None if the loss may be infinite or NaN
+    owns: bool = True  # whether this rank has own parameters, if there are any
 
 
 def _evaluation(
     loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
-) -> Callable[..., tuple[float, Tree]]:
-    """Return the result of `value_and_grad`, compiled if `loss` is; `optimizer`: that of the step which calls it."""
+) -> Function:
+    """Return the result of `value_and_grad`, compiled if `loss` is.
+
+    In a step of an `optimizer` it returns the mean, the gradients with respect to the trained leaves, and the divisor of
+    those that aren't sums over the ranks: own ones, or all if gradients are accumulated.
+    """
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
-    def evaluate(params: Tree, *batch: Tree) -> tuple[float, Tree]:
+    def evaluate(params: Tree, *batch: Tree) -> tuple:
         used = channel(comm, "parallel.value_and_grad")
         with _raising_in_totals(used, call):
             variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
             count = count_samples(samples, params, batch, call)
-        leaves, places, build = variables.leaves, variables.places, variables.build
+        leaves, places, build, shared = variables
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
-        plan = plan_of(tuple(specs), bucket_bytes)
+        plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
+        is_summed = optimizer is None or optimizer.accumulate == 1
+        position = {k: index for index, k in enumerate(shared)} if is_summed else {}
+        parts, found = [None] * len(specs), [None] * len(specs)
+
+        def deliver(k: int, g: Array) -> None:
+            parts[k] = conformed(g, specs[k])
+            if k in position:
+                sums.add(position[k], parts[k])
 
         def checks(*new: Any) -> _Checks:
             if optimizer is not None:
                 return optimizer._checks
             compare = partial(require_equal_replicas, used, call, {"params": build(list(new))})
-            return _Checks(compare if watch_settings.debug() else None, None)
+            return _Checks(compare if watch_settings.debug() else None)
 
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
         sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
         with restoring_state(), suspended(body=False), Sums(used, plan) as sums:
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, specs, count, sum_up, sums.add, sums)
+            if not count:  # the sums are collective, so a rank without samples contributes zeros
+                total, early = sum_up(depends=False), False
+            else:
+                floats = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
+                traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=floats))
+                # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums in the
+                # reverse pass.
+                value = getval(traced.build(traced.values))
+                total = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
+                # With several buckets, the first ones are summed during the reverse pass. With the number of samples as
+                # the seed, the gradient is that of the sum of the losses instead of their mean.
+                early = is_summed and sums.begin()
+                ready = deliver if early else None
+                found = run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=ready)
+            if not early:
+                for k, g in enumerate(found):
+                    deliver(k, g)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
-            mean = optimizer is None or optimizer.reduction == "mean"
-            found = [array[()] for array in sums.wait(total.batch if mean else 1)]
-        return total.loss / total.batch, variables.filled(found, lambda leaf: None)
+            divisor = total.samples if optimizer is None or optimizer.reduction == "mean" else 1
+            for k, g in zip(position, sums.wait(divisor) if is_summed else ()):
+                parts[k] = g
+        mean = total.loss / total.samples
+        if optimizer is not None:
+            return mean, parts, divisor
+        return mean, variables.filled([g[()] for g in parts], lambda leaf: None)
 
     if isinstance(loss, Jitted):
         # The evaluation, with the sums between parts of the reverse pass, is one program. It keeps `comm` and its id.
@@ -176,7 +209,7 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
     TypeError
         On all ranks, if `loss` doesn't return a real number, or the parameters contain an unsupported object.
     ValueError
-        On all ranks, if no rank has a sample.
+        On all ranks, if no rank has a sample, or a number of samples isn't an integer from 0.
 
     Ranks
     -----
@@ -202,7 +235,7 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
             count = count_samples(samples, params, batch, call)
         with restoring_state(), suspended():
             total = totals(used, plan_of((), 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
-        return total.loss / total.batch
+        return total.loss / total.samples
 
     return evaluate
 
@@ -215,34 +248,6 @@ def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 the other ranks mustn't wait
         problem = PendingError(KINDS[Failure.of(error).builtin], str(error))
         totals(used, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
-
-
-def gradient_of_sum(
-    loss: Function, variables: Variables, specs: list[Spec], count: int, sum_up: Callable[..., Totals], ready: Function,
-    sums: Sums | None,
-) -> Totals:  # fmt: skip
-    """Return the totals of `sum_up`; call ``ready(k, gradient)`` with the gradients of the sum of this rank's losses."""
-    leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
-
-    def deliver(variable: int, g: Array) -> None:
-        ready(variable, conformed(g, specs[variable]))
-
-    if not count:  # the sums are collective, so a rank without samples contributes zeros
-        found, gradients = sum_up(depends=False), [None] * len(specs)
-    else:
-        traced = trace_backwards(loss, variables._replace(leaves=leaves))
-        # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
-        value = getval(traced.build(traced.values))
-        found = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
-        # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
-        seeds = seeds_of_term(traced, count)
-        if sums is not None and sums.begin():  # other buckets are summed during the reverse pass
-            run_backward(traced.recording, seeds, len(specs), ready=deliver)
-            return found
-        gradients = run_backward(traced.recording, seeds, len(specs))
-    for variable, g in enumerate(gradients):
-        deliver(variable, g)
-    return found
 
 
 class _Step(NamedTuple):
@@ -384,8 +389,9 @@ class DistributedOptimizer:
         ------
         TypeError, ValueError
             On all ranks, if a rank's gradient or state doesn't match the parameters, or the state is another optimizer's;
-            if no rank has a sample; if the ranks' parameters differ in number, shape or dtype; if no rank has an own leaf.
-            On this rank only, if its gradient or state doesn't match and no update is due yet.
+            if no rank has a sample, or `samples` isn't an integer from 0; if the ranks' parameters differ in number, shape
+            or dtype; if no rank has an own leaf.
+            On this rank only, if its gradient, state or `samples` is invalid and no update is due yet.
         ReplicationError
             On all ranks, if shared parameters differ between ranks and are compared in this call.
 
@@ -394,32 +400,22 @@ class DistributedOptimizer:
         All ranks of `comm` call it.
         """
         call = "DistributedOptimizer.update"
-        used, count = channel(self.comm, call), 1 if samples is None else samples
+        used, count = channel(self.comm, call), 1
         # Before the last accumulated step, other ranks don't wait.
         last = self.accumulate == 1 or (isinstance(state, dict) and state.get("steps", 0) + 1 >= self.accumulate)
         with _raising_in_totals(used, call) if last else nullcontext():
             step = self._prepared(used, state, params, call)
             parts = [spec.zeros() for spec in step.specs]
-            if samples != 0:
+            count = 1 if samples is None else valid_count(samples, call)
+            if count:
                 found = matching_leaves(gradient, params, step.variables.leaves, call)
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
                 parts = [
                     found[k] if count == 1 else found[k] * spec.dtype.type(count)
                     for k, spec in zip(step.variables.places, step.specs)
                 ]
-        if self.accumulate > 1:
-            # Copies, because the caller may write the next gradient into the same arrays.
-            old = state["gradient"]
-            parts = list(map(_copied, parts)) if old is None else list(map(np.add, old, parts))
-            if not last:
-                return self._accumulated(state, parts, count), params
-            count += state["samples"]
-        with restoring_state(), suspended():
-            sum_up, plan = self._reduction(step)
-            total = sum_up(count)
-            with Sums(used, plan) as sums:
-                sums.add_all([parts[k] for k in step.variables.shared])
-                return self._apply(step, parts, *self._wait(sums, total))
+        self._checks = self._due_checks(step)
+        return self._reduced(step, parts, count)
 
     def step(
         self,
@@ -437,8 +433,8 @@ class DistributedOptimizer:
         params : pytree of arrays
         loss : callable
             ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`. If it is a result of `jit`,
-            loss, reverse pass and sums are one compiled program, unless gradients are accumulated or leaves are `own`, and
-            an update of `Adam`, `AdamW` or `SGD` is another one.
+            loss, reverse pass and sums (without accumulation) are one compiled program, and an update of `Adam`, `AdamW`
+            or `SGD` is another one.
         *batch : object
         samples : callable, optional
             As in `value_and_grad`.
@@ -452,7 +448,8 @@ class DistributedOptimizer:
         ------
         TypeError, ValueError, ReplicationError
             As in `value_and_grad` and `update`; on all ranks also for a state that doesn't match on one of them. Exceptions
-            of any type in `own`, `samples`, the function of `ParameterGroups` or a schedule are raised on all ranks, too.
+            of any type in `own`, `samples`, the function of `ParameterGroups`, a schedule or the `update` of a user's
+            optimizer are raised on all ranks, too.
         NotFiniteError
             On all ranks, if the loss of a rank isn't finite, unless batches are skipped (`skip_nonfinite`).
 
@@ -477,42 +474,18 @@ class DistributedOptimizer:
         with _raising_in_totals(used, call):
             step = self._prepared(used, state, params, call)
             count = count_samples(samples, params, batch, call)
-        variables = step.variables
-        accumulated = state.get("gradient") or [None] * len(step.specs)
-        # Gradients are summed only in the last step before an update.
-        last = state.get("steps", 0) + 1 >= self.accumulate
-        parts: list[Any] = [None] * len(step.specs)
-        sum_up, plan = self._reduction(step, None if self.skip_nonfinite else batch)
-        if isinstance(loss, Jitted) and self.accumulate == 1 and self.own is None:
-            mean, gradient = _evaluation(loss, samples, self.comm, self.bucket_bytes, self)(params, *batch)
-            if not math.isfinite(mean) and self.skip_nonfinite:
+        self._checks = self._due_checks(step, None if self.skip_nonfinite else batch)
+        is_compiled = isinstance(loss, Jitted)
+        counted = samples if is_compiled else lambda *given: count  # the user's function may be slow
+        with restoring_state(), suspended():
+            evaluate = _evaluation(loss, counted, self.comm, self.bucket_bytes, self)
+            mean, parts, divisor = evaluate(params, *batch)
+            if self.skip_nonfinite and not math.isfinite(mean):
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
-            leaves = flatten(gradient)[0]
-            return *self._apply(step, parts, [leaves[k] for k in variables.places], 1, True), mean
-        position = {k: index for index, k in enumerate(variables.shared)}
-        with restoring_state(), suspended(), Sums(used, plan) as sums:
-
-            def ready(k: int, g: Array) -> None:
-                if accumulated[k] is not None:
-                    g = accumulated[k] + g
-                elif not last:
-                    g = _copied(g)  # an operator may reuse the memory of its result before the update
-                parts[k] = g
-                if last and k in position:
-                    sums.add(position[k], g)
-
-            total = gradient_of_sum(
-                lambda x: loss(x, *batch), variables, step.specs, count, partial(sum_up, count, state.get("samples", 0)),
-                ready, sums if last else None,
-            )  # fmt: skip
-            mean = total.loss / total.batch
-            if not math.isfinite(mean) and self.skip_nonfinite:
-                if last:
-                    sums.wait()
-                return {**state, "skipped": state["skipped"] + 1}, params, mean
-            if not last:
-                return self._accumulated(state, parts, count), params, mean
-            return *self._apply(step, parts, *self._wait(sums, total), isinstance(loss, Jitted)), mean
+            self._checks = _Checks()
+            if self.accumulate > 1:
+                return *self._reduced(step, parts, count, is_compiled), mean
+            return *self._apply(step, parts, divisor, is_compiled), mean
 
     def _prepared(self, used: Channel, state: State, params: Tree, call: str) -> _Step:
         """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
@@ -539,10 +512,9 @@ class DistributedOptimizer:
         own = {k for k in variables.places if self.own is not None and self.own(paths[k])}
         return variables._replace(places=places, shared=[k for k, place in enumerate(places) if place not in own])
 
-    def _reduction(self, step: _Step, batch: tuple | None = None) -> tuple[Callable[..., Totals], Plan]:
-        """Return `totals` for these parameters, with a comparison of the replicas if it is due, and the plan of sums."""
-        used, call, state, variables = step.used, step.call, step.state, step.variables
-        plan = plan_of(tuple([step.specs[k] for k in variables.shared]), self.bucket_bytes)
+    def _due_checks(self, step: _Step, batch: tuple | None = None) -> _Checks:
+        """Return the checks of a step, with a comparison of the replicas if it is due."""
+        used, call, state = step.used, step.call, step.state
         due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
         compared: dict[str, Tree] = {"params": step.params}
         if watch_settings.debug():
@@ -560,36 +532,48 @@ class DistributedOptimizer:
             if due:
                 require_equal_replicas(used, call, compared, self.own)
 
-        self._checks = _Checks(compare, batch)
-        owns = self.own is None or len(variables.shared) < len(variables.places)
-        return partial(totals, used, plan, variables, call, owns=owns, checks=(lambda: self._checks, ())), plan
+        return _Checks(compare, batch, self.own is None or len(step.variables.shared) < len(step.variables.places))
 
-    def _accumulated(self, state: State, parts: list[Array], count: int) -> State:
-        return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
+    def _reduced(self, step: _Step, parts: list[Array], count: int, is_compiled: bool = False) -> Updated:
+        """Add gradients to the accumulated ones; if an update is due, sum them over the ranks, and make it."""
+        used, state, shared = step.used, step.state, step.variables.shared
+        if self.accumulate > 1:
+            # Copies, because the caller may write the next gradient into the same arrays.
+            old = state["gradient"]
+            parts = list(map(_copied, parts)) if old is None else list(map(np.add, old, parts))
+            state = {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
+            if state["steps"] < self.accumulate:
+                return state, step.params
+            count = state["samples"]
+        plan = plan_of(tuple([step.specs[k] for k in shared]), self.bucket_bytes)
+        with restoring_state(), suspended():
+            total = totals(used, plan, step.variables, step.call, count, checks=(lambda: self._checks, ()))
+            with Sums(used, plan) as sums:
+                sums.add_all([parts[k] for k in shared])
+                divisor = total.samples if self.reduction == "mean" else 1
+                for k, g in zip(shared, sums.wait(divisor)):
+                    parts[k] = g
+            return self._apply(step, parts, divisor, is_compiled)
 
-    def _wait(self, sums: Sums, total: Totals) -> tuple[list[Array], float]:
-        """Return the sums divided by the number of samples, if the reduction is a mean, and this divisor."""
-        divisor = total.all if self.reduction == "mean" else 1
-        return sums.wait(divisor), divisor
-
-    def _apply(
-        self, step: _Step, parts: list[Array], found: list[Array], divisor: float, compiled: bool = False
-    ) -> Updated:
-        self._checks = _Checks(None, None)  # which may keep parameters and batch in memory
+    def _apply(self, step: _Step, parts: list[Array], divisor: float, is_compiled: bool = False) -> Updated:
+        """Make an update by reduced gradients, of which own ones aren't divided yet."""
+        self._checks = _Checks()  # which may keep parameters and batch in memory
         new, factor, variables = {**step.state, **self._empty_accumulation}, 1.0, step.variables
-        shared = dict(zip(variables.shared, found))
-        own = {k: np.true_divide(part, divisor) for k, part in enumerate(parts) if k not in shared}
+        shared = [parts[k] for k in variables.shared]
+        own = {k: np.true_divide(parts[k], float(divisor)) for k in set(range(len(parts))) - set(variables.shared)}
         if self.clip_norm is not None or self.skip_nonfinite:
-            norm = norm_of(found)
+            norm = norm_of(shared)
             if self.own is not None:
                 norm = math.hypot(norm, *step.used.data.allgather(norm_of(list(own.values()))))
             if self.skip_nonfinite and not math.isfinite(norm):
                 return {**new, "skipped": step.state["skipped"] + 1}, step.params
             factor = clipping(norm, self.clip_norm)
         gradients: list[Any] = [None] * len(variables.leaves)
-        for k, g in (shared | own).items():
-            gradients[variables.places[k]] = g[()]
-        inner, params = step.update(gradients, factor, compiled)
+        for k, place in enumerate(variables.places):
+            gradients[place] = own.get(k, parts[k])[()]
+        # An optimizer of the user may raise on one rank only, after the last message of this step.
+        with nullcontext() if is_of_library(self.optimizer) else raising_together(step.used, Exception):
+            inner, params = step.update(gradients, factor, is_compiled)
         return {**new, "optimizer": inner}, params
 
 
@@ -623,28 +607,27 @@ def norm_of(arrays: list[Array]) -> float:
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks: samples in this batch, samples in all accumulated batches, and losses."""
+    """Sums over all ranks: samples and losses."""
 
-    batch: float
-    all: float
+    samples: float
     loss: float
 
 
 def totals(
-    used: Channel, plan: Plan, variables: Variables, call: str, count: int, accumulated_before: int = 0, loss: Array = 0.0,
-    problem: PendingError | None = None, depends: bool = True, owns: bool = True,
-    checks: tuple[Callable[..., _Checks], Sequence[Any]] = (lambda: _Checks(None, None), ()),
+    used: Channel, plan: Plan, variables: Variables, call: str, count: int, loss: Array = 0.0,
+    problem: PendingError | None = None, depends: bool = True,
+    checks: tuple[Callable[..., _Checks], Sequence[Any]] = (_Checks, ()),
 ) -> Totals:  # fmt: skip
     """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match.
 
-    `depends`: whether this rank's loss depends on the parameters; `owns`: whether it has own parameters, if there are any;
-    `checks`: a function that returns further checks, and its arguments.
+    `depends`: whether this rank's loss depends on the parameters; `checks`: a function that returns further checks, and its
+    arguments.
     """
     check, checked = checks
 
     def summed(loss: Array, *checked: Array) -> tuple[Any, ...]:
         used.separate()  # is created by all ranks here, in compiled programs, too
-        compare, batch = check(*checked)
+        compare, batch, owns = check(*checked)
         mine = problem or problem_with(loss, 1.0, call, "loss must return one real number")
         value = 0.0 if mine else float(np.reshape(to_host(loss), ()))
         if batch is not None and not math.isfinite(value):
@@ -657,9 +640,9 @@ def totals(
             text = f"{call}: an exception {ENDED} Call mpiad.reset on all ranks."
             mine = PendingError(UnfinishedMessagesError, text)
         # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
-        counts = [count, count + accumulated_before, plan.digest, plan.digest**2, mine is not None, depends, owns]
+        counts = [count, plan.digest, plan.digest**2, mine is not None, depends, owns]
         found = allreduce(used, np.array([*counts, 0.0 if mine else value * count], float), SUM, call)
-        total, accumulated, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
+        total, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
         if problems:
             raise_everywhere(used, mine)
         # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too
@@ -678,7 +661,7 @@ def totals(
             raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
         if compare is not None:
             compare()
-        return total, accumulated, sum_of_losses, None
+        return total, sum_of_losses, None
 
     *found, _ = opaque_step(summed, loss, *checked, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
     return Totals(*found)

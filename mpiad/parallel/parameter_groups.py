@@ -133,6 +133,14 @@ class ParameterGroups:
         return {name: part for name, part in parts.items() if self.groups[name] is not None}
 
 
+def is_of_library(optimizer: Any) -> bool:
+    """Return whether an update consists of this library's functions only, also those of all groups."""
+    update = getattr(type(optimizer), "update", None)
+    if update is ParameterGroups.update:
+        return all(rule is None or is_of_library(rule) for rule in optimizer.groups.values())
+    return update is Rule.update
+
+
 def prepared(optimizer: Any, state: Tree, params: Tree) -> Apply:
     """Return an optimizer's update as a function: that of `prepare` if its `update` is one of this library's."""
     # A subclass with an update of its own may have another state.

@@ -362,6 +362,19 @@ def test_wrong_points_can_be_caught(size: int) -> None:
     drive(program, lambda x: anp.sum(x**4), lambda x: anp.concatenate([x, x]))
 
 
+def test_a_hessian_product_of_arrays_as_the_first_call_can_be_caught(rank: int) -> None:
+    def program(f: Any, g: Any) -> Any:
+        with pytest.raises(TypeError, match=r"Pass a cotangent: f.hvp\(x, v, w\)"):
+            f.hvp(X, V)
+        return f.hvp(X, V, np.ones(3)), g.hvp(X, V), dict(g.evaluations)
+
+    found = drive(program, lambda x: x**3, lambda x: anp.sum(x**3))
+    if rank == 0:
+        np.testing.assert_allclose(found[0], 6 * X * V, rtol=1e-14)
+        np.testing.assert_allclose(found[1], 6 * X * V, rtol=1e-14)
+        assert found[2]["product"] == 1
+
+
 def test_functions_that_return_something_else(rank: int, size: int) -> None:
     count = [0]
 

@@ -111,8 +111,7 @@ def test_steps_with_a_compiled_loss_follow_the_training_in_one_process(options):
     np.testing.assert_allclose(losses, expected, rtol=1e-11)
     agrees(p, exact)
     assert has_the_same_bits_on_all_ranks(p)
-    if "accumulate" not in options:
-        assert programs(jitted) == 3  # the number among the parameters is a float at first, and then NumPy's
+    assert programs(jitted) == 3  # the number among the parameters is a float at first, and then NumPy's
 
 
 @pytest.mark.parametrize("form", ["jit of the gradient", "gradient of jit", "in a step of the user's"])

@@ -79,14 +79,19 @@ def assert_close(p, exact):
         np.testing.assert_allclose(p["heads"][client], exact["heads"][client], rtol=1e-12)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [20, 1 << 20])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}, {"clip_norm": 0.05, "skip_nonfinite": True}], ids=str)
 @pytest.mark.parametrize("rule", [SGD(0.1, 0.9), AdamW(0.02)], ids=str)
-def test_own_heads_on_a_shared_trunk_train_as_in_one_process(rule, options, bucket_bytes):
+def test_own_heads_on_a_shared_trunk_train_as_in_one_process(rule, options, bucket_bytes, is_compiled):
     optimizer, p = DistributedOptimizer(rule, own=own, bucket_bytes=bucket_bytes, **options), mine()
-    state = optimizer.setup(p)
+    state, jitted = optimizer.setup(p), mpiad.jit(lambda p, x: loss(p, MINE))
     for _ in range(6):
-        state, p, mean = optimizer.step(state, p, loss, list(MINE), samples=samples)
+        if is_compiled:
+            state, p, mean = optimizer.step(state, p, jitted, 0.0, samples=lambda p, x: samples(p, MINE))
+            assert not any(program.refused for program in jitted._derived.values())
+        else:
+            state, p, mean = optimizer.step(state, p, loss, list(MINE), samples=samples)
     assert_close(p, in_one_process(rule, 6, options.get("clip_norm")))
     assert len(set(COMM.allgather(p["trunk"]["w"].tobytes()))) == 1
     assert len(set(COMM.allgather(mean))) == 1
@@ -304,6 +309,13 @@ def raising(kind, found):
     return function
 
 
+class Raising(SGD):
+    """An optimizer of the user's, whose update raises on the last rank only."""
+
+    def update(self, state, params, gradient):
+        return raising(Unregistered, super().update(state, params, gradient))()
+
+
 ONLY_LAST = RANK == LAST
 WRONG = {
     "constant loss": (lambda: step_with(loss=lambda p, x: np.mean(x)), ValueError, "doesn't depend on the parameters"),
@@ -389,6 +401,44 @@ WRONG = {
     ),
     "samples on one rank": (
         lambda: step_with(samples=lambda p, x: "x" if ONLY_LAST else 1), ValueError, rf"invalid literal.*on rank {LAST}"
+    ),
+    "negative samples on one rank": (
+        lambda: step_with(samples=lambda p, x: -2 if ONLY_LAST else 3), ValueError,
+        rf"step: the number of samples must be an integer from 0, but got -2.*on rank {LAST}",
+    ),
+    "negative samples of a compiled step": (
+        lambda: step_with(samples=lambda p, x: -2 if ONLY_LAST else 3, loss=mpiad.jit(quadratic)), ValueError,
+        rf"step: the number of samples must be an integer from 0, but got -2.*on rank {LAST}",
+    ),
+    "a fraction of a sample": (
+        lambda: value_and_grad(quadratic, samples=lambda p, x: np.float64(2.5 if ONLY_LAST else 2.0))(
+            {"w": np.ones(3)}, np.ones(3)
+        ), ValueError, rf"parallel.value_and_grad: the number of samples .* got .*2\.5.*on rank {LAST}",
+    ),
+    "negative samples in value": (
+        lambda: value(quadratic, samples=lambda p, x: -1 if ONLY_LAST else 2)({"w": 1.0}, np.ones(1)), ValueError,
+        rf"parallel.value: the number of samples .* got -1.*on rank {LAST}",
+    ),
+    "negative samples in update": (
+        lambda: DistributedOptimizer(SGD(0.1)).update(
+            {"optimizer": {"updates": 0}}, *[np.ones(2)] * 2, samples=-1 if ONLY_LAST else 2
+        ), ValueError, rf"update: the number of samples must be an integer from 0, but got -1.*on rank {LAST}",
+    ),
+    "update of the user's": (
+        lambda: step_with(rule=Raising(0.1)), LookupError, f"on purpose|raised on rank {LAST}"
+    ),
+    "update of the user's in a compiled step": (
+        lambda: step_with(rule=Raising(0.1), loss=mpiad.jit(quadratic)), LookupError, f"on purpose|raised on rank {LAST}"
+    ),
+    "update of the user's in a group": (
+        lambda: step_with(
+            {"w": np.ones(3), "v": 1.0}, state={"optimizer": {"w": {"updates": 0}}}, clip_norm=1.0,
+            rule=ParameterGroups({"w": Raising(0.1), "v": None}, lambda path: path[-3]), own=lambda path: "w" in path,
+        ), LookupError, f"on purpose|raised on rank {LAST}",
+    ),
+    "update of the user's in update": (
+        lambda: DistributedOptimizer(Raising(0.1)).update({"optimizer": {"updates": 0}}, *[np.ones(2)] * 2),
+        LookupError, f"on purpose|raised on rank {LAST}",
     ),
     "state of another model": (
         lambda: step_with(rule=SGD(0.1, 0.9), state={"optimizer": SGD(0.1, 0.9).setup({"w": np.ones(2)})}), ValueError,

@@ -26,7 +26,7 @@ def test_equal_plans_are_found_equal_on_many_ranks(size, monkeypatch):
     monkeypatch.setattr(distributed_optimizer, "allreduce", lambda used, mine, op, call: mine * used.size)
     for plan in plans(200):
         found = distributed_optimizer.totals(channel_of(size), plan, [], "step", 2)
-        assert found.batch == 2 * size
+        assert found.samples == 2 * size
 
 
 @pytest.mark.serial
@@ -38,7 +38,7 @@ def test_one_other_plan_among_many_is_found(size, monkeypatch):
     monkeypatch.setattr(distributed_optimizer, "require_same_leaves", explain)
     known = plans(40)
     for plan, other in zip(known, known[1:]):
-        theirs = np.array([2, 2, other.digest, other.digest**2, 0, 1, 1, 0], float)
+        theirs = np.array([2, other.digest, other.digest**2, 0, 1, 1, 0], float)
         monkeypatch.setattr(
             distributed_optimizer, "allreduce", lambda used, mine, op, call, sent=theirs: mine * (used.size - 1) + sent
         )
