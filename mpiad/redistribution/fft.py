@@ -37,8 +37,7 @@ from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
 
 __all__ = ["DistributedFFT"]
 
-# The norm with which the transform in the other direction has the same factor.
-_OPPOSITE_NORM = {"backward": "forward", "ortho": "ortho", "forward": "backward"}
+_NORMS = "backward", "ortho", "forward"
 
 
 class _Stage:
@@ -90,16 +89,15 @@ class _RealTransform(_Stage):
         axis, norm = self.axis, self.norm
         if not self.is_transposed:
             return scipy.fft.irfft(x, self.n, axis, norm) if self.is_inverse else scipy.fft.rfft(x, axis=axis, norm=norm)
-        # The transposes are sums over the n // 2 + 1 modes; in irfft, each interior mode counts twice.
-        interior, norm = _at(axis, slice(1, (self.n + 1) // 2)), _OPPOSITE_NORM[norm]
+        # The transposes are sums over the n // 2 + 1 modes with the same sign of the exponent; hfft counts interior modes twice.
+        interior = _at(axis, slice(1, (self.n + 1) // 2))
         if self.is_inverse:
-            modes: Array = scipy.fft.rfft(x, axis=axis, norm=norm)
-            modes = np.conj(modes, out=modes)
+            modes: Array = scipy.fft.ihfft(x, axis=axis, norm=norm)
             modes[interior] *= 2
             return modes
-        modes = np.conj(x)
-        modes[interior] /= 2
-        return scipy.fft.irfft(modes, self.n, axis, norm)
+        modes = x if x.flags.writeable else x.copy()
+        modes[interior] *= 0.5
+        return scipy.fft.hfft(modes, self.n, axis, norm)
 
     def transposed(self) -> _RealTransform:
         return replace(self, is_transposed=not self.is_transposed)
@@ -129,11 +127,16 @@ class _Truncation(_Stage):
         axis, low, n = self.axis, self.low, x.shape[self.axis]
         if low == self.length:
             return x
+        if not (self.pads or self.high) and self.nyquist is None and self.scale == 1:
+            return x[_at(axis, slice(low))]
         shape = list(x.shape)
         shape[axis] = m = self.length if self.pads else low + (self.nyquist is not None) + self.high
         out = np.zeros(shape, x.dtype) if self.pads else np.empty(shape, x.dtype)
         for before, after in (slice(low), slice(low)), (slice(n - self.high, n), slice(m - self.high, m)):
-            out[_at(axis, after)] = x[_at(axis, before)] if self.scale == 1 else x[_at(axis, before)] * self.scale
+            if self.scale == 1:
+                out[_at(axis, after)] = x[_at(axis, before)]
+            else:
+                np.multiply(x[_at(axis, before)], self.scale, out=out[_at(axis, after)])
         if self.nyquist is None:
             return out
         factor, first, last = self.scale * self.nyquist, _at(axis, low), _at(axis, self.length - low)
@@ -277,7 +280,7 @@ def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
         )
     for stage in chain.stages:
         x = stage(x)
-    return x
+    return np.ascontiguousarray(x)
 
 
 defvjp(fourier_transform, lambda ans, x, chain: lambda g: fourier_transform(g, chain.transposed))
@@ -309,7 +312,7 @@ class _Problem:
         chosen = tuple(axis % ndim - ndim for axis in chosen)
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"DistributedFFT: an axis is transformed only once, but got axes={axes!r}.")
-        if norm not in _OPPOSITE_NORM:
+        if norm not in _NORMS:
             raise ValueError(f"DistributedFFT: norm must be 'backward', 'ortho' or 'forward', but got {norm!r}.")
         kind = np.dtype(dtype)
         if kind.char not in ("fd" if real else "fdFD"):
