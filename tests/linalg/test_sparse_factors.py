@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import scipy.sparse
+from scipy.sparse.linalg import splu
 
 from mpiad.linalg import sparse_factors
 from mpiad.linalg.sparse_factors import SparseFactors
@@ -23,10 +24,11 @@ def matrix_of(kind, rng):
     if kind == "random":
         return scipy.sparse.random_array((61, 61), density=0.08, rng=rng, format="csc") + scipy.sparse.eye_array(61)
     lines = [scipy.sparse.diags_array([-1.0, 2.5, -0.5], offsets=[-1, 0, 1], shape=(n, n)) for n in GRID]
-    return scipy.sparse.kronsum(*lines, format="csc")
+    # "indefinite": not diagonally dominant, so that pivots aren't on the diagonal.
+    return scipy.sparse.kronsum(*lines, format="csc") - (4.9 if kind == "indefinite" else 0.0) * scipy.sparse.eye_array(143)
 
 
-@pytest.mark.parametrize("kind", ["grid", "random", "diagonal"])
+@pytest.mark.parametrize("kind", ["grid", "indefinite", "random", "diagonal"])
 def test_solutions(kind, rng):
     matrix = matrix_of(kind, rng)
     factors, dense = SparseFactors(matrix.tocsc(), "A"), matrix.toarray()
@@ -37,6 +39,15 @@ def test_solutions(kind, rng):
             np.testing.assert_allclose(found, np.linalg.solve(whole, rows.T).T, rtol=1e-9, atol=1e-9)
     rows = rng.standard_normal((3, len(dense))) + 1j * rng.standard_normal((3, len(dense)))
     np.testing.assert_allclose(factors.solve(rows, "T"), np.linalg.solve(dense.T, rows.T).T, rtol=1e-9, atol=1e-9)
+
+
+def test_fill_of_a_dominant_matrix():
+    """A dominant matrix with a symmetric pattern has fewer entries in its factors than by SuperLU's default ordering."""
+    line = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=(40, 40))
+    matrix = scipy.sparse.kronsum(line, line, format="csc")
+    for shift, largest in ((0.1, 0.7), (-0.5, 1.0)):
+        shifted = (matrix + shift * scipy.sparse.eye_array(1600)).tocsc()
+        assert SparseFactors(shifted, "A")._factors.L.nnz <= largest * splu(shifted).L.nnz
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(np.float32, 1e-4), (np.complex128, 1e-9)])
