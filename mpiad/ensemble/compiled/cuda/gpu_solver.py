@@ -158,11 +158,13 @@ class Solver:
         counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
         return (self.arrays.empty((ROWS, event_capacity), float), event_capacity, counter, heads), counter
 
-    def parts(self, vector: Array) -> tuple[Array, Array]:
-        """Return views of the saved states, (n_saved, d, n), and final states, (d, n), in a vector of results."""
-        d, n, n_saved = self.d, self.count, self.inputs.n_saved
-        cut = n_saved * d * n
-        return vector[:cut].reshape(n_saved, d, n), vector[cut:].reshape(d, n)
+    def parts(self, vector: Array) -> tuple[Array | None, Array]:
+        """Return views of any saved states, (n_saved, d, n), and final states, (d, n), in a vector of results."""
+        shape = self.d, self.count
+        if not self.inputs.n_saved:
+            return None, vector.reshape(shape)
+        cut = self.inputs.n_saved * math.prod(shape)
+        return vector[:cut].reshape((-1, *shape)) if cut else None, vector[cut:].reshape(shape)
 
     def _empty(self, directions: Directions) -> DeviceResults:
         empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
