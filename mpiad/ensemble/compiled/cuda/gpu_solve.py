@@ -352,16 +352,11 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     solved.timed = solved.timed and given.traced
     arguments = given.u0, given.start, given.end, NO_TIMES, *given.p.leaves
     vector = solve_operator(*arguments, solved=solved) if given.traced else solved.vector
-    solver, n_saved = solved.solver, solved.solver.inputs.n_saved
-    count, d = solver.count, solver.d
-    start = n_saved * d * count
-    end = start + d * count
-    if not solved.timed and not n_saved:  # slices would make the adjoint allocate arrays
-        return [None, vector.reshape((d, count)).T]
-    saved, last = vector[:start].reshape((n_saved, d, count)), vector[start:end].reshape((d, count))
-    states = [saved.transpose((2, 0, 1)), last.T]
-    if not solved.timed:
-        return states
-    # In a vector with times, states are double.
-    states = [x if x.dtype == solver.real else x.astype(solver.real) for x in states]
-    return [*states, to_host(vector[end : end + count]), to_host(vector[end + count :])]
+    solver, times = solved.solver, []
+    if solved.timed:
+        # In a vector with times, states are double.
+        end = solved.results.vector.size
+        times = [to_host(vector[end : end + solver.count]), to_host(vector[end + solver.count :])]
+        vector = vector[:end] if vector.dtype == solver.real else vector[:end].astype(solver.real)
+    saved, last = solver.parts(vector)
+    return [None if saved is None else saved.transpose((2, 0, 1)), last.T, *times]
