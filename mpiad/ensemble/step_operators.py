@@ -184,7 +184,7 @@ def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
 
 
 @primitive
-def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
+def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool) -> Array:
     """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
     x = right.copy()
     lu.solve(x, transposed)
@@ -192,8 +192,7 @@ def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, trans
 
 
 def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    lu, places, entries, h, _, *rest = args
-    transposed = bool(rest and rest[0])
+    lu, places, entries, h, _, transposed = args
     rows, columns = reversed(places) if transposed else places
 
     def vjp(g: Array) -> list[Array]:
@@ -207,8 +206,7 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
 
 
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    lu, places, entries, h, right, *rest = args
-    transposed = bool(rest and rest[0])
+    lu, places, entries, h, _, transposed = args
     rows, columns = reversed(places) if transposed else places
     tangents = dict(zip(argnums, gs))
     change = tangents.get(4)
