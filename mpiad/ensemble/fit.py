@@ -486,14 +486,12 @@ def planned(given: SimpleNamespace) -> FitPlan:
 
 
 def _check_plain(name: str, x: Array) -> None:
-    if isbox(x):
-        raise NotImplementedError(
-            f"fit: {name} is traced, but derivatives of fits aren't supported. Pass mpiad.stop_gradient({name})."
-        )
-    if is_device_array(x):
-        raise NotImplementedError(
-            f"fit: {name} is a device array, but fits run on the host. Pass mpiad.device.to_host({name})."
-        )
+    for wrong, problem, remedy in (
+        (isbox(x), "traced, but derivatives of fits aren't supported", "stop_gradient"),
+        (is_device_array(x), "a device array, but fits run on the host", "device.to_host"),
+    ):
+        if wrong:
+            raise NotImplementedError(f"fit: {name} is {problem}. Pass mpiad.{remedy}({name}).")
 
 
 def _start(p0: Array) -> Array:
