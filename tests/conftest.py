@@ -215,7 +215,7 @@ def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Ite
     for item in items:
         if ON_ONE_RANK.isdisjoint(mark.name for mark in item.iter_markers()):
             tests.setdefault((item.path, item.originalname), []).append(item)
-    asking = {path: _tests_that_ask(path) for path, _ in tests} if WORLD.size == 1 else {}
+    asking = {path: _tests_that_ask(path) for path in {path for path, _ in tests}} if WORLD.size == 1 else {}
     left_out = set()
     for (path, name), sets in tests.items():
         if len(sets) == 1 or not UNDIVIDED.isdisjoint(mark.name for mark in sets[0].iter_markers()):
@@ -230,7 +230,7 @@ def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Ite
 def _tests_that_ask(path: Path) -> set[str]:
     """Return the names of a file's tests that ask whether there is one rank."""
     functions = path.read_text().split("\ndef ")[1:]
-    return {function.partition("(")[0] for function in functions if re.search(r"(?i)\bsize == 1\b", function)}
+    return {function.partition("(")[0] for function in functions if re.search(r"\b(?:size|SIZE) == 1\b", function)}
 
 
 def _fourths(config: pytest.Config, path: Path) -> tuple[int, ...]:
