@@ -10,8 +10,8 @@ tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that nee
 rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
 MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
 
-In the whole suite, one, three and four ranks compile kernels without LLVM's optimizations, which take long, but for the
-tests in `OPTIMIZED`. Two ranks, programs that tests start, and all of `--thorough` have them.
+In the whole suite, kernels are compiled without LLVM's optimizations, which take long, but for the tests in `OPTIMIZED`.
+Programs that tests start, and all of `--thorough`, have them.
 """
 
 from __future__ import annotations
@@ -71,8 +71,12 @@ ALSO_ON = {
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
 
-# What has LLVM's optimizations on any number of ranks: tests of the compiler, and those whose kernels run for long.
-OPTIMIZED = ("compiling", "inverse", "ensemble/test_taylor.py")
+# What has LLVM's optimizations: tests of the compiler, those whose kernels run for long, and those of kernels in which an
+# optimization could go wrong, since loops overwrite what they read, or trajectories share the arrays of a kernel.
+OPTIMIZED = (
+    "compiling", "inverse", "ensemble/test_taylor.py", "ensemble/compiled/test_kernel_solver.py",
+    "programs/test_memory_plan.py", "programs/test_loops.py",
+)  # fmt: skip
 
 # A file all of whose tests run on one rank only.
 OF_ONE_RANK = re.compile(r"^pytestmark = .*\bmark\.(launches|serial|one_rank)\b", re.MULTILINE)
@@ -275,7 +279,7 @@ def _runs_here(config: pytest.Config, item: pytest.Item) -> bool:
 @pytest.fixture(autouse=True)
 def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile kernels with LLVM's optimizations, or without."""
-    if WORLD.size != 2 and _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
+    if _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
         monkeypatch.setattr(kernel_cache, "optimization_level", 0)
 
 
