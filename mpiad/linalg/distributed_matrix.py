@@ -651,7 +651,7 @@ class GatheredFactors:
         # Only rank 0 detects a singular matrix. All ranks raise, since the other ranks would wait for rank 0.
         with raising_together(channel(matrix.comm, call)):
             if whole is not None:
-                self._factors = SparseFactors(whole.tocsc(), f"{call}: the matrix {matrix.shape}")
+                self._factors = SparseFactors(whole, f"{call}: the matrix {matrix.shape}")
 
     @property
     def T(self) -> GatheredFactors:
