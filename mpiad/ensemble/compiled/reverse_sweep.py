@@ -161,9 +161,7 @@ def carried_tangents(solver: Solver, run: Run, by_u0: bool, places: Sequence[int
     # The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`.
     if run.outcome.carried is None:
         return None
-    carried = list(solver.directions)
-    wanted = [("u", c) for c in range(solver.spec.d)] if by_u0 else []
-    wanted += [direction for place in places for direction in solver.traced.directions_of(place)]
+    carried, wanted = solver.directions, solver.traced.directions(by_u0, places)
     if not set(wanted) <= set(carried):
         return None
     end, saved = run.outcome.carried
