@@ -425,11 +425,9 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
     """Return a solution whose final states share no memory with deferred saved states."""
-    if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
-        return sol
-    result = at_ends(sol, sol._start, sol.u_end)
-    result.u_end = sol.u_end.copy()
-    return result
+    if "u" in sol._later and type(sol.u_end) is np.ndarray:
+        sol.u_end = sol.u_end.copy()
+    return sol
 
 
 def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:

@@ -89,23 +89,24 @@ class History:
     # By the text of a forward kernel: the estimated time to get it, with the kernel of its gradient; zero after its use.
     costs: dict[str, float] = field(default_factory=dict)
 
-    def expected(self, settings: Settings, span: float) -> tuple[float, float]:
+    def expected(self, settings: Settings, batch: Batch) -> tuple[float, float]:
         """Return the expected maximum and mean of the numbers of steps."""
-        tableau, rtol = settings.alg.tableau, float(np.min(settings.rtol))
-        number = _STEPS * (1e-3 / rtol) ** (1 / tableau.error_order)
-        if tableau.error is None:
-            number = span / settings.dt  # type: ignore[operator]
-        elif self.last[0]:
+        tableau, fixed = settings.alg.tableau, settings.alg.tableau.error is None
+        if self.last[0] and not fixed:
             return self.last
-        number = min(max(number, span / settings.dtmax), settings.max_steps)
+        span = float(np.abs(batch.end - batch.start).max())
+        least = span / settings.dt if fixed else _STEPS * (1e-3 / float(np.min(settings.rtol))) ** (1 / tableau.error_order)
+        number = min(max(least, span / settings.dtmax), settings.max_steps)
         return number, number
 
-    def cost_of(self, texts: dict[str, str]) -> float:
+    def cost_of(self, solver: Solver, given: Batch) -> float:
         """Return the time to get a solve's kernels."""
-        if texts["forward"] not in self.costs:
-            missing = [text for name, text in texts.items() if not is_cached(text, name, signature_in(text, name))]
-            self.costs[texts["forward"]] = self.loading + sum(_LINES * text.count("\n") ** 1.5 for text in missing)
-        return self.costs[texts["forward"]]
+        forward = solver.forward_text(given)
+        if forward not in self.costs:
+            texts = solver.texts(given).items()
+            missing = [text for name, text in texts if not is_cached(text, name, signature_in(text, name))]
+            self.costs[forward] = self.loading + sum(_LINES * text.count("\n") ** 1.5 for text in missing)
+        return self.costs[forward]
 
 
 _histories: WeakKeyDictionary[Any, dict[tuple, History]] = WeakKeyDictionary()
@@ -256,8 +257,7 @@ class Compiler:
         self, trace: Callable[[], TracedProblem | None], history: History, batch: Batch, settings: Settings, given: Batch
     ) -> TracedProblem | None:
         """Return the traced problem if a kernel will take less time than arrays, its compilation included."""
-        span = float(np.abs(batch.end - batch.start).max())
-        longest, mean = history.expected(settings, span)
+        longest, mean = history.expected(settings, batch)
         batches = max(1.0, self._count / batch.size / (1 if self._used is None else self._used.size))
 
         def saved() -> float:
@@ -274,8 +274,7 @@ class Compiler:
                 history.iterations, history.steps, history.cost, cost = 0.0, 0.0, loading, inf
             else:
                 history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program)
-                texts = self._solver(plan, batch, _with_acting(settings)).texts(given)
-                cost, gain = history.cost_of(texts), saved()
+                cost, gain = history.cost_of(self._solver(plan, batch, _with_acting(settings)), given), saved()
                 history.cost = cost
         if not self._agree(cost, gain, loading):
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_spec import EVENT_COLUMNS, KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import kernel_text
+from mpiad.ensemble.compiled.trace import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.events import in_order
@@ -70,12 +71,16 @@ class Solver:
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         return self.spec._replace(directions=self.directions, record=record)
 
+    def forward_text(self, given: Batch) -> str:
+        """Return the text of the forward kernel."""
+        return kernel_text("forward", self.traced, self._spec_for(given))
+
     def texts(self, given: Batch) -> dict[str, str]:
         """Return the texts of the kernels of a solve and, as far as it is known before the solve, of its gradient."""
-        texts = {"forward": kernel_text("forward", self.traced, self._spec_for(given))}
+        texts = {"forward": self.forward_text(given)}
         if given.traced and not self.directions:
-            wanted = [j for part in self.traced.packing.parts if isbox(given.p.leaves[part.place]) for j in part.scalars]
-            if self.spec.tables and len(wanted) > MOST_ENTRIES:
+            wanted = [part for part in self.traced.packing.parts if isbox(given.p.leaves[part.place])]
+            if self.spec.tables and sum(len(part.scalars) for part in wanted) > MOST_ENTRIES:
                 return texts  # the adjoint will be computed by arrays
             timed, acts = isbox(given.start) or isbox(given.end), self.settings.acting is not None
             spec, places = self._reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
@@ -148,17 +153,18 @@ class Solver:
             part.spec = self.spec
             yield rows, part
 
-    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, events: bool) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel for the `wanted` parameters, and its spec; `events`: whether there are any at roots."""
+    def reverse(
+        self, wanted: Sequence[PackedLeaf], timed: bool, inside: bool, jumps: bool, events: bool
+    ) -> tuple[Any, KernelSpec]:
+        """Return the reverse kernel for the `wanted` leaves, and its spec; `events`: whether there are any at roots."""
         spec, places = self._reverse_spec(wanted, timed, inside, jumps, events)
         return self._function("reverse", spec, places), spec
 
     def _reverse_spec(
-        self, wanted: list[int], timed: bool, inside: bool, jumps: bool, events: bool
+        self, wanted: Sequence[PackedLeaf], timed: bool, inside: bool, jumps: bool, events: bool
     ) -> tuple[KernelSpec, tuple[int, ...]]:
         """Return the spec of a reverse kernel, and its parameters in the order of the kernel's arguments."""
-        names = self.traced.names
-        varying, shared = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
+        varying, shared = ([j for part in wanted if part.varies == own for j in part.scalars] for own in (True, False))
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
         spec = self.spec._replace(
             wanted_varying=len(varying),

@@ -71,8 +71,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
     chosen = [part for part in solver.traced.packing.parts if part.place in places]
-    wanted = [j for part in chosen for j in part.scalars]
-    if solver.spec.tables and len(wanted) > MOST_ENTRIES:
+    if solver.spec.tables and sum(len(part.scalars) for part in chosen) > MOST_ENTRIES:
         return pull_run(run, seeds, places, timed)
     if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
         return pull_run(run, seeds, places, timed)  # the kernel would need u' between events at the same time
@@ -87,7 +86,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         time_bar = np.where(run.live & run.terminated, seeds.reached, 0.0)
     first_event, events = kernel_events(run, seeds, time_bar)
     inside = solver.spec.inside and (seeds.saved is not None or len(events) > 0)
-    function, spec = solver.reverse(wanted, timed, inside, jumps is not None, len(events) > 0)
+    function, spec = solver.reverse(chosen, timed, inside, jumps is not None, len(events) > 0)
     saved, save_step = np.empty((0, 0, 0)), np.empty((count, 0), np.int32)
     if seeds.saved is not None:
         saved, save_step = parts(np.ascontiguousarray(seeds.saved.conj())), argument(run.save_step, np.dtype(np.int32))
@@ -161,9 +160,7 @@ def carried_tangents(solver: Solver, run: Run, by_u0: bool, places: Sequence[int
     # The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`.
     if run.outcome.carried is None:
         return None
-    carried = list(solver.directions)
-    wanted = [("u", c) for c in range(solver.spec.d)] if by_u0 else []
-    wanted += [direction for place in places for direction in solver.traced.directions_of(place)]
+    carried, wanted = solver.directions, solver.traced.directions(by_u0, places)
     if not set(wanted) <= set(carried):
         return None
     end, saved = run.outcome.carried

@@ -94,14 +94,14 @@ class ParameterPacking:
             rows |= zip(part.scalars, (half[j] for j in range(len(leaf)) for half in halves))
         return rows
 
-    def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
+    def joined(self, varying: Array, shared: Array, count: int) -> dict[int, Array]:
         """Return arrays in the shapes of leaves, by their indices, from rows of `count` numbers in the order of `split`."""
-        rows, result = {True: np.asarray(varying), False: np.asarray(shared)}, {}
+        rows, result = {True: varying, False: shared}, {}
         for part in self.parts:
-            numbers, rows[part.varies] = np.split(rows[part.varies], [len(part.scalars)])
+            stop = len(part.scalars)
+            numbers, rows[part.varies] = rows[part.varies][:stop], rows[part.varies][stop:]
             numbers = numbers[::2] + 1j * numbers[1::2] if part.complex else numbers
-            shape = (*part.shape, count) if part.varies else part.shape
-            result[part.place] = np.reshape(numbers, shape)
+            result[part.place] = numbers.reshape((*part.shape, count) if part.varies else part.shape)
         return result
 
 

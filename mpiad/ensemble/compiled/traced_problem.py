@@ -7,7 +7,7 @@ Training loops solve with the same f repeatedly. The programs are reused if the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
@@ -83,19 +83,18 @@ class TracedProblem:
         """Return the direction of a tangent for parameter j, as in `KernelSpec.directions`."""
         return self.names[j][0], int(self.names[j][1:])
 
-    def directions_of(self, place: int) -> list[tuple[str, int]]:
-        """Return the directions of tangents for the scalars of a leaf."""
-        return [self.direction(j) for part in self.packing.parts if part.place == place for j in part.scalars]
+    def directions(self, by_u0: bool, places: Collection[int]) -> tuple[tuple[str, int], ...]:
+        """Return the directions of tangents for the initial states, if `by_u0`, and for the scalars of leaves."""
+        found = [("u", c) for c in range(self.program.groups["state"])] if by_u0 else []
+        return (*found, *(self.direction(j) for part in self.packing.parts if part.place in places for j in part.scalars))
 
     def carried(self, given: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
         """Return the directions of tangents for the traced inputs, or an empty tuple if an adjoint is faster."""
-        d, boxed = self.program.groups["state"], [isbox(leaf) for leaf in given.p.leaves]
-        count = d * isbox(given.u0) + sum(len(part.scalars) for part in self.packing.parts if boxed[part.place])
+        d, boxed = self.program.groups["state"], [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
+        count = d * isbox(given.u0) + sum(len(part.scalars) for part in self.packing.parts if part.place in boxed)
         if gradient != "tangent" and (gradient == "adjoint" or count > FEW or count * d > _FEW_NUMBERS):
             return ()
-        found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
-        found += [along for i, leaf in enumerate(given.p.leaves) if isbox(leaf) for along in self.directions_of(i)]
-        return tuple(found)
+        return self.directions(isbox(given.u0), boxed)
 
 
 def remembered(

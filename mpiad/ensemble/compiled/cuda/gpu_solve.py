@@ -20,7 +20,7 @@ from mpiad.ensemble.backends import device_for
 from mpiad.ensemble.batch import Batch, is_on_device, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver, device_rows, sample_batch
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
-from mpiad.ensemble.compiled.trace import PackedLeaf
+from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
 from mpiad.ensemble.compiled.traced_problem import FEW, MOST_OPERATIONS, TracedProblem, problem_of, remembered
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
@@ -251,8 +251,7 @@ class Solved:
         return device_rows(self.solver.arrays, x, self.solver.real)
 
     def _directions(self, argnums: Sequence[int]) -> Directions:
-        found = [("u", c) for c in range(self.solver.d)] if U0 in argnums else []
-        return tuple(found + [self.solver.traced.direction(j) for part in self._parts(argnums) for j in part.scalars])
+        return self.solver.traced.directions(U0 in argnums, [k - LEAVES for k in argnums])
 
     def _parts(self, argnums: Sequence[int]) -> list[PackedLeaf]:
         return [part for part in self.solver.traced.packing.parts if part.place + LEAVES in argnums]
@@ -284,13 +283,9 @@ class Solved:
         """Return the cotangents of the arguments, as rows, by the reverse kernel."""
         parts = self._parts(argnums)
         wanted, longest = tuple(j for part in parts for j in part.scalars), self.summary.values[1]
-        found = self.solver.pulled(self.results, longest, bar, wanted, times)
-        rows, stops = {U0: found.u0}, {True: 0, False: 0}
-        for part in parts:
-            first, source = stops[part.varies], found.p if part.varies else found.s
-            stops[part.varies] = first + len(part.scalars)
-            rows[part.place + LEAVES] = source[first : stops[part.varies]]
-        return rows
+        u0, varying, shared = self.solver.pulled(self.results, longest, bar, wanted, times)
+        leaves = ParameterPacking(tuple(parts)).joined(varying, shared, self.solver.count)
+        return {U0: u0} | {place + LEAVES: leaf for place, leaf in leaves.items()}
 
     def _contracted(self, argnums: Sequence[int], bar: Array) -> dict[int, Array]:
         """Return the cotangents of the arguments, as rows, by tangents."""

@@ -42,14 +42,6 @@ _MOST_UNASKED = 1 << 28
 _MOST_COPIES, _MOST_COPIED = 64, 4096
 
 
-class Share(NamedTuple):
-    """The trajectories `first`, ..., `first + count - 1`, with at most `capacity` steps each."""
-
-    first: int
-    count: int
-    capacity: int
-
-
 _ROWS = 1024  # number of columns of the first table of events, in addition to the expected number of events
 Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
@@ -72,14 +64,6 @@ class DeviceResults(NamedTuple):
     rows: Any = None  # shape (6, event_capacity); the table of events, see `cuda_kernels`; None without events
     heads: Any = None  # shape (n,); per trajectory the column of its last event in the table, or -1
     found_events: int = 0  # the number of used columns of the table
-
-
-class InputCotangents(NamedTuple):
-    """Cotangents of u0, (d, n), of parameters per trajectory, (rows, n), and of shared parameters, (rows,)."""
-
-    u0: Array
-    p: Array
-    s: Array
 
 
 class Solver:
@@ -109,7 +93,7 @@ class Solver:
             results = self._empty(directions)
             saved, end = self.parts(results.vector)
             table, counter = self._table(event_capacity)
-            self._forward(directions, Share(0, self.count, 0), (end, saved, *results[1:8]), (None, None), table)
+            self._forward(directions, 0, self.count, (end, saved, *results[1:8]), (None, None, 0), table)
             if not table:
                 return results
             event_count = int(self.arrays.to_host(counter)[0])
@@ -140,22 +124,21 @@ class Solver:
         summary = self.arrays.full((2,), 0, np.int64)
         return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, *tangents, summary)
 
-    def _forward(
-        self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any], table: Sequence[Any]
-    ) -> None:
+    def _forward(self, directions: Directions, first: int, count: int, results: tuple, steps: tuple, table: tuple) -> None:
         settings, rtol = self.settings, self.real.type(np.max(self.settings.rtol))
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
         # The second run, without arrays for results, saves no states.
         inputs = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
-        self._launch(self.kernel(directions), share, *inputs, rtol, *scalars, *results, *steps, share.capacity, *table)
+        self._launch(self.kernel(directions), first, count, *inputs, rtol, *scalars, *results, *steps, *table)
 
     # ---- reverse
 
     def pulled(
         self, results: DeviceResults, longest: int, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
-    ) -> InputCotangents:
-        """Return the cotangents of inputs; `times`: the cotangents of end times, (n,), and of the times of all events."""
-        # `longest`: the largest number of steps of a trajectory.
+    ) -> tuple[Array, Array, Array | None]:
+        """Return the cotangents of u0, (d, n), of parameters per trajectory, (rows, n), and of shared ones, (rows,)."""
+        # `longest`: the largest number of steps of a trajectory. `times`: the cotangents of end times, (n,), and of the
+        # times of all events. If the steps exceed the memory, they are recorded for some trajectories at a time.
         empty = self.arrays.empty
         varying = [j for j in self.traced.packing.varying if j in wanted]
         shared = [j for j in self.traced.packing.shared if j in wanted]
@@ -163,18 +146,18 @@ class Solver:
         u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, len(varying))]
         kernel, sums = self._loaded("reverse", spec, (*varying, *shared)), []
         size = min(self.count, self._most_recorded(longest))
-        shares = [Share(first, min(size, self.count - first), longest) for first in range(0, self.count, size or 1)]
         steps = empty((size * longest * self.d,), self.real), empty((size * longest * 2,), float)
         saved_bar, end_bar = self.parts(vector_bar)
         inputs = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
         events = (results.rows, results.rows.shape[1], results.heads, *times) if self.spec.events else ()
-        for share in shares:
-            self._forward((), share, (None,) * 9, steps, (None, 0, None, None) if self.spec.events else ())
-            s_bar = empty((len(shared), share.count), self.real)
-            self._launch(kernel, share, *inputs, u0_bar, p_bar, s_bar, *events)
+        for first in range(0, self.count, size or 1):
+            count, table = min(size, self.count - first), (None, 0, None, None) if self.spec.events else ()
+            self._forward((), first, count, (None,) * 9, (*steps, longest), table)
+            s_bar = empty((len(shared), count), self.real)
+            self._launch(kernel, first, count, *inputs, u0_bar, p_bar, s_bar, *events)
             sums += [np.sum(s_bar, axis=1)] if shared else []
         s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real) if shared else None
-        return InputCotangents(u0_bar, p_bar, s_bar)
+        return u0_bar, p_bar, s_bar
 
     def _most_recorded(self, longest: int) -> int:
         """Return the number of trajectories whose steps fit into the memory for them."""
@@ -196,12 +179,11 @@ class Solver:
         self._kernels[name] = kernel_text(name, self.traced, spec, wanted, "c")
         return loaded(self._launcher, self._kernels[name], name, self._gpu.options)
 
-    def _launch(self, kernel: DeviceKernel, share: Share, *arguments: Any) -> None:
-        if share.count:
-            threads = self._gpu.block or threads_per_block(share.count, self._launcher.multiprocessors)
-            blocks = -(-share.count // threads)
-            numbers = (self.count, share.first, share.count)
-            self._launcher.launch(kernel, blocks, threads, (*numbers, *arguments))
+    def _launch(self, kernel: DeviceKernel, first: int, count: int, *arguments: Any) -> None:
+        """Run a kernel for the trajectories `first`, ..., `first + count - 1`."""
+        if count:
+            threads = self._gpu.block or threads_per_block(count, self._launcher.multiprocessors)
+            self._launcher.launch(kernel, -(-count // threads), threads, (self.count, first, count, *arguments))
 
 
 def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
