@@ -455,7 +455,12 @@ def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
 
 def planned(given: SimpleNamespace) -> FitPlan:
     """Return the checked arguments; raise if one is invalid, traced, or on a device."""
-    start = _start(given.p0)
+    _check_plain("p0", given.p0)
+    start = np.asarray(given.p0)
+    if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
+        got = f"shape {start.shape} and dtype {start.dtype}"
+        raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
+    start = start.astype(float)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
     options = options_of_states("fit", given, problem=ensemble, trajectories=len(start), gradient="tangent")
     if not callable(given.residuals):
@@ -492,15 +497,6 @@ def _check_plain(name: str, x: Array) -> None:
     ):
         if wrong:
             raise NotImplementedError(f"fit: {name} is {problem}. Pass mpiad.{remedy}({name}).")
-
-
-def _start(p0: Array) -> Array:
-    _check_plain("p0", p0)
-    start = np.asarray(p0)
-    if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
-        got = f"shape {start.shape} and dtype {start.dtype}"
-        raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
-    return start.astype(float)
 
 
 def _bounds(bounds: tuple[Array, Array], start: Array) -> tuple[Array, Array]:
