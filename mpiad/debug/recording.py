@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
@@ -178,7 +178,7 @@ def _difference(comm: Comm, rank: int) -> float:
 # to nanoseconds, so that nested events remain nested, and written in microseconds. The time between two communications is
 # an event "computation".
 
-_WRITE_SIZE = 1 << 20  # approximate number of characters per write
+_TOGETHER = 4096  # events that are written and sent together: about a megabyte
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"
 _SHORTEST = 1000  # nanoseconds; shorter computations are omitted
@@ -205,17 +205,8 @@ def _write_atomically(path: Path, header: str, pieces: Iterator[str]) -> str | N
     return None
 
 
-def _pieces(events: Iterable[str]) -> Iterator[str]:
-    texts: list[str] = []
-    size = 0
-    for event in events:
-        texts.append(event)
-        size += len(event)
-        if size >= _WRITE_SIZE:
-            yield ",\n".join(texts)
-            texts, size = [], 0
-    if texts:
-        yield ",\n".join(texts)
+def _pieces(events: Iterator[str]) -> Iterator[str]:
+    return iter(lambda: ",\n".join(islice(events, _TOGETHER)), "")
 
 
 def _rank_events(recorder: Recorder, rank: int, clock: Clock, zero: float) -> Iterator[str]:

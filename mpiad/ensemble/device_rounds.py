@@ -96,8 +96,6 @@ class Round(NamedTuple):
     def at(self, columns: Array) -> Round:
         """Return the round with only some of its columns."""
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
-        if not self.located:
-            return Round._make([*taken, self.most, []])
         new_index = np.full_like(columns, -1, shape=self.t.shape)
         new_index[columns] = arrays_of(columns).arange(len(columns))  # type: ignore[union-attr]
         return Round._make([*taken, self.most, [_moved(part, new_index) for part in self.located]])
@@ -140,12 +138,11 @@ class Record:
         if not failed.any():
             return
         xp: Any = arrays_of(self.batch.u0)
-        live, blocks = xp.to_device(~failed), self.blocks
-        self.blocks = []
-        for block in blocks:
+        live = xp.to_device(~failed)
+        for block in self.blocks:
             columns = np.flatnonzero(live[block.ids])
-            self.blocks.append(Block(block.ids[columns], None if block.sign is None else block.sign[columns]))
-            self.blocks[-1].rounds = [round_.at(columns) for round_ in block.rounds]
+            block.ids, block.sign = block.ids[columns], None if block.sign is None else block.sign[columns]
+            block.rounds = [round_.at(columns) for round_ in block.rounds]
 
 
 class DeviceObservers:

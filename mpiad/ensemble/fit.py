@@ -218,8 +218,8 @@ class SensitivitySolve:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(traced.leaves)
         carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places)
+        tangents = {U0: traced.u0 or [None] * m, **{LEAVES + place: gs for place, gs in traced.leaves.items()}}
         if carried is None:
-            tangents = {U0: traced.u0 or [None] * m, **{LEAVES + place: gs for place, gs in traced.leaves.items()}}
             args, (due, along) = arguments_of(run), traced.due
             if along is not None and any(g is not None for g in along):
                 args[DUE], tangents[DUE] = due, along
@@ -231,10 +231,9 @@ class SensitivitySolve:
             return saved
         total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
         # The chain rule, since a kernel returns the tangents along single initial values and parameters.
-        argnums = [U0] * (traced.u0 is not None) + [LEAVES + place for place in places]
+        argnums = [argnum for argnum in tangents if argnum != U0 or traced.u0 is not None]
         for derivative, number in zip(saved, numbers_of(run, argnums, arguments_of(run))):
-            tangents = traced.u0 if number.argnum == U0 else traced.leaves[number.argnum - LEAVES]
-            for j, g in enumerate(tangents or []):
+            for j, g in enumerate(tangents[number.argnum]):
                 if g is not None:
                     total[j] += derivative * g[number.index][:, None, None]
         return total
@@ -455,7 +454,12 @@ def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
 
 def planned(given: SimpleNamespace) -> FitPlan:
     """Return the checked arguments; raise if one is invalid, traced, or on a device."""
-    start = _start(given.p0)
+    _check_plain("p0", given.p0)
+    start = np.asarray(given.p0)
+    if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
+        got = f"shape {start.shape} and dtype {start.dtype}"
+        raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
+    start = start.astype(float)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
     options = options_of_states("fit", given, problem=ensemble, trajectories=len(start), gradient="tangent")
     if not callable(given.residuals):
@@ -492,15 +496,6 @@ def _check_plain(name: str, x: Array) -> None:
     ):
         if wrong:
             raise NotImplementedError(f"fit: {name} is {problem}. Pass mpiad.{remedy}({name}).")
-
-
-def _start(p0: Array) -> Array:
-    _check_plain("p0", p0)
-    start = np.asarray(p0)
-    if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
-        got = f"shape {start.shape} and dtype {start.dtype}"
-        raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
-    return start.astype(float)
 
 
 def _bounds(bounds: tuple[Array, Array], start: Array) -> tuple[Array, Array]:

@@ -203,7 +203,7 @@ class StepMatrices:
     """The matrices W = M/γ - h J of many trajectories; J has entries at `places`."""
 
     def __init__(self, places: Places, mass: Mass, d: int, on_host: bool = True):
-        self._mass, self._d = mass, d
+        self.mass, self._d = mass, d
         # W has entries at the places of J and M, and on the diagonal, which are numbered by row and column.
         parts = [rows * d + columns for rows, columns in (places, mass.places(d), (np.arange(d), np.arange(d)))]
         numbers = np.unique(np.concatenate(parts))
@@ -215,7 +215,7 @@ class StepMatrices:
         """Return the factors, given the entries of -h J, shape (m, n); M/γ may have a scale, shape (n,)."""
         matrices = np.zeros_like(entries, shape=(len(self._pattern.rows), entries.shape[1]))
         matrices[self._of_jacobian] = entries
-        matrices[self._of_mass] += self._mass.scaled(entries.dtype) * scale
+        matrices[self._of_mass] += self.mass.scaled(entries.dtype) * scale
         if self.elimination is not None:
             return self.elimination.factorized(matrices)
         dense = np.zeros_like(entries, shape=(self._d, self._d, entries.shape[1]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -91,28 +92,24 @@ class Stages:
 
 def stages_for(coefficients: Coefficients, batch: Batch, mass: Array | None) -> Callable[[Array], Stages]:
     """Return a function of `like` (see `Stages`) that creates the stages for steps of a method."""
-    derivative = derivative_of(batch.f, batch.shape)
-    tableau = coefficients.tableau
+    derivative, tableau = derivative_of(batch.f, batch.shape), coefficients.tableau
     if isinstance(tableau, RosenbrockTableau):
-        jacobian, scaled = jacobian_of(batch), Mass(mass, tableau.gamma)
-        matrices = StepMatrices(jacobian.places, scaled, len(batch.u0), not is_on_device(batch))
-        return partial(RosenbrockStages, tableau, jacobian, matrices, scaled, coefficients, derivative)
+        jacobian = jacobian_of(batch)
+        matrices = StepMatrices(jacobian.places, Mass(mass, tableau.gamma), len(batch.u0), not is_on_device(batch))
+        return partial(RosenbrockStages, jacobian, matrices, coefficients, derivative)
     return partial(Stages, coefficients, derivative)
 
 
 class RosenbrockStages(Stages):
     """`Stages` of a Rosenbrock method, between f at the current state and f at the new state (see `tableaus`)."""
 
-    def __init__(
-        self, tableau: RosenbrockTableau, jacobian: FieldJacobian, matrices: StepMatrices, mass: Mass,
-        coefficients: Coefficients, derivative: Derivative, like: Array,
-    ):  # fmt: skip
-        super().__init__(coefficients, derivative, like)
-        self._tableau, self._jacobian, self._matrices, self._mass = tableau, jacobian, matrices, mass
+    def __init__(self, jacobian: FieldJacobian, matrices: StepMatrices, *given: Any):
+        super().__init__(*given)
+        self._jacobian, self._matrices = jacobian, matrices
 
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state: see `Stages.compute`."""
-        tableau, k, last = self._tableau, self.k, self._coefficients.last
+        tableau, k, last = cast(RosenbrockTableau, self._coefficients.tableau), self.k, self._coefficients.last
         self._begin(t, h, t_new, sign)
         entries, time_derivative = self._jacobian.entries(u, p, self._times[1])
         # Backwards in time f changes its sign, but ∂f/∂t doesn't.
@@ -129,7 +126,7 @@ class RosenbrockStages(Stages):
                 self._evaluate(stage, i, u, p, sign, at_end)
                 if at_end:
                     np.copyto(k[-1], stage)
-                stage += self._mass.times(self._coefficients.row(last + i, k, self._argument, self._term))
+                stage += self._matrices.mass.times(self._coefficients.row(last + i, k, self._argument, self._term))
             if time_derivative is not None and tableau.slopes[i - 1]:
                 stage += time_derivative * self._real.type(tableau.slopes[i - 1])
             lu.solve(stage)

@@ -93,11 +93,7 @@ def explicit(
         raise ValueError(f"the table has {len(a)} rows for {len(c)} stages, and {len(b)} weights b")
     rows = list(zip((*a, b), (*c[1:], 1.0)))
     for i, (row, time) in enumerate(rows, 1):
-        if len(row) > i or abs(sum(row) - time) > ROUNDING * (1 + sum(map(abs, row))):
-            raise ValueError(
-                f"row {i} of the table, {row}, sums up to {sum(row)!r}, but must have at most {i} weights whose sum is its "
-                f"time {time!r}: is a number missing, or a digit wrong?"
-            )
+        _require_sum(f"row {i}", row, i * [1.0], time)
     if error is not None:
         if len(error) - len(b) not in (0, 1) or abs(sum(error)) > ROUNDING or embedded_order is None:
             raise ValueError(
@@ -110,6 +106,16 @@ def explicit(
         dense[0] += [1.0, -2.0, 1.0]
         dense[-1] += [0.0, -1.0, 1.0]
     return Tableau(tuple(tuple(row) for row, _ in rows), (*c, 1.0), error, dense, order, embedded_order)
+
+
+def _require_sum(name: str, row: Row, factors: Row, value: float) -> None:
+    """Raise a ValueError if a row is longer than `factors`, or its weights times the factors don't sum up to a value."""
+    total = sum(weight * factor for weight, factor in zip(row, factors))
+    if len(row) > len(factors) or abs(total - value) > ROUNDING * (1 + sum(map(abs, row))):
+        raise ValueError(
+            f"{name} of the table, {row}, must have at most {len(factors)} weights, whose sum (times {factors}) is "
+            f"{value!r}, but sums up to {total!r}: is a number missing, or a digit wrong?"
+        )
 
 
 @dataclass(frozen=True)
@@ -185,14 +191,8 @@ def rosenbrock(
     # The sum of a row of the matrix Γ is both the stage for u' = 1 and the weight of h ∂f/∂t in this stage.
     expected = [(row, time) for row, time in zip(((), *a), c)]
     expected += [(row, slope / gamma - 1) for row, slope in zip(((), *coupling), slopes)]
-    expected += [(b, 1.0), (error, 0.0)]
-    for row, value in expected:
-        total = sum(weight * slope for weight, slope in zip(row, slopes))
-        if abs(total - value) > ROUNDING * (1 + sum(map(abs, row))):
-            raise ValueError(
-                f"the row {row} of the table, times the weights {tuple(slopes)} of ∂f/∂t, sums up to {total!r}, but must "
-                f"sum up to {value!r}: is a number missing, or a digit wrong?"
-            )
+    for row, value in [*expected, (b, 1.0), (error, 0.0)]:
+        _require_sum("a row", row, slopes, value)
     lengths = [len(slopes), len(b), len(error), len(dense), len(a) + 1, len(coupling) + 1]
     if lengths != 6 * [count] or any(len(rows[i]) != i + 1 for rows in (a, coupling) for i in range(count - 1)):
         raise ValueError(
