@@ -36,10 +36,10 @@ def cache_folder() -> Path | None:
 
 
 def _default_folder() -> Path:
-    home = os.environ.get("HOME") or os.environ.get("USERPROFILE")
+    home = os.environ.get("HOME")
     base = os.environ.get("XDG_CACHE_HOME") or (home and os.path.join(home, ".cache"))
-    if base or not hasattr(os, "getuid"):
-        return Path(base or tempfile.gettempdir()) / "mpiad"
+    if base:
+        return Path(base) / "mpiad"
     folder = Path(tempfile.gettempdir()) / f"mpiad-{os.getuid()}"
     if folder.is_symlink():
         raise OSError(f"{folder} is a symbolic link")
@@ -48,15 +48,12 @@ def _default_folder() -> Path:
 
 def is_private(status: os.stat_result) -> bool:
     """Return whether this user owns a folder or file, and other users can't write into it."""
-    is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
-    return is_own and not (os.name == "posix" and status.st_mode & 0o022)
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _is_exposed(parent: Path) -> bool:
     """Return whether users other than this user and root can rename the entries of a folder."""
     status = parent.lstat()
-    if os.name != "posix":
-        return False
     # In the user namespace of a container, root's files may have another owner.
     is_foreign = status.st_uid not in (0, os.getuid(), os.stat("/").st_uid)
     is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode)

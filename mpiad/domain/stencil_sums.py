@@ -38,8 +38,8 @@ class StencilSums:
         offset_axes = np.argwhere(weights) != np.array(self.radius)
         # Star stencils, whose offsets are nonzero along one dimension only, need no corners.
         self.scheme = FACES_ONLY if (offset_axes.sum(axis=1) <= 1).all() else AT_ONCE
-        (self._stage,) = halo.stages(self.scheme)
-        self._interior, self._boundary_boxes = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
+        (self.stage,) = halo.stages(self.scheme)
+        self.interior, self.boundary_boxes = _parts_of(halo) if self.stage.routes else (None, [_all_of(halo.shape)])
 
     @cached_property
     def homogeneous(self) -> StencilSums:
@@ -60,36 +60,6 @@ class StencilSums:
         """Whether cells beyond a physical side are copies of cells of the grid."""
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
-
-    def summed(self, u: LocalArray) -> LocalArray:
-        """Return S E u."""
-        halo, stage = self.halo, self._stage
-        padded = empty_like(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
-        padded[halo.interior] = u
-        out = empty_like(u, u.shape)
-        # Cells whose neighbors are all in the block are summed during the exchange.
-        pending = post(padded, stage.routes, False, _TAG, halo.comm)
-        if self._interior is not None:
-            weighted_sum(padded, self.terms, out, self._interior)
-        complete(padded, pending, False)
-        fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
-        for box in self._boundary_boxes:
-            weighted_sum(padded, self.terms, out, box)
-        return out
-
-    def summed_transpose(self, g: LocalArray) -> LocalArray:
-        """Return Eᵀ Sᵀ g."""
-        halo, ndim = self.halo, len(self.halo.shape)
-        lead = g.shape[: g.ndim - ndim]
-        # Sums are also computed in the halo, so g is padded with 2 * radius layers of zeros on each side.
-        padded_g = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
-        padded_g[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
-        total = empty_like(g, lead + halo.padded)
-        weighted_sum(padded_g, self.mirrored.terms, total, _all_of(halo.padded))
-        for ghost in self._stage.empty:
-            total[ghost] = 0
-        fold_in_place(total, halo, self.sides, self.scheme)
-        return total[halo.interior]
 
 
 def terms_of(weights: np.ndarray) -> Terms:
@@ -127,13 +97,34 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) ->
 @custom_operator
 def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
     """Return the stencil's sums: S E u. See `Stencil`."""
-    return stencil.summed(u)
+    halo, terms = stencil.halo, stencil.terms
+    padded = empty_like(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
+    padded[halo.interior] = u
+    out = empty_like(u, u.shape)
+    # Cells whose neighbors are all in the block are summed during the exchange.
+    pending = post(padded, stencil.stage.routes, False, _TAG, halo.comm)
+    if stencil.interior is not None:
+        weighted_sum(padded, terms, out, stencil.interior)
+    complete(padded, pending, False)
+    fill_local(padded, halo.local(stencil.sides, stencil.scheme)[0], stencil.sides)
+    for box in stencil.boundary_boxes:
+        weighted_sum(padded, terms, out, box)
+    return out
 
 
 @custom_operator
 def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Apply the transpose of the linear part of `apply_stencil`."""
-    return stencil.summed_transpose(g)
+    """Apply the transpose of the linear part of `apply_stencil`: return Eᵀ Sᵀ g."""
+    halo, radius, lead = stencil.halo, stencil.radius, g.shape[: g.ndim - len(stencil.halo.shape)]
+    # Sums are also computed in the halo, so g is padded with 2 * radius layers of zeros on each side.
+    padded_g = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, radius)))
+    padded_g[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, radius)])] = g
+    total = empty_like(g, lead + halo.padded)
+    weighted_sum(padded_g, stencil.mirrored.terms, total, _all_of(halo.padded))
+    for ghost in stencil.stage.empty:
+        total[ghost] = 0
+    fold_in_place(total, halo, stencil.sides, stencil.scheme)
+    return total[halo.interior]
 
 
 def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:

@@ -12,21 +12,7 @@ from mpiad.progress import progress_bar
 
 
 class Row(NamedTuple):
-    """One iterate.
-
-    Attributes
-    ----------
-    iteration : int
-    loss : float
-    gradient_norm : float
-        Largest absolute entry of the gradient.
-    step : float
-        Euclidean length of the step from the previous iterate; 0 at the starting point.
-    evaluations : int
-        Evaluations of the objective so far.
-    seconds : float
-        Time since the start of the solve, in seconds.
-    """
+    """One iterate: its number, and its entries of `History`."""
 
     iteration: int
     loss: float
@@ -101,9 +87,8 @@ class Record:
 
     def history(self) -> History:
         """Return the rows as arrays."""
-        self._complete_last()
-        columns = [[row[k] for row in self.rows] for k in range(1, 6)]
-        return History(*(np.array(column, kind) for column, kind in zip(columns, (float, float, float, int, float))))
+        _, loss, norm, step, evaluations, seconds = self.table().T.copy()
+        return History(loss, norm, step, evaluations.astype(int), seconds)
 
 
 class Progress:

@@ -131,10 +131,11 @@ class ResidualEvaluation:
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
         """Return, on the root, twice the cost and the sum of squares of the weighted residuals of all ranks, shape (2,)."""
         f = self._residuals(vector)
-        local = np.array(self.agreement.run(lambda: self._weighted(f)[:2]))
+        local = np.array(self.agreement.run(lambda: self.weighted(f)[:2]))
         return total_on_root(self._comm, self._program.root, local)
 
-    def _weighted(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
+    def weighted(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
+        """Return twice this rank's cost; the sum of squares of the weighted residuals; these residuals; their factors."""
         twice, model, factors = (0.0, f, None) if self.loss is None else self.loss(f)
         with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: at a trial point, residuals may be huge
             square = float(model @ model)
@@ -167,7 +168,7 @@ class ResidualEvaluation:
         rows = self._jacobian(vector)
 
         def reduced() -> tuple[np.ndarray, np.ndarray]:
-            model, factors = self._weighted(f)[2:]
+            model, factors = self.weighted(f)[2:]
             weighted = rows if factors is None else rows * factors[:, None]
             # With a robust loss and large outliers, a gradient computed from R would have only half of the digits.
             return _qr_factor(np.column_stack([model, weighted])), model @ weighted
@@ -308,10 +309,7 @@ class _Problem:
             raise EndMethod(INTERRUPTED)
         found: np.ndarray = self._carry_out("residuals", "residuals", x)
         if self._evaluation.gathers:
-            loss = self._evaluation.loss
-            with np.errstate(over="ignore", invalid="ignore"):  # at a trial point, residuals may be huge
-                square = float(found @ found)
-            self._cost, self.last_residuals = 0.5 * (square if loss is None else loss(found)[0]), found
+            self._cost, self.last_residuals = 0.5 * self._evaluation.weighted(found)[0], found
         else:
             # For n variables, n + 1 residuals (n + 2 with a loss): the norm of all residuals, the root of twice the cost.
             # SciPy's trust region shrinks if a cost isn't finite.
@@ -395,7 +393,11 @@ def run_method(
         solver = {"tr_solver": "exact", "loss": "linear" if solve.evaluation.loss is None else _loss_with_cost}
     start = problem.resume(start)
     try:
-        keywords = {**keywords, "max_nfev": _remaining(keywords["max_nfev"], problem, start.size)}
+        if problem.resumed:
+            limit = 100 * start.size if keywords["max_nfev"] is None else keywords["max_nfev"]  # by default as in SciPy
+            keywords = {**keywords, "max_nfev": limit - problem.counts["residuals"]}
+            if keywords["max_nfev"] <= 0:
+                raise EndMethod(_LIMIT)
         result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
         result = problem.result_at_iterate(*_STOPPED)
@@ -408,17 +410,6 @@ def run_method(
     if problem.resumed:  # SciPy counts from the restart
         outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
     return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
-
-
-def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
-    """Return the maximum number of evaluations, minus those of earlier runs."""
-    if not problem.resumed:
-        return limit
-    # 100 n is SciPy's default.
-    remaining = (100 * size if limit is None else limit) - problem.counts["residuals"]
-    if remaining <= 0:
-        raise EndMethod(_LIMIT)
-    return remaining
 
 
 def _loss_with_cost(z: np.ndarray) -> np.ndarray:

@@ -249,7 +249,7 @@ class LBFGS(ShardedMethod):
         for _ in range(self._settings.maxls):
             if line.stuck or self.count >= self._settings.maxfun:
                 break
-            x = self._memory.vectors.new()
+            x = np.empty_like(iterate.x)
             self._memory.advance(iterate, line.step, x)
             trial = self._evaluated(x, iterate, line.step)
             # With bounds the path isn't straight, so `measure` has computed these products.

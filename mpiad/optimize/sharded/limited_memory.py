@@ -27,8 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.optimize.sharded.vectors import HostVectors, Ring
 from mpiad.optimize.totals import Totals
+from mpiad.pytrees import put
+from mpiad.transport.devices.device_arrays import arrays_of, copied
 
 # If the gradient's norm decreases by a factor, the relative errors of its products grow by the same factor. Beyond this
 # factor the products are computed again.
@@ -70,20 +73,18 @@ class LimitedMemory:
 
     def store_gradient(self, point: Point) -> None:
         """Copy the gradient of the last trial point, since the next trial overwrites its row."""
-        self._stored_gradient = self.vectors.read(
-            self.ring.trial, self.vectors.new() if self._stored_gradient is None else self._stored_gradient
-        )
+        self._stored_gradient = copied(self.vectors.memory[self.ring.trial])
         point.stored = True
 
     def restore_gradient(self, point: Point) -> None:
         """Restore a stored gradient to the row for trial points."""
         if point.stored:
-            self.vectors.write(self.ring.trial, self._stored_gradient)  # type: ignore[arg-type]
+            np.copyto(self.vectors.memory[self.ring.trial], self._stored_gradient)  # type: ignore[arg-type]
             point.stored = False
 
     def gradient(self, point: Point) -> Array:
         """Return the gradient at the current point, or at the last trial point."""
-        return self.vectors.read(self.ring.gradient if point.current else self.ring.trial, self.vectors.new())
+        return copied(self.vectors.memory[self.ring.gradient if point.current else self.ring.trial])
 
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
         """Make `new` the current point; return the next slope, the gradient's 2-norm, and whether any rank stops."""
@@ -115,12 +116,12 @@ class LimitedMemory:
     def state(self) -> dict[str, np.ndarray]:
         """Return all arrays of the state; rows that are on the host aren't copied."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
-        vectors = {"rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers)}
+        vectors = {"rows": to_host(self.vectors.memory), "ring": np.array(numbers)}
         return {**vectors, **{name: getattr(self, f"_{name}") for name in _TABLES}}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Restore the result of `state`."""
-        self.vectors.memory[...] = self.vectors.from_host(state["rows"])
+        (self.vectors.memory[...],) = put([state["rows"]], [arrays_of(self.vectors.memory)])
         first, count, self._largest_norm = state["ring"].tolist()
         self.ring.first, self.ring.count = int(first), int(count)
         for name in _TABLES:

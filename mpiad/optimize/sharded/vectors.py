@@ -104,27 +104,6 @@ class HostVectors:
             part = slice(start, min(start + LENGTH, self.size))
             yield part, self.memory[:, part]
 
-    def new(self) -> np.ndarray:
-        """Return an uninitialized vector."""
-        return np.empty(self.size)
-
-    def to_host(self, x: np.ndarray) -> np.ndarray:
-        """Return an array on the host."""
-        return x
-
-    def from_host(self, x: np.ndarray) -> np.ndarray:
-        """Return an array from the host."""
-        return x
-
-    def read(self, row: int, out: np.ndarray) -> np.ndarray:
-        """Copy a row to a vector, and return the vector."""
-        np.copyto(out, self.memory[row])
-        return out
-
-    def write(self, row: int, vector: np.ndarray) -> None:
-        """Copy a vector to a row."""
-        np.copyto(self.memory[row], vector)
-
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
         """Return products of the ring's rows with y, which `change` first computes in place, and with g; and g·g."""
         wanted, found, square = np.flatnonzero([change, gradient]).tolist(), np.zeros((2, 2 * ring.count + 1)), 0.0
@@ -144,7 +123,7 @@ class HostVectors:
 
     def joined(self, array: Array, number: Scalar) -> np.ndarray:
         """Return the entries of an array and a number on the host, by one copy from a device."""
-        return self.to_host(np.concatenate([array.reshape(-1), number.reshape(1)]))
+        return to_host(np.concatenate([array.reshape(-1), number.reshape(1)]))
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row."""
@@ -254,18 +233,6 @@ class DeviceVectors(HostVectors):
         if self.size:  # empty arrays have no largest entries
             yield slice(0, self.size), self.memory
 
-    def new(self) -> Array:
-        """Return an uninitialized vector."""
-        return self._xp.empty((self.size,), float)
-
-    def to_host(self, x: Array) -> np.ndarray:
-        """Return an array on the host."""
-        return self._xp.to_host(x)
-
-    def from_host(self, x: np.ndarray) -> Array:
-        """Return a copy of a host array on the device."""
-        return self._xp.to_device(x)
-
     def row_products(self, ring: Ring, tile: Array, vectors: list[Array]) -> Array:
         """Return the products; see `HostVectors.row_products`."""
         # One product with all rows, including unused ones, costs less than two products with the used rows.
@@ -279,7 +246,7 @@ class DeviceVectors(HostVectors):
 
     def numbers(self, found: list[Array]) -> list[float]:
         """Return scalars on the host, by one copy."""
-        return self.to_host(np.stack(found)).tolist()
+        return to_host(np.stack(found)).tolist()
 
     def gram(self, ring: Ring, tile: Array, free: Array) -> Array:
         """Return the products; see `HostVectors.gram`."""

@@ -18,14 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from mpi4py import MPI
 
 from mpiad.environment_variables import switch
 from mpiad.transport.core.agreement import code_of
-from mpiad.transport.core.calls import site_of, site_of_trace
+from mpiad.transport.core.calls import Site
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, exit_process, flush_streams, lost_ranks
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
@@ -41,16 +41,9 @@ def is_rank() -> bool:
     return os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
-def at_place(frame: FrameType | None) -> str:
-    """Return " at program.py:12 in work, in mpi_recv" for a frame of the program; "" if there is none."""
-    site = site_of(frame)
+def at(site: Site) -> str:
+    """Return " at program.py:12 in work, in mpi_recv" for a line of the program; "" outside of it."""
     return f" at {site}{f', in {site.entry}' if site.entry else ''}" if site.file else ""
-
-
-def at_trace(trace: TracebackType | None) -> str:
-    """Return " at program.py:12 in work" for the program's innermost line in a traceback; "" if there is none."""
-    site = site_of_trace(trace)
-    return f" at {site}" if site.file else ""
 
 
 def end_job(text: str, code: int) -> None:

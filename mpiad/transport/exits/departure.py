@@ -24,11 +24,12 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.transport.core.agreement import exit_code
+from mpiad.transport.core.calls import site_of, site_of_trace
 from mpiad.transport.core.channels import base
 from mpiad.transport.core.fault_tolerance import exit_process
 from mpiad.transport.core.lookup import world_is_given_up
 from mpiad.transport.core.polling import Backoff, threads_may_communicate
-from mpiad.transport.exits.abort import at_place, at_trace, end_job, is_rank, is_reporting
+from mpiad.transport.exits.abort import at, end_job, is_rank, is_reporting
 
 # Seconds from the first error to the end of the job, in which others may report their errors.
 _GRACE = 5.0
@@ -68,7 +69,7 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
         return
     text = repr(code)
     shown = text if len(text) <= 200 else f"{text[:197]}..."
-    _ending = _Ending(f"sys.exit({shown})", exit_code(code), at_trace(trace))
+    _ending = _Ending(f"sys.exit({shown})", exit_code(code), at(site_of_trace(trace)))
     if _ending.code:
         threading.Thread(target=_end_if_stuck, args=(_ending,), name="mpiad-departure", daemon=True).start()
 
@@ -95,7 +96,7 @@ def _waiting_thread() -> str:
 
 def _leave_at_once(status: int) -> None:
     if is_rank() and threads_may_communicate():
-        leaving = _Ending(f"os._exit({status})", status & 0xFF, at_place(sys._getframe(1)))
+        leaving = _Ending(f"os._exit({status})", status & 0xFF, at(site_of(sys._getframe(1))))
         if is_reporting():
             _end(leaving, "in the hook for an exception that nobody caught")
         if _comm is not None:
@@ -119,7 +120,7 @@ def code_at_end() -> int:
 def note_finalize() -> None:
     """Record that this rank calls `mpi_finalize`, before the end of the program."""
     global _ending
-    _ending = _Ending("mpi_finalize()", 0, at_place(sys._getframe(1)))
+    _ending = _Ending("mpi_finalize()", 0, at(site_of(sys._getframe(1))))
 
 
 def await_others(patience: float | None = None) -> bool:

@@ -24,7 +24,8 @@ from types import FrameType
 
 from mpi4py import MPI
 
-from mpiad.transport.exits.abort import at_place, end_job, is_rank
+from mpiad.transport.core.calls import site_of
+from mpiad.transport.exits.abort import at, end_job, is_rank
 
 _RAISED_WITHIN = 1.0
 # In user code, a communication by bare mpi4py looks like a long computation.
@@ -205,4 +206,4 @@ def _instruction(thread: int) -> tuple[FrameType, int] | None:
 
 def _end(why: str, frame: FrameType | None, number: int) -> None:
     if is_rank():  # nobody waits after the end of MPI
-        end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} {why}{at_place(frame)}. The job ends.\n", 128 + number)
+        end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} {why}{at(site_of(frame))}. The job ends.\n", 128 + number)

@@ -46,11 +46,12 @@ import mpi4py
 import numpy as np
 
 mpi4py.rc.initialize = False
-from mpiad.transport.exits.abort import at_trace
+from mpiad.transport.core.calls import site_of_trace
+from mpiad.transport.exits.abort import at
 from mpiad.transport.exits.departure import detect_exit
 
 kept = []
-assert detect_exit(lambda code, trace: print(repr(code) + at_trace(trace), end="", flush=True))
+assert detect_exit(lambda code, trace: print(repr(code) + at(site_of_trace(trace)), end="", flush=True))
 for end in ENDS:
     sys.stdout.flush()
     child = os.fork()
