@@ -119,11 +119,7 @@ class _Checks(NamedTuple):
 def _evaluation(
     loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
 ) -> Function:
-    """Return the result of `value_and_grad`, compiled if `loss` is.
-
-    In a step of an `optimizer` it returns the mean, the gradients with respect to the trained leaves, and the divisor of
-    those that aren't sums over the ranks: own ones, or all if gradients are accumulated.
-    """
+    """Return the result of `value_and_grad`, or the evaluation in a step of an `optimizer`; it is compiled if `loss` is."""
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
     def evaluate(params: Tree, *batch: Tree) -> tuple:
@@ -138,7 +134,7 @@ def _evaluation(
         plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
         is_summed = optimizer is None or optimizer.accumulate == 1
         position = {k: index for index, k in enumerate(shared)} if is_summed else {}
-        parts, found = [None] * len(specs), [None] * len(specs)
+        parts: list[Any] = [None] * len(specs)
 
         def deliver(k: int, g: Array) -> None:
             parts[k] = conformed(g, specs[k])
@@ -153,38 +149,33 @@ def _evaluation(
 
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
         sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
-        with restoring_state(), suspended(body=False), Sums(used, plan) as sums:
+        with restoring_state(), suspended(body=False), Sums(used, plan if is_summed else plan_of((), 0)) as sums:
             if not count:  # the sums are collective, so a rank without samples contributes zeros
-                total, early = sum_up(depends=False), False
+                total = sum_up(depends=False)
+                for k in range(len(specs)):
+                    deliver(k, None)
             else:
                 floats = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
                 traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=floats))
-                # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums in the
-                # reverse pass.
+                # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums.
                 value = getval(traced.build(traced.values))
                 total = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
-                # With several buckets, the first ones are summed during the reverse pass. With the number of samples as
-                # the seed, the gradient is that of the sum of the losses instead of their mean.
-                early = is_summed and sums.begin()
-                ready = deliver if early else None
-                found = run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=ready)
-            if not early:
-                for k, g in enumerate(found):
-                    deliver(k, g)
+                sums.begin()
+                # With this seed, the gradient is that of the sum of the losses instead of their mean.
+                run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=deliver)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             divisor = total.samples if optimizer is None or optimizer.reduction == "mean" else 1
-            for k, g in zip(position, sums.wait(divisor) if is_summed else ()):
+            for k, g in zip(position, sums.wait(divisor)):
                 parts[k] = g
         mean = total.loss / total.samples
-        if optimizer is not None:
+        if optimizer is not None:  # own and accumulated gradients aren't divided yet
             return mean, parts, divisor
         return mean, variables.filled([g[()] for g in parts], lambda leaf: None)
 
-    if isinstance(loss, Jitted):
-        # The evaluation, with the sums between parts of the reverse pass, is one program. It keeps `comm` and its id.
-        key = id(comm), samples, bucket_bytes, optimizer
-        return recoverable(call, comm)(loss.derived(key, lambda: evaluate, optional=True))
-    return recoverable(call, comm)(evaluate)
+    # Of a compiled loss, the evaluation with the sums between parts of the reverse pass is one program. It keeps `comm` and
+    # its id.
+    key = id(comm), samples, bucket_bytes, optimizer
+    return recoverable(call, comm)(loss.derived(key, lambda: evaluate, True) if isinstance(loss, Jitted) else evaluate)
 
 
 def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Comm = None) -> Callable[..., float]:

@@ -180,17 +180,12 @@ class Average:
     def add(self, params: Tree) -> None:
         """Update the average; the parameters may be overwritten afterwards."""
         self._count += 1
-        if self._count == 1:
-            self.params = _copied(params)
-            return
         part = (_ETA + 1) / (self._count + _ETA)
-        means, build = flatten(self.params)
-        for k, leaf in enumerate(flatten(params)[0]):
-            if is_variable(leaf):
-                means[k] += part * (leaf - means[k])
-            else:
-                means[k] = leaf
-        self.params = build(means)
+        leaves, build = flatten(_copied(params))
+        for k, mean in enumerate(flatten(self.params)[0]):  # a None before the first call
+            if is_variable(mean):
+                leaves[k] = mean + part * (leaves[k] - mean)
+        self.params = build(leaves)
 
 
 def _copied(params: Tree) -> Tree:
