@@ -1,14 +1,18 @@
-"""Distributed Fourier transforms beside scipy.fft and messages by hand, and the gradient of a spectral simulation.
+"""Distributed Fourier transforms beside scipy.fft and mpi4py-fft, and the gradient of a spectral simulation.
 
     python benchmarks/fft.py [--quick] [--python .venv-peers/bin/python]
     mpiexec -n 2 python benchmarks/fft.py [--quick]
 
 The forward transform of real arrays is compared with `scipy.fft.rfftn` on one rank, and on several with the slabs that a
 user would program: scipy.fft on two axes, one Alltoallw with subarray types into a preallocated array, scipy.fft on the
-third axis. The gradient is that of the energy after ten steps of the Taylor-Green vortex (examples/taylor_green.py) with
-respect to the initial velocity, compared with the simulation. On one rank, 50 steps of Navier-Stokes on 48³ points are
-compared with those of Exponax (`benchmarks/sides/vortex_NAME.py`), the same method with the same modes: J and the norm of
-the gradient must agree. Each side is a process of its own, started in turn; Exponax's faster gradient counts.
+third axis. If mpi4py-fft is installed (`pip install mpi4py-fft`, which needs FFTW and a compiler), its transform without
+normalization is also compared, and ten compiled steps of the Taylor-Green vortex (examples/taylor_green.py) with the same
+steps on its transforms and NumPy; if pyfftw is installed, too, so are mpiad's transforms by FFTW, as SciPy's backend.
+
+The gradient is that of the energy after these steps with respect to the initial velocity, compared with the simulation. On
+one rank, 50 steps of Navier-Stokes on 48³ points are compared with those of Exponax (`benchmarks/sides/vortex_NAME.py`),
+the same method with the same modes: J and the norm of the gradient must agree. Each side is a process of its own, started
+in turn; Exponax's faster gradient counts.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -66,16 +71,136 @@ def by_hand(shape: tuple[int, int, int]) -> Callable[[np.ndarray], np.ndarray]:
     return forward
 
 
-def compare_transforms(shape: tuple[int, int, int], rounds: int) -> float:
-    """Return the ratio of the times of the two transforms, measured alternately."""
-    fft, peer = DistributedFFT(shape), by_hand(shape)
-    u = np.random.default_rng(0).standard_normal(shape)[fft.owned].copy()
+def by_mpi4py_fft(whole: np.ndarray) -> Callable[[], np.ndarray]:
+    """Return the forward transform of this rank's part by mpi4py-fft; raise an ImportError if it isn't installed."""
+    from mpi4py_fft import PFFT, newDistArray
+
+    fft = PFFT(comm, whole.shape, dtype=float)
+    u, modes = newDistArray(fft, False, view=True), newDistArray(fft, True, view=True)
+    u[...] = whole[fft.local_slice(False)]
+    fft.forward(u, modes, normalize=False)
+    np.testing.assert_allclose(modes, scipy.fft.rfftn(whole)[fft.local_slice(True)], 1e-12, 1e-12 * whole.size)
+    return partial(fft.forward, u, modes, normalize=False)
+
+
+def by_fftw(forward: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+    """Return a transform with FFTW as SciPy's backend; raise an ImportError if pyfftw isn't installed."""
+    import pyfftw
+
+    pyfftw.interfaces.cache.enable()
+    pyfftw.interfaces.cache.set_keepalive_time(60)  # seconds in which plans are kept
+    pyfftw.config.NUM_THREADS, pyfftw.config.PLANNER_EFFORT = 1, "FFTW_MEASURE"
+
+    def transformed() -> np.ndarray:
+        with scipy.fft.set_backend(pyfftw.interfaces.scipy_fft):
+            return forward()
+
+    return transformed
+
+
+def best_times(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the shortest times of the sides, measured alternately, in milliseconds."""
+    times = [[seconds_of(side, 1, comm) for side in sides.values()] for _ in range(rounds)]
+    return dict(zip(sides, 1e3 * np.min(times, axis=0)))
+
+
+def compare_transforms(shape: tuple[int, int, int], rounds: int) -> None:
+    """Measure the forward transforms, and report the ratios."""
+    fft, peer, whole = DistributedFFT(shape), by_hand(shape), np.random.default_rng(0).standard_normal(shape)
+    u = whole[fft.owned].copy()
     np.testing.assert_allclose(fft.forward(u), peer(u), 1e-12, 1e-12 * u.size)
-    times = [[seconds_of(partial(f, u), 1, comm) for f in (fft.forward, peer)] for _ in range(rounds)]
-    ours, theirs = np.min(times, axis=0)
+    sides: dict[str, Callable[[], object]] = {"mpiad": partial(fft.forward, u), "by hand": partial(peer, u)}
+    for name, make in (("mpi4py-fft", partial(by_mpi4py_fft, whole)), ("mpiad, FFTW", partial(by_fftw, sides["mpiad"]))):
+        with suppress(ImportError):
+            sides[name] = make()
+    ms = best_times(sides, rounds)
+    if rank > 0:
+        return
+    line = f"FFT {'×'.join(map(str, shape))} on {size} rank(s)"
+    print(f"{line}, ms: " + ", ".join(f"{side} {time:.3f}" for side, time in ms.items()), flush=True)
+    report(f"{line} over scipy.fft, messages by hand", ms["mpiad"] / ms["by hand"], at_most=1.2)
+    for name in ("mpiad", "mpiad, FFTW"):
+        if name in ms and "mpi4py-fft" in ms:
+            report(f"{line}: {name} over mpi4py-fft", ms[name] / ms["mpi4py-fft"], at_most=1.2)
+        else:
+            report_missing(f"{line}: {name} over mpi4py-fft", "peer not installed")
+
+
+def steps_by_mpi4py_fft(points: int, steps: int) -> Callable[[], float]:
+    """Return the steps of the Taylor-Green vortex by mpi4py-fft and NumPy as a function that returns the energy."""
+    from mpi4py_fft import PFFT, newDistArray
+    from taylor_green import BOX, VISCOSITY
+
+    fft = PFFT(comm, (points,) * 3, dtype=float, collapse=False)
+    velocity, vorticity = newDistArray(fft, False, rank=1, view=True), newDistArray(fft, False, rank=1, view=True)
+    modes, start, total, rates = (newDistArray(fft, True, rank=1, view=True) for _ in range(4))
+    pressure = newDistArray(fft, True, view=True)
+    x, y, z = np.meshgrid(
+        *[np.arange(points) * 2 * np.pi / points * side / BOX[0] for side in BOX], indexing="ij", sparse=True
+    )
+    initial = np.zeros((3, points, points, points))
+    initial[0], initial[1] = np.sin(x) * np.cos(y) * np.cos(z), -np.cos(x) * np.sin(y) * np.cos(z)
+    velocity[...] = initial[(slice(None), *fft.local_slice(False))]
+    for i in range(3):
+        fft.forward(velocity[i], start[i])
+    half, full = scipy.fft.rfftfreq(points, 1 / points), scipy.fft.fftfreq(points, 1 / points)
+    grid = np.meshgrid(full, full, half, indexing="ij")
+    k = np.stack([2 * np.pi / side * part[fft.local_slice(True)] for side, part in zip(BOX, grid)])
+    square = (k**2).sum(axis=0)
+    over_square = k / np.where(square == 0, 1, square)
+
+    def find_rates() -> None:
+        for i, j, m in (0, 1, 2), (1, 2, 0), (2, 0, 1):
+            fft.backward(modes[i], velocity[i])
+            fft.backward(1j * (k[j] * modes[m] - k[m] * modes[j]), vorticity[i])
+        for i, j, m in (0, 1, 2), (1, 2, 0), (2, 0, 1):
+            fft.forward(velocity[j] * vorticity[m] - velocity[m] * vorticity[j], rates[i])
+        np.sum(rates * over_square, axis=0, out=pressure)
+        rates[...] -= pressure * k
+        rates[...] -= VISCOSITY * square * modes
+
+    def run() -> float:
+        before = start.copy()
+        modes[...] = before
+        for _ in range(steps):
+            total[...] = before
+            for weight, part in (1 / 6, 1 / 2), (1 / 3, 1 / 2), (1 / 3, 1), (1 / 6, 0):
+                find_rates()
+                total[...] += 0.01 * weight * rates
+                modes[...] = before + 0.01 * part * rates
+            before[...] = modes[...] = total
+        for i in range(3):
+            fft.backward(modes[i], velocity[i])
+        return comm.allreduce(np.sum(velocity**2)) / (2 * points**3)
+
+    return run
+
+
+def compare_steps(points: int, rounds: int) -> None:
+    """Measure ten steps of the Taylor-Green vortex by mpiad and mpi4py-fft, and report the ratio."""
+    from taylor_green import VISCOSITY, Flow
+
+    line, steps = f"ten Taylor-Green steps on {points}³, {size} rank(s): mpiad over mpi4py-fft", 10
+    try:
+        peer = steps_by_mpi4py_fft(points, steps)
+    except ImportError:
+        if rank == 0:
+            report_missing(line, "peer not installed")
+        return
+    flow = Flow((points,) * 3, VISCOSITY, 0.01)
+    start, step = flow.vortex(), mpiad.jit(flow.step)
+
+    def ours() -> float:
+        modes = start
+        for _ in range(steps):
+            modes = step(modes)
+        return flow.energy(modes)
+
+    np.testing.assert_allclose(ours(), peer(), 1e-11)
+    ms = best_times({"mpiad": ours, "mpi4py-fft": peer}, rounds)
     if rank == 0:
-        print(f"{shape}: mpiad {ours * 1e3:.2f} ms, by hand {theirs * 1e3:.2f} ms, ratio {ours / theirs:.2f}", flush=True)
-    return ours / theirs
+        print(f"{line}: {ms['mpiad']:.0f} ms, {ms['mpi4py-fft']:.0f} ms", flush=True)
+        report(line, ms["mpiad"] / ms["mpi4py-fft"], at_most=1.0)
 
 
 def gradient_ratio(points: int, rounds: int) -> float:
@@ -130,9 +255,9 @@ def main() -> None:
     parser.add_argument("--python", default=str(PEERS), help="Exponax's interpreter")
     options = parser.parse_args()
     for shape in SHAPES:
-        ratio = compare_transforms(shape, 10 if options.quick else 40)
-        report(f"FFT {'×'.join(map(str, shape))} on {size} rank(s) over scipy.fft, messages by hand", ratio, at_most=1.2)
+        compare_transforms(shape, 10 if options.quick else 40)
     points = 32 if options.quick else 64
+    compare_steps(points, 2 if options.quick else 4)
     ratio = gradient_ratio(points, 2 if options.quick else 4)
     report(f"gradient of ten Taylor-Green steps on {points}³, {size} rank(s), over the steps", ratio, at_most=3.5)
     if size == 1:

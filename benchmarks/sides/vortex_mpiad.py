@@ -33,6 +33,8 @@ def coefficients():
 
 
 whole_decay, half_decay, half, first, middle, last = coefficients()
+for table in (whole_decay, half_decay, half, first, middle, last, square, inverse_square):
+    table.flags.writeable = False  # a compiled program compares writable arrays in each call
 
 
 def products(m):
