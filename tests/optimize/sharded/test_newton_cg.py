@@ -70,6 +70,35 @@ def test_minima_of_known_problems(name: str, way: str, rank: int, size: int) -> 
     assert len(result.history.loss) == result.nit + 1 and np.all(np.diff(result.history.loss) <= 1e-15)
 
 
+def inner_products(*pairs: tuple[np.ndarray, np.ndarray]) -> list[float]:
+    return [float(a @ b) for a, b in pairs]
+
+
+def test_products_of_cg_for_a_few_large_eigenvalues() -> None:
+    """As in exact arithmetic, one product for each eigenvalue; rounding would double their number."""
+    rng = np.random.default_rng(6)
+    q, c = np.linalg.qr(rng.standard_normal((300, 300)))[0], spd(rng, 300, 10.0)
+    factor, products = np.linalg.cholesky(c), []
+    eigenvalues = np.concatenate([np.geomspace(1e6, 1e2, 15), np.ones(285)])
+    inverse = np.linalg.inv(factor)
+    hessian = inverse.T @ (q * eigenvalues) @ q.T @ inverse
+    gradient = inverse.T @ q @ np.concatenate([np.ones(16), np.zeros(284)])
+
+    def multiply(v: np.ndarray) -> np.ndarray:
+        products.append(1)
+        return hessian @ v
+
+    square = float(gradient @ c @ gradient)
+    system = System(multiply, lambda r: c @ r, inner_products, lambda: False, square, most_kept=32)
+    found = truncated_cg(system, gradient, 1e-8, 200)
+    assert found is not None and len(products) == 16
+    residual = gradient + hessian @ found.vector
+    assert residual @ c @ residual <= 4e-16 * square
+    products.clear()
+    truncated_cg(system._replace(most_kept=0), gradient, 1e-8, 200)
+    assert len(products) > 24
+
+
 def test_steps_of_cg_are_those_of_the_textbook() -> None:
     """In the preconditioner's norm: the minimiser, the boundary of a region, and the end at negative curvature."""
     rng = np.random.default_rng(5)
@@ -78,7 +107,7 @@ def test_steps_of_cg_are_those_of_the_textbook() -> None:
 
     def step(matrix: np.ndarray, radius: float = np.inf, forcing: float = 1e-12) -> Any:
         square = float(gradient @ p @ gradient)
-        system = System(lambda v: matrix @ v, lambda r: p @ r, lambda a, b: float(a @ b), lambda: False, square)
+        system = System(lambda v: matrix @ v, lambda r: p @ r, inner_products, lambda: False, square)
         return truncated_cg(system, gradient, forcing, 200, radius)
 
     def model(way: np.ndarray, matrix: np.ndarray) -> float:
