@@ -89,7 +89,7 @@ class _RealTransform(_Stage):
         axis, norm = self.axis, self.norm
         if not self.is_transposed:
             return scipy.fft.irfft(x, self.n, axis, norm) if self.is_inverse else scipy.fft.rfft(x, axis=axis, norm=norm)
-        # The transposes are sums over the n // 2 + 1 modes with the same sign of the exponent; hfft counts interior modes twice.
+        # The transposes are sums over the n // 2 + 1 modes with the same sign of the exponent; hfft doubles interior modes.
         interior = _at(axis, slice(1, (self.n + 1) // 2))
         if self.is_inverse:
             modes: Array = scipy.fft.ihfft(x, axis=axis, norm=norm)
