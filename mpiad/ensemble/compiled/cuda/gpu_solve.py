@@ -347,7 +347,7 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     count, d = solver.count, solver.d
     start = n_saved * d * count
     end = start + d * count
-    if not solved.timed and not n_saved:  # slices would make the adjoint allocate arrays
+    if solver.settings.ends:  # slices would make the adjoint allocate arrays
         return [None, vector.reshape((d, count)).T]
     saved, last = vector[:start].reshape((n_saved, d, count)), vector[start:end].reshape((d, count))
     states = [saved.transpose((2, 0, 1)), last.T]

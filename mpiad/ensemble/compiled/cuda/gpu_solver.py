@@ -205,7 +205,7 @@ class Solver:
             s_bar = empty((len(shared), share.count), self.real)
             self._launch(kernel, share, *inputs, u0_bar, p_bar, s_bar, *events)
             sums += [np.sum(s_bar, axis=1)] if shared else []
-        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real) if shared else None
+        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real)
         return InputCotangents(u0_bar, p_bar, s_bar)
 
     def _shares(self, naccept: Array, longest: int) -> list[Share]:

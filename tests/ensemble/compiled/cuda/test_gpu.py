@@ -207,6 +207,21 @@ def assert_close(found, expected, rtol=1e-10):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+def test_no_saved_times(place):
+    sol = solve(ensemble(lorenz, place(states(5)), place(parameters(5))), RK45(), EnsembleGPU(), saveat=[])
+    assert (sol.t.shape, sol.u.shape, sol.u_end.shape) == ((0,), (5, 0, 3), (5, 3))
+
+
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_a_shared_parameter_without_entries(gradient):
+    def loss(p):
+        problem = ensemble(lambda u, p, t: [-p["rate"] * u[0]], states(5, 1), None, {"rate": 2.0, "more": p})
+        return anp.sum(solve(problem, RK45(), EnsembleGPU(), gradient=gradient).u_end)
+
+    assert mpiad.grad(loss, objective="sum")(np.empty(0)).shape == (0,)
+
+
 @pytest.mark.parametrize("gradient", [None, "adjoint", "tangent"])
 @pytest.mark.parametrize("times", [TIMES, [0.0, 1.0]])
 def test_gradients_are_those_of_the_vectorised_path(gradient, times):
