@@ -178,7 +178,7 @@ def _span(problem: ODEProblem) -> tuple[Any, Any]:
         start, end = problem.tspan
         finite = math.isfinite(getval(start)) and math.isfinite(getval(end))
         span = start if isbox(start) else float(start), end if isbox(end) else float(end)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"solve: tspan must be two real numbers (t0, t1), but got {problem.tspan!r}.") from None
     if not finite:
         raise ValueError(f"solve: tspan must be two finite numbers, but got {problem.tspan!r}.")
