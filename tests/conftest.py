@@ -10,8 +10,8 @@ tests run on every number of ranks. Marks: `mpi(min_size=2)` for a test that nee
 rank only); `thorough` for one that runs with `--thorough` only; `limit(seconds)` for one that may take longer than
 MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes of one rank each.
 
-In the whole suite, one, three and four ranks compile kernels without LLVM's optimizations, which take long, but for the
-tests in `OPTIMIZED`. Two ranks, programs that tests start, and all of `--thorough` have them.
+In the whole suite, kernels are compiled without LLVM's optimizations, which take long, but for the tests in `OPTIMIZED`.
+Programs that tests start, and all of `--thorough`, have them.
 """
 
 from __future__ import annotations
@@ -71,8 +71,12 @@ ALSO_ON = {
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
 
-# What has LLVM's optimizations on any number of ranks: tests of the compiler, and those whose kernels run for long.
-OPTIMIZED = ("compiling", "inverse", "ensemble/test_taylor.py")
+# What has LLVM's optimizations: tests of the compiler, those whose kernels run for long, and those of kernels in which an
+# optimization could go wrong, since loops overwrite what they read, or trajectories share the arrays of a kernel.
+OPTIMIZED = (
+    "compiling", "inverse", "ensemble/test_taylor.py", "ensemble/compiled/test_kernel_solver.py",
+    "programs/test_memory_plan.py", "programs/test_loops.py",
+)  # fmt: skip
 
 # A file all of whose tests run on one rank only.
 OF_ONE_RANK = re.compile(r"^pytestmark = .*\bmark\.(launches|serial|one_rank)\b", re.MULTILINE)
@@ -215,7 +219,7 @@ def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Ite
     for item in items:
         if ON_ONE_RANK.isdisjoint(mark.name for mark in item.iter_markers()):
             tests.setdefault((item.path, item.originalname), []).append(item)
-    asking = {path: _tests_that_ask(path) for path, _ in tests} if WORLD.size == 1 else {}
+    asking = {path: _tests_that_ask(path) for path in {path for path, _ in tests}} if WORLD.size == 1 else {}
     left_out = set()
     for (path, name), sets in tests.items():
         if len(sets) == 1 or not UNDIVIDED.isdisjoint(mark.name for mark in sets[0].iter_markers()):
@@ -230,7 +234,7 @@ def _parameter_sets_of_other_ranks(config: pytest.Config, items: list[pytest.Ite
 def _tests_that_ask(path: Path) -> set[str]:
     """Return the names of a file's tests that ask whether there is one rank."""
     functions = path.read_text().split("\ndef ")[1:]
-    return {function.partition("(")[0] for function in functions if re.search(r"(?i)\bsize == 1\b", function)}
+    return {function.partition("(")[0] for function in functions if re.search(r"\b(?:size|SIZE) == 1\b", function)}
 
 
 def _fourths(config: pytest.Config, path: Path) -> tuple[int, ...]:
@@ -275,7 +279,7 @@ def _runs_here(config: pytest.Config, item: pytest.Item) -> bool:
 @pytest.fixture(autouse=True)
 def optimization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile kernels with LLVM's optimizations, or without."""
-    if WORLD.size != 2 and _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
+    if _is_whole_suite(request.config) and not _is_in(request.config, request.path, OPTIMIZED):
         monkeypatch.setattr(kernel_cache, "optimization_level", 0)
 
 

@@ -131,10 +131,8 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
     if device is None:
         return anp.array(values, *args, **kwargs)
     dtype = args[0] if args else kwargs.get("dtype")
-    if arrays_of(values) is not None:
-        result = device.copy(values)  # a copy, as in NumPy
-    else:
-        result = _from_nested(values, device)
+    # A copy, as in NumPy.
+    result = _from_nested(values, device) if arrays_of(values) is None else device.copy(values)
     return result if dtype is None else result.astype(np.dtype(dtype))
 
 

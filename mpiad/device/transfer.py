@@ -53,10 +53,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     cupy = _import_cupy("select")
     count = _visible_gpu_count(cupy)
     local = world.local_rank()
-    if ids is None:
-        chosen = list(range(count))
-    else:
-        chosen = list(ids) if isinstance(ids, Sequence) else [ids]
+    chosen = list(range(count) if ids is None else ids if isinstance(ids, Sequence) else [ids])
     _check_ids(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
     cupy.cuda.Device(number).use()

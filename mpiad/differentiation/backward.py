@@ -68,10 +68,10 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
         if not owned:
             total = vspace(total).mut_add(None, total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
-    if type(total) is _ndarray or is_device_array(total):
-        # The sum is computed in place only if it has the dtype of the total.
-        if total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
-            return g.mut_add(total if owned else total.copy())
+    # The sum is computed in place only if it has the dtype of the total.
+    is_array = type(total) is _ndarray or is_device_array(total)
+    if is_array and total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
+        return g.mut_add(total if owned else total.copy())
     return total + g.dense()
 
 

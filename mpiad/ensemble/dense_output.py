@@ -165,33 +165,30 @@ class GatheredOutput:
         return everything if only is None else everything[only]
 
 
-class _LostCommunicator:
-    """Placeholder, in an unpickled solution, for a communicator that couldn't be pickled."""
-
-    def __repr__(self) -> str:
-        return "<communicator of the program that pickled this>"
+# In an unpickled solution, instead of a communicator that couldn't be pickled.
+_LOST = "<communicator of the program that pickled this>"
 
 
 class PickledCommunicator:
     """The communicator of a solution. Copies share the communicator; a pickle contains it only if it can be pickled."""
 
-    def __init__(self, comm: Comm):
+    def __init__(self, comm: Comm | str):
         self.comm = comm
 
     def __deepcopy__(self, memo: dict[int, object]) -> PickledCommunicator:
         return self
 
-    def __reduce__(self) -> tuple[type[PickledCommunicator], tuple[Comm | _LostCommunicator]]:
+    def __reduce__(self) -> tuple[type[PickledCommunicator], tuple[Comm | str]]:
         try:
             pickle.dumps(self.comm)
         except Exception:  # noqa: BLE001 - the exception type depends on the version of mpi4py
-            return PickledCommunicator, (_LostCommunicator(),)
+            return PickledCommunicator, (_LOST,)
         return PickledCommunicator, (self.comm,)
 
 
 def present(comm: Comm, call: str, remedy: str) -> Comm:
     """Return the communicator of a solution; raise CommunicatorError if it was lost when the solution was pickled."""
-    if isinstance(comm, _LostCommunicator):
+    if isinstance(comm, str):
         raise CommunicatorError(
             f"{call}: this solution was unpickled, and its communicator, which belongs to the program that pickled it, "
             f"couldn't be pickled. {remedy}"

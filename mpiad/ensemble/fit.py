@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -186,15 +185,12 @@ class SensitivitySolve:
         numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if traced.u0 else 0)
         in_kernel = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
         settings = self._settings._replace(saveat=times, gradient="tangent" if in_kernel else "adjoint")
-        if traced.times is None:
-            outcome = self._compiler.run(batch, settings, traced.batch)
-        else:
-            if not self._checked:  # at the start, for all trajectories
-                check_schedules(traced.times, batch, times, self._first)
-                self._checked = True
-            plan = self._compiler.plan(batch, settings, traced.batch)
-            run = partial(self._compiler.run_planned, plan, given=traced.batch)
-            outcome = run(*started(batch, settings, traced.times))
+        if traced.times is not None and not self._checked:  # at the start, for all trajectories
+            check_schedules(traced.times, batch, times, self._first)
+            self._checked = True
+        plan = self._compiler.plan(batch, settings, traced.batch)
+        begun = (batch, settings) if traced.times is None else started(batch, settings, traced.times)
+        outcome = self._compiler.run_planned(plan, *begun, traced.batch)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         tangents = self._tangents(Run(batch, settings, outcome), traced, x.shape[1])
         return States(u, tangents, outcome.naccept + outcome.nreject)
@@ -490,14 +486,12 @@ def planned(given: SimpleNamespace) -> FitPlan:
 
 
 def _check_plain(name: str, x: Array) -> None:
-    if isbox(x):
-        raise NotImplementedError(
-            f"fit: {name} is traced, but derivatives of fits aren't supported. Pass mpiad.stop_gradient({name})."
-        )
-    if is_device_array(x):
-        raise NotImplementedError(
-            f"fit: {name} is a device array, but fits run on the host. Pass mpiad.device.to_host({name})."
-        )
+    for wrong, problem, remedy in (
+        (isbox(x), "traced, but derivatives of fits aren't supported", "stop_gradient"),
+        (is_device_array(x), "a device array, but fits run on the host", "device.to_host"),
+    ):
+        if wrong:
+            raise NotImplementedError(f"fit: {name} is {problem}. Pass mpiad.{remedy}({name}).")
 
 
 def _start(p0: Array) -> Array:

@@ -98,20 +98,23 @@ def as_state(u0: Array) -> Array:
 
 
 def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
-    problem, count, rows = ensemble.problem, len(numbers), _rows(numbers)
+    problem, count = ensemble.problem, len(numbers)
     leaves, build = flatten(problem.p)
     p = Parameters(leaves, [False] * len(leaves), build)
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
-        p = Parameters([_trajectories_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
+        p = Parameters([_trajectories_last(_rows(_array(leaf), numbers)) for leaf in leaves], [True] * len(leaves), build)
     start, end = (_repeated(t, count) for t in _span(problem))
     first = as_state(problem.u0)
     states = initial_states(ensemble, numbers, first)
     return Batch(problem.f, first.shape, states, p, start, end, problem.jac_sparsity)
 
 
-def _rows(numbers: Sequence[int]) -> slice:
-    return slice(numbers[0] - 1, numbers[-1]) if len(numbers) else slice(0, 0)
+def _rows(x: Array, numbers: Sequence[int]) -> Array:
+    """Return the rows of some trajectories."""
+    if len(numbers) == len(x):
+        return x  # a slice would be differentiated
+    return x[numbers[0] - 1 : numbers[-1]] if len(numbers) else x[:0]
 
 
 def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int], first: Array = None) -> Array:
@@ -128,7 +131,8 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int], first: Arr
     given = as_state(ensemble.u0)
     if given.shape[1:] != first.shape:
         raise ValueError(f"solve: u0= of the ensemble must have shape (N, *{first.shape}), but has shape {given.shape}.")
-    return _trajectories_last(given[_rows(numbers)].reshape(len(numbers), first.size))
+    rows = _rows(given, numbers)
+    return _trajectories_last(rows if rows.ndim == 2 else rows.reshape(len(numbers), first.size))
 
 
 def _repeated(t: Array, count: int) -> Array:

@@ -127,7 +127,7 @@ class RosenbrockReplay(StepReplay):
             right = right + row_sums(terms, rows, len(mass))
         if self._slope is not None and table.slopes[i - 1]:
             right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
-        return solved(self._lu, self._run.jacobian.places, self._entries, self._size, right)
+        return solved(self._lu, self._run.jacobian.places, self._entries, self._size, right, False)
 
     def _linearized(self, t: Array) -> tuple[Array, Array | None]:
         """Return the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""

@@ -202,9 +202,11 @@ def _mass_of(options: SolveOptions) -> Array | None:
     return mass
 
 
+_KINDS = {"problem": (ODEProblem, EnsembleProblem), "alg": (Algorithm,), "ensemblealg": (EnsembleAlgorithm,)}
+
+
 def _check_kinds(options: SolveOptions) -> None:
-    expected = {"problem": (ODEProblem, EnsembleProblem), "alg": (Algorithm,), "ensemblealg": (EnsembleAlgorithm,)}
-    for name, kinds in expected.items():
+    for name, kinds in _KINDS.items():
         value = getattr(options, name)
         if not isinstance(value, kinds):
             hint = " Write RK45() with parentheses." if isinstance(value, type) else ""

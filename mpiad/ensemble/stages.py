@@ -129,7 +129,7 @@ class RosenbrockStages(Stages):
                 self._evaluate(stage, i, u, p, sign, at_end)
                 if at_end:
                     np.copyto(k[-1], stage)
-                self._coefficients.add_row(stage, last + i, k, self._mass, self._argument, self._term)
+                stage += self._mass.times(self._coefficients.row(last + i, k, self._argument, self._term))
             if time_derivative is not None and tableau.slopes[i - 1]:
                 stage += time_derivative * self._real.type(tableau.slopes[i - 1])
             lu.solve(stage)

@@ -33,10 +33,7 @@ def _applied(operator: Any, *args: Any) -> Array:
 @primitive
 def rows_of(like: Array, *rows: Array) -> Array:
     """Return an array of the shape and dtype of `like` from its rows; a row may be one number for all columns."""
-    out = np.empty_like(like)
-    for i, row in enumerate(rows):
-        out[i] = row
-    return out
+    return _filled(np.empty_like(like), rows)
 
 
 def _rows_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
@@ -133,9 +130,12 @@ def values_of(program: Program, *groups: Array) -> Array:
     """Return the outputs of a program of scalars for n columns, (outputs, n), given (inputs, n) for each of its groups."""
     values = evaluated(program, *groups)
     # The last group may have several rows of numbers.
-    out = np.empty_like(groups[0], shape=(len(values), *groups[-1].shape[1:]))
-    for i, value in enumerate(values):
-        out[i] = value
+    return _filled(np.empty_like(groups[0], shape=(len(values), *groups[-1].shape[1:])), values)
+
+
+def _filled(out: Array, rows: Sequence[Array]) -> Array:
+    for i, row in enumerate(rows):
+        out[i] = row
     return out
 
 
@@ -184,7 +184,7 @@ def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
 
 
 @primitive
-def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool = False) -> Array:
+def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool) -> Array:
     """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
     x = right.copy()
     lu.solve(x, transposed)
@@ -192,8 +192,7 @@ def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, trans
 
 
 def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    lu, places, entries, h, _, *rest = args
-    transposed = bool(rest and rest[0])
+    lu, places, entries, h, _, transposed = args
     rows, columns = reversed(places) if transposed else places
 
     def vjp(g: Array) -> list[Array]:
@@ -207,8 +206,7 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
 
 
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    lu, places, entries, h, right, *rest = args
-    transposed = bool(rest and rest[0])
+    lu, places, entries, h, _, transposed = args
     rows, columns = reversed(places) if transposed else places
     tangents = dict(zip(argnums, gs))
     change = tangents.get(4)

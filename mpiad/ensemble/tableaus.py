@@ -44,7 +44,8 @@ class Tableau:
     @property
     def takes_mass(self) -> bool:
         """Whether the method supports mass matrices, including singular ones."""
-        return False
+        # It is stiffly accurate: the new state is the last argument plus h times its stage.
+        return self.implicit and self.a[-1] == (*self.a[-2], 1.0)
 
     @cached_property
     def stages(self) -> int:
@@ -145,11 +146,6 @@ class RosenbrockTableau(Tableau):
         """Whether the new state is the argument of the last stage k_i."""
         row = self.a[-2]
         return self.c[-2] == 1 and self.a[-1] == (*row, 0.0)
-
-    @property
-    def takes_mass(self) -> bool:
-        """Whether the method is stiffly accurate: the new state is the last argument plus h times its stage."""
-        return self.a[-1] == (*self.a[-2], 1.0)
 
     @property
     def calls(self) -> int:

@@ -597,11 +597,10 @@ class DistributedMatrix:
 
     def _checked(self, x: Array, axis: int, call: str) -> LocalArray:
         plain, length = getval(x), self.local_shape[axis]
-        if type(plain) is not np.ndarray or plain.dtype.kind not in "fc":
-            if not is_array(plain) or plain.dtype.kind not in "fc":
-                kind = f"an array of dtype {plain.dtype}" if is_array(plain) else type(plain).__name__
-                text = f"expected an array of floats of shape (..., {length}), but got {kind}."
-                raise TypeError(f"DistributedMatrix.{call}: {text}")
+        if not is_array(plain) or plain.dtype.kind not in "fc":
+            kind = f"an array of dtype {plain.dtype}" if is_array(plain) else type(plain).__name__
+            text = f"expected an array of floats of shape (..., {length}), but got {kind}."
+            raise TypeError(f"DistributedMatrix.{call}: {text}")
         values = getval(self.values)
         if type(plain) is not type(values) or arrays_of(plain) != arrays_of(values):
             require_together(f"DistributedMatrix.{call}", x=plain, values=values)
@@ -652,7 +651,7 @@ class GatheredFactors:
         # Only rank 0 detects a singular matrix. All ranks raise, since the other ranks would wait for rank 0.
         with raising_together(channel(matrix.comm, call)):
             if whole is not None:
-                self._factors = SparseFactors(whole.tocsc(), f"{call}: the matrix {matrix.shape}")
+                self._factors = SparseFactors(whole, f"{call}: the matrix {matrix.shape}")
 
     @property
     def T(self) -> GatheredFactors:

@@ -12,6 +12,7 @@ If p isn't a variable, a solve is a step of compiled programs, which are also di
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -154,25 +155,25 @@ defjvp(_with_factors, lambda g, ans, b, solve, number: _with_factors(g, solve, n
 
 
 class _Factors:
-    """The factors of an operator with fixed params; `given`: the leaves of the params, which the user may change later."""
+    """The factors of an operator with fixed params.
 
-    def __init__(
-        self, operator: _Operator, given: list[Any], options: _Options, number: int = 0, requires_all: bool = True
-    ):
+    `given` contains the leaves of the params, which the user may change later; None if nobody asks whether they changed.
+    """
+
+    def __init__(self, operator: _Operator, given: Any, options: _Options, number: int = 0, requires_all: bool = True):
         self.operator, self.given, self.options, self.number = operator, given, options, number
         with restoring_state(), suspended():
             self.matrix = matrix = options.assembled(operator, requires_all)
             if options.group.size == 1:
                 name = f"{options.call}: the matrix {matrix.shape}"
-                self._inverse: Any = SparseFactors(matrix.local_rows().tocsc(), name)
+                self._inverse: Any = SparseFactors(matrix.local_rows(), name)
             elif options.method == "gathered" or options.method == "auto" and matrix.shape[0] <= _MOST_GATHERED:
                 self._inverse = GatheredFactors(matrix, options.call)
             else:
                 self._inverse = AdditiveSchwarz(matrix, restricted=True)
-        try:
-            self._watch: Watch | None = watch_of(operator.matvec, (), given)
-        except Unknown:
-            self._watch = None
+        self._watch: Watch | None = None
+        with contextlib.suppress(Unknown):
+            self._watch = None if given is None else watch_of(operator.matvec, (), given)
 
     def is_current(self) -> bool:
         """Return whether the params, and the objects in the operator's closure, are unchanged on this rank."""
@@ -228,7 +229,7 @@ class _Factors:
 class KeptFactors:
     """A preconditioner: the factors of an operator, which are computed again as its params change; for Newton's method."""
 
-    takes_blocks = True  # arrays with leading axes
+    takes_blocks = is_updated = True  # it takes arrays with leading axes
 
     def __init__(
         self, matvec: Function, build: Function, shape: tuple[int, ...], pattern: Any, comm: Comm, call: str, reuse: int
@@ -245,8 +246,13 @@ class KeptFactors:
             return
         # An entry that the pattern misses in later steps only makes the preconditioner less accurate.
         operator, is_first = self._operator._replace(leaves=leaves), self.factors is None
-        self.factors = _Factors(operator, leaves, self._options, requires_all=is_first)
+        self.factors = _Factors(operator, None, self._options, requires_all=is_first)
         self._uses_left = self._reuse
+
+    @property
+    def is_accurate(self) -> bool:
+        """Whether the factors are those of the last operator, and not only approximate."""
+        return self._uses_left == self._reuse and not isinstance(self.factors._inverse, AdditiveSchwarz)
 
     def __call__(self, r: LocalArray) -> LocalArray:
         """Return an approximation of A⁻¹ r."""

@@ -46,12 +46,15 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         # For a zero right-hand side the solution is zero.
         nonzero = on_device_of(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
         x = np.where(nonzero, system.rows(x0) / system.units_of_rows, 0.0).astype(b.dtype)
+    elif system.has_inverse:
+        x = system.precondition(b)
+    if x0 is not None or system.has_inverse:
         r, norms, _ = _true_residual(system, b, x)
     system.note(norms)
     # With left preconditioning, the method uses the preconditioned residual, so the true residual gets no slack.
     restarts_without_progress, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
-        converged = method(system, x, r, norms, targets)
+        converged = are_within(norms, targets) or method(system, x, r, norms, targets)
         if converged and not system.settings.verify:
             break
         before = norms

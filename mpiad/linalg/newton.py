@@ -37,7 +37,7 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed_among
-from mpiad.transport.core.tracing import opaque
+from mpiad.transport.core.tracing import opaque, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import DeferredFailures
 
@@ -249,11 +249,18 @@ def newton(
     error = error or _jacobian_error(stop_gradient(u0), preconditioner, settings, pattern)
     settings = agree_on(settings, error, preconditioner)
     leaves, build = flatten(params)
+    # The last point at which a sparse Jacobian was computed, and the linearization there.
+    last: list[Any] | None = [] if jacobian == "sparse" else None
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
         fun = lambda w: residual(w, *params)  # noqa: E731
         if len(np.shape(v)) > len(np.shape(u)):
-            return linearize(fun)(u).jvp(v, batch=True)
+            at_u = linearize(fun)(u)
+            if last is not None:
+                last[:] = u, at_u
+            return at_u.jvp(v, batch=True)
+        if last and u is last[0] and tracing.tape is None:
+            return last[1].jvp(v)
         return make_jvp(fun)(u)(v)[1]
 
     def arguments(all_leaves: Tree) -> tuple:
@@ -290,7 +297,9 @@ def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
             kept.update([u, *leaves])
         # The solution isn't verified by a product, since the nonlinear residual is evaluated next.
         settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
-        return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
+        system = problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
+        system.has_inverse = isinstance(kept, KeptFactors) and kept.is_accurate
+        return system
 
     u = find_root(lambda u: problem.at([u, *leaves]), linear, problem.start, problem.settings, failures)
     if isinstance(kept, KeptFactors) and kept.factors is None:  # no step was taken, but derivatives need factors

@@ -102,6 +102,8 @@ class Problem(NamedTuple):
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = self._functions(params, b, failures.attempt)
+        if getattr(self.preconditioner, "is_updated", False):  # iterations with it aren't compiled
+            return System(apply, precondition, b, self.settings, failures=failures)
         settings, kind = self.settings, (self.transposed, self.lanes)
         read = self.matvec, self.preconditioner, *kind, self.preconditioner_transpose
         operator = Operator(
@@ -309,6 +311,8 @@ def transposed_preconditioner(preconditioner: Function, transpose: Any, params: 
 
 def bind_params(fun: Function, params: tuple) -> Function:
     """Return `fun` as a function of its first argument only, with bound params if `fun` requires them."""
+    if getattr(fun, "takes_blocks", False):  # this library's preconditioners take no params
+        return fun
     try:
         kinds = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # some built-in functions have no signature

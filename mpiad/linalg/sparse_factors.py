@@ -36,18 +36,20 @@ _FIRST_SOLVES = 4  # for several right-hand sides, by SuperLU: preparing the com
 
 
 class SparseFactors:
-    """The factors of a square CSC matrix; raises a ValueError if the matrix, called `name`, is singular."""
+    """The factors of a square CSR or CSC matrix; raises a ValueError if the matrix, called `name`, is singular."""
 
     def __init__(self, matrix: Any, name: str):
+        columns = matrix.tocsc()
+        ordering = "MMD_AT_PLUS_A" if _has_diagonal_pivots(matrix.tocsr(), columns) else None
         try:
-            self._factors: Any = splu(matrix, "MMD_AT_PLUS_A" if _has_diagonal_pivots(matrix) else None)
+            self._factors: Any = splu(columns, ordering)
         except RuntimeError as error:
             text = f"{name} can't be factorized: {error}."
             # The null vector, by one inverse iteration with a small shift, is largest in the unknowns that cause this.
             shift = 1e-10 * max(float(np.abs(matrix.data).max(initial=0.0)), 1.0)
             start = np.random.default_rng(0).standard_normal(matrix.shape[0]).astype(matrix.dtype)
             with contextlib.suppress(RuntimeError):
-                vector = splu((matrix + shift * scipy.sparse.eye_array(matrix.shape[0])).tocsc()).solve(start)
+                vector = splu((columns + shift * scipy.sparse.eye_array(matrix.shape[0])).tocsc()).solve(start)
                 text += f" The null vector is largest in row {int(np.abs(vector).argmax())}."
             raise ValueError(text) from error
         self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), itertools.count()
@@ -65,17 +67,16 @@ class SparseFactors:
         return self._factors.solve(np.ascontiguousarray(rows).T, kind).T
 
 
-def _has_diagonal_pivots(matrix: Any) -> bool:
-    """Return whether a CSC matrix has a symmetric pattern, and is diagonally dominant in each column."""
+def _has_diagonal_pivots(rows: Any, columns: Any) -> bool:
+    """Return whether a matrix, in both formats, has a symmetric pattern, and is diagonally dominant in each column."""
     # Then SuperLU takes pivots on the diagonal, and the minimum degree ordering of the pattern leads to about half the
     # entries that COLAMD leads to for stencils in two dimensions: COLAMD allows for any choice of the pivots.
-    diagonal = np.abs(matrix.diagonal())
-    if not diagonal.all():
+    diagonal = np.abs(columns.diagonal())
+    is_symmetric = np.array_equal(rows.indptr, columns.indptr) and np.array_equal(rows.indices, columns.indices)
+    if not (is_symmetric and diagonal.all()):
         return False
-    sums = np.add.reduceat(np.abs(matrix.data), matrix.indptr[:-1])
-    rows = matrix.tocsr()
-    same = np.array_equal(rows.indptr, matrix.indptr) and np.array_equal(rows.indices, matrix.indices)
-    return same and bool((sums <= (2.0 + 1e-6) * diagonal).all())  # dominance may hold up to rounding
+    sums = np.add.reduceat(np.abs(columns.data), columns.indptr[:-1])
+    return bool((sums <= (2.0 + 1e-6) * diagonal).all())  # dominance may hold up to rounding
 
 
 class _Triangle(NamedTuple):

@@ -20,11 +20,12 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import Constants
-from mpiad.differentiation.segment_sum import Segments
+from mpiad.differentiation.segment_sum import Segments, add_segments
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.linalg.vectors import block_error
 from mpiad.redistribution import GhostExchange
 from mpiad.redistribution.ghosts import accumulate_ghosts, fetch_ghosts
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import arrays_of, contiguous, named
 
 
@@ -215,6 +216,10 @@ def sparse_matmul(A: Array, x: LocalArray) -> LocalArray:  # noqa: N803 the name
             f"{call}: for A of shape {A.shape}, x must have shape ({A.shape[1]},) or (..., {A.shape[1]}, k), but has "
             f"{plain.shape}."
         )
+    if tracing.recorder is not None and plain.ndim == 1:  # the loops of a compiled program contain the product
+        rows = A.tocsr()
+        numbers = np.repeat(np.arange(A.shape[0]), np.diff(rows.indptr))
+        return add_segments(x[rows.indices] * rows.data, Segments(numbers, A.shape[0]))
     return _constant_product(x, A, axis)
 
 

@@ -129,6 +129,7 @@ class System:
         self.usable: LocalArray | None = None  # argument for repeating a failed call of the operator; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
+        self.has_inverse = False  # whether the preconditioner is the inverse, the start of an iteration
         self._operator = operator  # from which iterations are compiled; None if they are interpreted
         self.diagnose = diagnose  # explains failures instead of `iteration.diagnosis`; collective
         self._programs: dict[tuple, Iteration] = {}  # by iteration and shape

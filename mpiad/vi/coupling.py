@@ -14,13 +14,51 @@ from typing import NamedTuple
 import autograd.numpy as np
 import numpy
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Tree
 from mpiad.device.numpy import concatenate
 from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
 
 
-class AffineCoupling:
+class _Coupling:
+    """A layer that changes half of the coordinates by maps whose parameters a network computes from the other half."""
+
+    swap: bool
+    hidden: int
+    per_coordinate: int  # the number of the network's outputs for each changed coordinate
+
+    def _map(self, x: Array, outputs: Array, inverse: bool) -> tuple[Array, Array]:
+        """Return the images of the changed half, or the preimages, and the logarithms of the slopes."""
+        raise NotImplementedError
+
+    def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
+        """Return the initial parameters of the network."""
+        kept, changed = self._halves(dim)
+        return initial_network(
+            kept.stop - kept.start, self.hidden, self.per_coordinate * (changed.stop - changed.start), rng
+        )
+
+    def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
+        """Return the images, and log |det ∂x/∂z| at each point."""
+        return self._mapped(params, z, False)
+
+    def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
+        return self._mapped(params, x, True)
+
+    def _mapped(self, params: Tree, x: Array, inverse: bool) -> tuple[Array, Array]:
+        kept, changed = self._halves(x.shape[1])
+        y, log_slopes = self._map(x[:, changed], evaluated(params, x[:, kept]), inverse)
+        parts = (y, x[:, kept]) if kept.start else (x[:, kept], y)
+        return concatenate(parts, axis=1), np.sum(log_slopes, axis=1)
+
+    def _halves(self, dim: int) -> tuple[slice, slice]:
+        # If there is only one coordinate, it is changed.
+        first, second = slice(0, dim // 2), slice(dim // 2, dim)
+        return (second, first) if self.swap and dim > 1 else (first, second)
+
+
+class AffineCoupling(_Coupling):
     """The layer of Real NVP (Dinh et al., 2017): x_b = z_b exp(s(z_a)) + t(z_a), x_a = z_a.
 
     Parameters
@@ -40,57 +78,16 @@ class AffineCoupling:
     True True
     """
 
+    per_coordinate = 2
+
     def __init__(self, swap: bool = False, hidden: int = 32):
         self.swap, self.hidden = swap, hidden
 
-    def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
-        """Return the initial parameters of the network."""
-        return initial_coupling(dim, self.swap, self.hidden, 2, rng)
-
-    def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
-        """Return the images, and log |det ∂x/∂z| at each point."""
-        return coupled(_affine, params, z, self.swap)
-
-    def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the preimages of points, and log |det ∂z/∂x| at each."""
-        return coupled(_affine_inverse, params, x, self.swap)
-
-
-def _affine(z: Array, outputs: Array) -> tuple[Array, Array]:
-    scale, move = _scale_and_shift(outputs)
-    return z * np.exp(scale) + move, scale
-
-
-def _affine_inverse(x: Array, outputs: Array) -> tuple[Array, Array]:
-    scale, move = _scale_and_shift(outputs)
-    return (x - move) * np.exp(-scale), -scale
-
-
-def _scale_and_shift(outputs: Array) -> tuple[Array, Array]:
-    count = outputs.shape[1] // 2
-    return 2 * np.tanh(outputs[:, :count] / 2), outputs[:, count:]  # limiting scales to e² keeps the fit stable
-
-
-def halves(dim: int, swap: bool) -> tuple[slice, slice]:
-    """Return the coordinates that a coupling layer keeps, and those that it changes; the latter are all if `dim` is one."""
-    first, second = slice(0, dim // 2), slice(dim // 2, dim)
-    return (second, first) if swap and dim > 1 else (first, second)
-
-
-def coupled(transform: Function, params: Tree, x: Array, swap: bool) -> tuple[Array, Array]:
-    """Return x, of which half is changed by ``transform(half, outputs of the network)``, and log |det| at each point."""
-    kept, changed = halves(x.shape[1], swap)
-    y, log_slopes = transform(x[:, changed], evaluated(params, x[:, kept]))
-    parts = (y, x[:, kept]) if kept.start else (x[:, kept], y)
-    return concatenate(parts, axis=1), np.sum(log_slopes, axis=1)
-
-
-def initial_coupling(
-    dim: int, swap: bool, hidden: int, per_coordinate: int, rng: numpy.random.Generator
-) -> list[tuple[Array, Array]]:
-    """Return the initial network of a coupling layer, with a number of outputs for each changed coordinate."""
-    kept, changed = halves(dim, swap)
-    return initial_network(kept.stop - kept.start, hidden, per_coordinate * (changed.stop - changed.start), rng)
+    def _map(self, x: Array, outputs: Array, inverse: bool) -> tuple[Array, Array]:
+        count = outputs.shape[1] // 2
+        scale = 2 * np.tanh(outputs[:, :count] / 2)  # limiting scales to e² keeps the fit stable
+        move = outputs[:, count:]
+        return ((x - move) * np.exp(-scale), -scale) if inverse else (x * np.exp(scale) + move, scale)
 
 
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
@@ -128,7 +125,7 @@ _MIN_BIN, _MIN_SLOPE = 1e-3, 1e-3
 _SLOPE_OFFSET = float(numpy.log(numpy.expm1(1 - _MIN_SLOPE)))
 
 
-class SplineCoupling:
+class SplineCoupling(_Coupling):
     """Apply rational-quadratic splines to half of the coordinates, with knots that depend on the other half.
 
     Parameters
@@ -154,24 +151,10 @@ class SplineCoupling:
 
     def __init__(self, bins: int = 8, bound: float = 4.0, swap: bool = False, hidden: int = 32):
         self.bins, self.bound, self.swap, self.hidden = bins, bound, swap, hidden
+        self.per_coordinate = parameters_per_spline(bins)
 
-    def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
-        """Return the initial parameters of the network."""
-        return initial_coupling(dim, self.swap, self.hidden, parameters_per_spline(self.bins), rng)
-
-    def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
-        """Return the images, and log |det ∂x/∂z| at each point."""
-        return self._through(spline, params, z)
-
-    def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the preimages of points, and log |det ∂z/∂x| at each."""
-        return self._through(spline_inverse, params, x)
-
-    def _through(self, fun: Function, params: Tree, x: Array) -> tuple[Array, Array]:
-        def transform(x: Array, outputs: Array) -> tuple[Array, Array]:
-            return fun(x, np.reshape(outputs, (*x.shape, -1)), self.bins, self.bound)
-
-        return coupled(transform, params, x, self.swap)
+    def _map(self, x: Array, outputs: Array, inverse: bool) -> tuple[Array, Array]:
+        return (spline_inverse if inverse else spline)(x, np.reshape(outputs, (*x.shape, -1)), self.bins, self.bound)
 
 
 class SplineAutoregressive:

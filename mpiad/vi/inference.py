@@ -7,7 +7,8 @@ import math
 import pickle
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -78,36 +79,33 @@ class Training:
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
         """Return noise on the parameters' device, and draws on the host; after an exception, store it and return NaN."""
         noise = rng.standard_normal((count, self._objective.posterior.dim))
-        try:
-            with np.errstate(all="ignore"):
-                noise = to_device_of(noise, self._params)
-                found = to_host(self._objective.posterior.draw(self._params, noise)[0])
-                theta = np.ascontiguousarray(found, dtype=float)
-            if theta.shape != noise.shape:
-                raise ValueError(f"VI: the posterior's draw must return shape {noise.shape}, but returned {theta.shape}.")
-        except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
-            self._fail(error)
-            return noise, np.full(noise.shape, np.nan)
+        theta = np.full(noise.shape, math.nan)
+        with self._failing(), np.errstate(all="ignore"):
+            noise = to_device_of(noise, self._params)
+            found = to_host(self._objective.posterior.draw(self._params, noise)[0])
+            if np.shape(found) != theta.shape:
+                text = f"draw must return shape {theta.shape}, but returned {np.shape(found)}."
+                raise ValueError(f"VI: the posterior's {text}")
+            theta[...] = found
         return noise, theta
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Return a context whose exception is stored, to be sent to all ranks, which raise it together."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self.failure = self.end_reason = error
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # noqa: BLE001  not all exceptions can be pickled
+                self.end_reason = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
 
     def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
         """Update the variational parameters; if the run ends, store the reason."""
-        if self.failure is not None:
-            return
-        try:
-            self._learn(noise, theta, found)
-        except StopIteration:
-            self.end_reason = "ended by the callback"
-        except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self.failure = error
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001  not all exceptions can be pickled
-            error = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
-        self.end_reason = error
+        if self.failure is None:
+            with self._failing():
+                self._learn(noise, theta, found)
 
     def _learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
         epoch = len(self.history["objective"])
@@ -140,13 +138,15 @@ class Training:
                     f"VI: in epoch {epoch} the gradient isn't finite, but draws, objective and the model's gradients are. "
                     "Correct the derivative of the log density of the prior, or of the posterior."
                 )
-            raise FloatingPointError(
-                f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
-            )
+            text = "variational parameters aren't finite. Lower the learning rate."
+            raise FloatingPointError(f"VI: after epoch {epoch} {text}")
         if self._average is not None:
             self._average.add(self._params)
         if self._callback is not None:
-            self._callback(epoch, value, self._params)
+            try:
+                self._callback(epoch, value, self._params)
+            except StopIteration:
+                self.end_reason = "ended by the callback"
 
     def result_fields(self, n_epochs: int) -> tuple[dict[str, Any], bool]:
         """Return fields of `VIResult`, with arrays on the host, and whether the root's parameters are on a device."""
@@ -551,20 +551,16 @@ def _check_arguments(loss: object, posterior: object, optimizer: object, **chose
 def _require_one_device(params: Tree, device: int | None, call: str) -> None:
     """Raise if a leaf has an unsupported type, or if variables are in several places or on a GPU other than `device`."""
     refuse_objects(params, "params", call)
-    leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
-    namespaces = [arrays_of(leaf) for leaf in leaves]
-    first = next((each for each in namespaces if each is not None), None)
-    if first is None:
-        return
-    if any(each != first for each in namespaces):
-        places = ["on the host" if each is None else f"on device {each.device}" for each in namespaces]
+    namespaces = [arrays_of(leaf) for leaf in flatten(params)[0] if is_variable(leaf)]
+    places = ["on the host" if each is None else f"on device {each.device}" for each in namespaces]
+    if len(set(places)) > 1:
         raise TypeError(
             f"{call}: variational parameters must all be on the host or on one device, but they are "
             f"{', '.join(places)}. Copy them with mpiad.device.to_device or mpiad.device.to_host."
         )
-    if device is not None and first.device != device:
+    if device is not None and not {*places} <= {"on the host", f"on device {device}"}:
         raise ValueError(
-            f"{call}: variational parameters are on device {first.device}, but the root's device in devices= is "
+            f"{call}: variational parameters are {places[0]}, but the root's device in devices= is "
             f"cuda:{device}. Pass mpiad.device.to_device(params, {device})."
         )
 

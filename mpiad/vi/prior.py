@@ -8,6 +8,7 @@ from typing import Any
 
 import autograd.numpy as np
 import numpy
+import scipy.linalg
 import scipy.stats
 from autograd.extend import defvjp, primitive
 
@@ -86,35 +87,24 @@ class Prior:
         For distributions that aren't normal, SciPy computes log densities on the host, and only first derivatives exist, by
         central differences.
         """
-        if self.joint is not None:
-            mean, factor = self._joint_terms.like(theta)
-            scaled = np.linalg.solve(factor, (theta - mean).T)
-            log_volume = numpy.sum(numpy.log(numpy.diag(self._joint_terms.on(None)[1])))
-            return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=0) - log_volume
         if self.normal is not None:
-            mean, sd, constant = self._normal_terms.like(theta)
-            return np.sum(-0.5 * ((theta - mean) / sd) ** 2 + constant, axis=1)
+            mean, whitening = self.terms.like(theta)
+            return -0.5 * np.sum(((theta - mean) @ whitening.T) ** 2 + LOG_2PI, axis=1) - self.log_volume
         points = to_host(theta)
         found = sum(_log_density(points[:, k], marginal) for k, marginal in enumerate(self.marginals))
         return found if points is theta else to_device(found, like=stop_gradient(theta))
 
     @functools.cached_property
-    def _joint_terms(self) -> Constants:
-        """Return the mean of the joint normal distribution, and the Cholesky factor of its covariance."""
-        return Constants(self.joint.mean, numpy.linalg.cholesky(self.joint.cov))
-
-    @functools.cached_property
-    def _normal_terms(self) -> Constants:
-        """Return means, standard deviations and constant terms of the log densities of independent normal distributions."""
+    def terms(self) -> Constants:
+        """Return the mean of a normal prior, and the inverse of its covariance's Cholesky factor L."""
         mean, covariance = self.normal  # type: ignore[misc]
-        sd = numpy.sqrt(numpy.diag(covariance))
-        return Constants(mean, sd, -0.5 * LOG_2PI - numpy.log(sd))
+        factor = numpy.linalg.cholesky(covariance)
+        return Constants(mean, scipy.linalg.solve_triangular(factor, numpy.eye(self.dim), lower=True))
 
-    @functools.cached_property
-    def inverse(self) -> Constants:
-        """Return the mean and the inverse covariance of a normal prior."""
-        mean, covariance = self.normal  # type: ignore[misc]
-        return Constants(mean, numpy.linalg.inv(covariance))
+    @property
+    def log_volume(self) -> float:
+        """The logarithm of the determinant of L."""
+        return -float(numpy.sum(numpy.log(numpy.diag(self.terms.on(None)[1]))))
 
     @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:

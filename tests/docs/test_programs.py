@@ -150,7 +150,7 @@ def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3)), 4])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
 def test_the_pde_tutorial_prints_the_same_on_any_number_of_ranks(ranks, mpirun, tmp_path):
     programs, _ = SHOWN[TUTORIAL]
     paths = [tmp_path / program.name for program in programs]

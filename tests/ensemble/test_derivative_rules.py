@@ -42,8 +42,16 @@ def derivatives(f, alg, n=2, **options):
     return [*gradient, mpiad.make_jvp(lambda x: mean_end(x, f, alg, n, **options))(x)(np.array([0.0, 1.0]))[1]]
 
 
-@pytest.mark.parametrize("rule", [mpiad.stop_gradient, plain], ids=["stop_gradient", "notrace_primitive"])
-@pytest.mark.parametrize("alg", [RK45(), Rosenbrock23()], ids=["RK45", "Rosenbrock23"])
+@pytest.mark.parametrize(
+    ("rule", "alg"),
+    [
+        (mpiad.stop_gradient, RK45()),
+        (plain, Rosenbrock23()),
+        pytest.param(mpiad.stop_gradient, Rosenbrock23(), marks=pytest.mark.thorough),
+        pytest.param(plain, RK45(), marks=pytest.mark.thorough),
+    ],
+    ids=["stop_gradient-RK45", "notrace_primitive-Rosenbrock23", "stop_gradient-Rosenbrock23", "notrace_primitive-RK45"],
+)
 @pytest.mark.parametrize("gradient", ["tangent", "adjoint"])
 def test_a_stopped_state_is_a_constant(rule, alg, gradient):
     f = lambda u, p, t: [-p[0] * rule(u[0])]  # noqa: E731

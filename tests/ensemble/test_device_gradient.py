@@ -184,7 +184,9 @@ def _gradients_with(every):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("every", [1, 2, 7, 10_000])
+@pytest.mark.parametrize(
+    "every", [1, pytest.param(2, marks=pytest.mark.thorough), 7, pytest.param(10_000, marks=pytest.mark.thorough)]
+)
 def test_checkpoints_change_no_bit(every):
     kept, close = [], Record.close
 

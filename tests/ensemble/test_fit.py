@@ -384,7 +384,8 @@ PATIENTS = EnsembleProblem(
     ODEProblem(compartments, [0.0, 0.0], (0.0, 24.0), {"x": np.ones(4), "times": np.zeros(3)}),
     p={"x": PATIENT_RATES, "times": DOSES},
 )
-ACCURATE = {"saveat": LEVELS, "rtol": 1e-8, "atol": 1e-9, "ftol": 1e-13, "xtol": 1e-10, "gtol": 1e-10}
+# The solutions are more accurate than what the fits are compared with: their errors are noise in the cost.
+ACCURATE = {"saveat": LEVELS, "rtol": 1e-10, "atol": 1e-11, "ftol": 1e-13, "xtol": 1e-10, "gtol": 1e-10}
 
 
 def levels(x, times):

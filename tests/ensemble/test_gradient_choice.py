@@ -121,7 +121,7 @@ def test_a_gradient_is_independent_of_its_company(way):
 
 
 @WAYS
-@pytest.mark.parametrize("backend", [EnsembleSerial(), EnsembleThreads(2)])
+@pytest.mark.parametrize("backend", [pytest.param(EnsembleSerial(), marks=pytest.mark.thorough), EnsembleThreads(2)])
 def test_a_gradient_is_independent_of_the_backend(way, backend):
     for rows in (slice(0, 3), slice(100, 117)):
         one, other = (
@@ -137,7 +137,7 @@ def gradient_in_one_block(way):
 
 
 @WAYS
-@pytest.mark.parametrize("blocks", [1, 100, 10**9])
+@pytest.mark.parametrize("blocks", [1, pytest.param(100, marks=pytest.mark.thorough), 10**9])
 def test_a_gradient_is_independent_of_blocks(way, blocks, monkeypatch):
     expected = gradient_in_one_block(way)
     monkeypatch.setattr("mpiad.ensemble.run._LEAST_COLUMNS", 1)

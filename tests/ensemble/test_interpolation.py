@@ -65,6 +65,9 @@ KINDS = {
     "splines, rows": (by_splines, True, splines),
 }
 
+# Tables of a trajectory's own have all derivatives that shared ones have; those of "numpy" are shared.
+every_kind = [pytest.param(kind, marks=pytest.mark.thorough if kind in ("interp", "splines") else ()) for kind in KINDS]
+
 
 def problem_of(kind, force=FORCES, rate=RATES):
     f, rows, make = KINDS[kind]
@@ -91,7 +94,7 @@ def by_scipy(splines, row, i):
 
 @pytest.mark.serial
 @pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()], ids=["Tsit5", "Rodas5P"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_kind)
 def test_as_scipy_with_tables_of_scipy(kind, alg, compiled):
     tight = {"rtol": 1e-9, "atol": 1e-11}  # steps across kinks have larger errors than the tolerance
     sol = solve(problem_of(kind), alg, compile=compiled, **tight)
@@ -102,7 +105,7 @@ def test_as_scipy_with_tables_of_scipy(kind, alg, compiled):
 
 @pytest.mark.serial
 @pytest.mark.parametrize("gradient", ["adjoint", pytest.param("tangent", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_kind)
 def test_gradient_with_respect_to_values(kind, gradient, compiled):
     if gradient == "tangent" and compiled:
         pytest.skip("a kernel with 99 tangents takes long to compile")

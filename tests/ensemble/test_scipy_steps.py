@@ -23,13 +23,13 @@ CASES = {
 
 
 @both
-@pytest.mark.parametrize("rtol, atol", [(1e-3, 1e-6), (1e-6, 1e-9), (1e-10, 1e-12)])
+@pytest.mark.parametrize("rtol, atol", [(1e-3, 1e-6), (1e-6, 1e-9), pytest.param(1e-10, 1e-12, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_scipys(case, rtol, atol):
     compare_steps(*CASES[case], RK45(), "RK45", rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("rtol, atol", [(1e-3, 1e-6), (1e-6, 1e-9)])
+@pytest.mark.parametrize("rtol, atol", [(1e-3, 1e-6), pytest.param(1e-6, 1e-9, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_order_3_equal_scipys(case, rtol, atol):
     compare_steps(*CASES[case], BS3(), "RK23", rtol=rtol, atol=atol)

@@ -102,7 +102,7 @@ RUNS = [
     ),
     Small(
         2, "examples/pharmacokinetics.py", "--patients 8 --draws 2 --picture picture.png",
-        r"CL +(\S+) +SciPy +(\S+)", is_close(1e-5),
+        r"CL +(\S+) +SciPy +(\S+)", is_close(1e-5), thorough=True,
     ),
     Small(
         2, "examples/poisson_inverse.py", "--cells 8 --iterations 8 8 --most 1",

@@ -188,6 +188,14 @@ def test_batches_and_compiled_constant_products(rank, rng):
     jacobian = np.cos(whole @ x)[:, None] * whole
     np.testing.assert_allclose(kept.jvp(np.eye(5), batch=True), jacobian.T, 1e-13, 1e-13)
     np.testing.assert_allclose(kept.vjp(np.eye(6), batch=True), jacobian, 1e-13, 1e-13)
+    sine = mpiad.jit(lambda x: anp.sin(sparse_matmul(a, x)))
+    for _ in range(2):  # the first time, and with the program of the first time
+        compiled = mpiad.linearize(sine)(x)
+        np.testing.assert_allclose(compiled.jvp(np.eye(5), batch=True), jacobian.T, 1e-13, 1e-13)
+        np.testing.assert_allclose(compiled.vjp(np.ones(6)), jacobian.sum(0), 1e-13, 1e-13)
+    a.data *= 2.0
+    np.testing.assert_allclose(sine(x), np.sin(2.0 * whole @ x), 1e-13, 1e-13)
+    a.data /= 2.0
     fun = mpiad.jit(mpiad.value_and_grad(lambda x: anp.sum(sparse_matmul(a, x) ** 2), objective="sum"), strict=True)
     value, slope = fun(x)
     np.testing.assert_allclose(value, mpiad.mpi_allreduce(np.sum((whole @ x) ** 2)), 1e-12)

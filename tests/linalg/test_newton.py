@@ -170,6 +170,24 @@ def test_factors_save_products(case, monkeypatch):
 
 
 @pytest.mark.one_rank  # on ranks the gradient is compared with the reference's, which is sharper
+def test_an_entry_that_appears_after_the_start(rank, size):
+    """At the start the Jacobian is diagonal. The factors miss later entries, so that the steps take products, too."""
+    own = np.arange(6)
+    diagonal = scipy.sparse.csr_array((np.ones(6), (own, rank * 6 + own)), shape=(6, size * 6))
+    coupling = 0.9 * np.eye(6)[::-1] * np.where(own < 3, 1.0, -1.0)[:, None]
+
+    def root(c):
+        residual = lambda u, c: u + coupling @ anp.maximum(u - 0.5, 0.0) - c  # noqa: E731
+        return newton(residual, np.zeros(6), c, jacobian="sparse", pattern=diagonal, rtol=1e-12)
+
+    c = 1.0 + 0.001 * own
+    expected = np.linalg.solve(np.eye(6) + coupling, c + 0.5 * coupling.sum(axis=1))
+    assert expected.min() > 0.5
+    np.testing.assert_allclose(root(c), expected, rtol=1e-9)
+    slope = mpiad.grad(lambda c: anp.sum(root(c) ** 2), objective="sum")(c)
+    np.testing.assert_allclose(slope, np.linalg.solve((np.eye(6) + coupling).T, 2.0 * expected), rtol=1e-8)
+
+
 def test_taylor_rates(case):
     check_grads(case.loss, case.point, order=1)
 

@@ -10,6 +10,7 @@ along an axis and another operand is longer.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -60,10 +61,8 @@ def _path(subscripts: str, shapes: tuple[Shape, ...]) -> tuple[list[str], str, A
     inputs, out = letters_of(subscripts, [len(shape) for shape in shapes])
     path: Any = [""]
     if all(len(set(letters)) == len(letters) for letters in inputs):
-        try:
+        with contextlib.suppress(ValueError, IndexError):
             path = np.einsum_path(subscripts, *[np.broadcast_to(np.int8(0), shape) for shape in shapes])[0]
-        except (ValueError, IndexError):
-            pass
     lengths = {letter: n for n, letter in sorted(zip([n for shape in shapes for n in shape], "".join(inputs)))}
     return inputs, out, path[1:], math.prod(lengths.values())
 

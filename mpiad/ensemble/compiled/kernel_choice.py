@@ -198,13 +198,13 @@ class Compiler:
         self._last_solver = Solver(self.kernels, plan, batch, settings, threads)
         return self._last_solver
 
-    def record(self, tries: Array, solves: Array | int = 1) -> None:
-        """Store the numbers of tried steps in all `solves`, shape (N,), for the choices of later calls."""
+    def record(self, tries: Array, solves: Array | None = None) -> None:
+        """Store the numbers of tried steps in all `solves`, one by default, shape (N,), for the choices of later calls."""
         history = self._history
         if history is None or not len(tries):
             return
-        last = tries / solves
-        history.last = float(last.max()), float(last.mean())
+        last = tries if solves is None else tries / solves
+        history.last = float(last.max()), float(last.sum()) / len(last)
         if not self._chosen:
             history.iterations += float(tries.max())
             history.steps += float(tries.sum())
@@ -240,10 +240,12 @@ class Compiler:
             self.execution = f"arrays: a state has more than {MOST_COMPONENTS} components"
         elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
             if self._history is None:
-                tableau, d, known = settings.alg.tableau, len(batch.u0), _histories.setdefault(identity_of(batch.f), {})
-                loading = _LOADING + _LOADING_COMPONENT * d
-                first = History(rates(tableau, d, None), loading, loading)
-                self._history = known.setdefault((batch.shape, tableau, given.traced), first)
+                tableau, known = settings.alg.tableau, _histories.setdefault(identity_of(batch.f), {})
+                self._history = known.get((batch.shape, tableau, given.traced))
+                if self._history is None:
+                    loading, d = _LOADING + _LOADING_COMPONENT * len(batch.u0), len(batch.u0)
+                    self._history = History(rates(tableau, d, None), loading, loading)
+                    known[batch.shape, tableau, given.traced] = self._history
             plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
             if plan is not None:
                 return plan

@@ -9,7 +9,6 @@ import math
 import re
 import textwrap
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sparsity import given_pattern, refuse_missing
-from mpiad.ensemble.tableaus import Algorithm, Tableau
+from mpiad.ensemble.tableaus import Tableau
 
 # The number of columns of the table of events that CPU kernels write: the trajectory, the event, the step (from 0), the
 # fraction of the step at which the event lies, and its time. If events act in a recorded solve, the components of the state
@@ -35,7 +34,6 @@ MOST_SCALARS = 64
 # States of CPU kernels with more components are arrays on the stack, processed by loops; others are scalars. Loops compile
 # faster, but scalars remain in registers. The second number is that of Rosenbrock methods.
 MOST_UNROLLED = (32, 16)
-_MOST_SPECS = 64  # the number of cached specs
 
 
 class KernelSpec(NamedTuple):
@@ -129,54 +127,30 @@ class KernelSpec(NamedTuple):
 
 def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> KernelSpec:
     """Return the spec of a batch's kernels without derivatives."""
-    times, start, end, acting = settings.saveat, batch.start, batch.end, settings.acting
-    if settings.alg.tableau.implicit and batch.sparsity is not None:
-        given = given_pattern(batch.sparsity, traced.program.groups["state"])
-        found = np.array(jacobian_program(traced.program).places, int)
-        refuse_missing(given, Places(*found.reshape(-1, 2).T), traced.program.groups["state"])
-    inside = bool(settings.events)
-    if times is not None and times.size and not inside:
+    program, varying = traced.program, len(traced.packing.varying)
+    events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
+    options: dict[str, Any] = {"tables": traced.tables}
+    if settings.alg.tableau.implicit:
+        # The sparsity pattern is part of the spec, since elimination is generated for the nonzero entries.
+        _, options["jacobian"], options["slopes"] = jacobian_program(program)
+        if batch.sparsity is not None:
+            given, found = given_pattern(batch.sparsity, program.groups["state"]), np.array(options["jacobian"], int)
+            refuse_missing(given, Places(*found.reshape(-1, 2).T), program.groups["state"])
+    if acting is not None:
+        options["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
+        options["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events))
+        options["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
+    sizes = program.groups["state"], varying, len(traced.names) - varying
+    options |= {"single": real_dtype(batch.u0.dtype) == np.float32, "in_pairs": is_complex(batch.u0), "events": events}
+    times, start, end = settings.saveat, batch.start, batch.end
+    options |= {"inside": bool(events), "relative": np.ndim(settings.rtol) > 0}
+    if times is not None and times.size and not events:
         # One row is enough if all trajectories have the same tspan.
         rows = slice(1 if same_for_all(start) and same_for_all(end) else None)
-        inside = not ((times == start[rows, None]) | (times == end[rows, None])).all()
-    relative, affects = np.ndim(settings.rtol) > 0, None
-    if acting is not None:
-        affects = (
-            tuple(e for e, event in enumerate(acting.events) if event.times is not None),
-            tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events)),
-            tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal),
-        )
-    return _spec(
-        traced.without_numbers,
-        batch.u0.dtype,
-        settings.alg,
-        tuple((event.stops, event.direction) for event in settings.events),
-        affects,
-        None if settings.mass is None else entries_of(settings.mass),
-        inside=inside,
-        relative=relative,
-        tolerances=relative or np.ndim(settings.atol) > 0,
-    )
-
-
-@lru_cache(_MOST_SPECS)
-def _spec(
-    traced: TracedProblem,
-    dtype: np.dtype,
-    alg: Algorithm,
-    events: tuple[tuple[bool, int], ...],
-    affects: tuple[tuple[int, ...], ...] | None,
-    mass: tuple[tuple[int, int, float], ...] | None,
-    **options: bool,
-) -> KernelSpec:
-    program, varying, pattern = traced.program, len(traced.packing.varying), dict[str, Any]()
-    if alg.tableau.implicit:
-        # The sparsity pattern is part of the spec, since elimination is generated for the nonzero entries.
-        _, pattern["jacobian"], pattern["slopes"] = jacobian_program(program)
-    sizes = program.groups["state"], varying, len(traced.names) - varying
-    single, names = real_dtype(dtype) == np.float32, ("affects", "acting", "ending")
-    pattern |= {"tables": traced.tables, "single": single, "in_pairs": is_complex(dtype), "events": events, "mass": mass}
-    return KernelSpec(*sizes, alg.tableau, alg.controller, **pattern, **dict(zip(names, affects or ())), **options)
+        options["inside"] = not ((times == start[rows, None]) | (times == end[rows, None])).all()
+    options["tolerances"] = options["relative"] or np.ndim(settings.atol) > 0
+    options["mass"] = None if settings.mass is None else entries_of(settings.mass)
+    return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)
 
 
 class Fields:

@@ -105,10 +105,10 @@ def remembered(
     # Leaves that can be differentiated are compared by dtype and shape, others by value.
     parts = packing_of(batch.p).parts
     places = {part.place for part in parts}
-    others = batch.p.build([None if place in places else leaf for place, leaf in enumerate(batch.p.leaves)])
+    others = batch.p.build(["" if place in places else leaf for place, leaf in enumerate(batch.p.leaves)])
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
-    kinds = (parts, batch.shape, batch.u0.dtype.str, tuple(event.terminal for event in events), *further)
-    values = fingerprint_of(batch.f, functions, others)
+    kinds = (parts, batch.shape, batch.u0.dtype, tuple([event.terminal for event in events]), *further)
+    values = fingerprint_of(batch.f, others, *functions)
     if values is None:
         return make(False)
     key = values, kinds

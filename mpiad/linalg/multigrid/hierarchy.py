@@ -154,16 +154,12 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     numbers = np.arange(stack[0].size)
     rows, columns, values = [numbers], [numbers], [stack[0].ravel()]
     for offset, coupling in zip(offsets(len(shape)), stack[1:]):
-        target = [axis_points + step for axis_points, step in zip(points, offset)]
-        inside = np.ones(shape, bool)
-        for axis, n in enumerate(shape):
-            if periodic[axis]:
-                target[axis] = target[axis] % n
-            inside &= (target[axis] >= 0) & (target[axis] < n)
+        target, inside = [axis_points + step for axis_points, step in zip(points, offset)], coupling != 0
+        for axis_points, n, wraps in zip(target, shape, periodic):
+            inside &= wraps | ((axis_points >= 0) & (axis_points < n))
         # Along a periodic dimension of one or two points, several offsets refer to the same point: their entries are added.
-        inside &= coupling != 0
         rows.append(numbers.reshape(shape)[inside])
-        columns.append(np.ravel_multi_index([axis_points[inside] for axis_points in target], shape))
+        columns.append(np.ravel_multi_index([axis_points[inside] for axis_points in target], shape, mode="wrap"))
         values.append(-coupling[inside])
     triplets = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
     return sp.coo_array(triplets, (numbers.size, numbers.size)).tocsc()

@@ -19,7 +19,7 @@ PRELUDE = """
 #define KERNEL extern "C" __global__ void
 #define INLINE static __device__ __forceinline__
 #define NEXT(count) ((long long)atomicAdd((unsigned long long*)(count), 1ULL))
-// Without the comparison, the additions of all threads to one address would take as long as the solve.
+// Without the comparison, the atomic operations of all threads on one address would take as long as the solve.
 #define LARGEST(most, value) \\
     (value > *(volatile long long*)(most) ? atomicMax((unsigned long long*)(most), (unsigned long long)value) : 0)
 #define EACH(i, n) \\

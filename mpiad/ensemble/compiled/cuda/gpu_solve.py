@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import autograd.numpy as anp
@@ -13,13 +13,14 @@ from autograd.core import JVPNode
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Shape
+from mpiad.compiling.arguments import is_complex
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import device_for
 from mpiad.ensemble.batch import Batch, is_on_device, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver, device_rows, sample_batch
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
-from mpiad.ensemble.compiled.trace import PackedLeaf, packing_of
+from mpiad.ensemble.compiled.trace import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import FEW, MOST_OPERATIONS, TracedProblem, problem_of, remembered
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
@@ -111,9 +112,9 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
     codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
     naccept, nreject = (lambda x=x: arrays.to_host(x).astype(np.int64) for x in counts)
-    failed = solved.failed_and_longest
+    summary = solved.summary
     return {
-        "failed": lambda: failed()[0],  # the only number that each solve copies to the host
+        "failed": lambda: summary.values[0],  # the only number that each solve copies to the host
         "retcode": lambda: ReturnCode.names_of(arrays.to_host(codes)),
         "t_reached": lambda: arrays.to_host(reached),
         "naccept": naccept,
@@ -171,7 +172,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
 def _unsupported(given: Batch, batch: Batch, settings: Settings) -> str | None:
     if batch.u0.dtype not in (np.float64, np.float32):
         return f"u0 has dtype {batch.u0.dtype}, and kernels on GPUs support only float64 and float32"
-    if any(part.complex for part in packing_of(batch.p).parts):
+    if any(map(is_complex, batch.p.leaves)):
         return "p has complex numbers, and kernels on GPUs support only real numbers"
     if settings.saveat is None:
         return "kernels don't support save_everystep=True"
@@ -213,6 +214,18 @@ def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
 # If the arguments are on the host, the results and their cotangents are on the host, too; each array is copied once.
 
 
+class _Summary:
+    """The number of failed trajectories, and the largest number of steps."""
+
+    def __init__(self, arrays: ArrayModule, x: Array):
+        self._arrays, self._x = arrays, x
+
+    @cached_property
+    def values(self) -> list[int]:
+        """The two numbers; the copy to the host, which waits for the kernel, is deferred until they are needed."""
+        return self._arrays.to_host(self._x).tolist()
+
+
 class Solved:
     """A solve on a device, with tangents in the directions `carried`; `by_tangent`: whether tangents give its gradient."""
 
@@ -220,8 +233,7 @@ class Solved:
         self.solver, self.results, self.carried = solver, results, carried
         self.by_tangent, self.on_host = by_tangent, on_host
         self.timed = results.rows is not None  # whether times have derivatives
-        # Copied to the host when it is needed, which waits for the kernel.
-        self.failed_and_longest = cache(partial(_listed, solver.arrays, results.summary))
+        self.summary = _Summary(solver.arrays, results.summary)
 
     @property
     def vector(self) -> Array:
@@ -271,7 +283,7 @@ class Solved:
     def _adjoint(self, argnums: Sequence[int], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
         """Return the cotangents of the arguments, as rows, by the reverse kernel."""
         parts = self._parts(argnums)
-        wanted, longest = tuple(j for part in parts for j in part.scalars), self.failed_and_longest()[1]
+        wanted, longest = tuple(j for part in parts for j in part.scalars), self.summary.values[1]
         found = self.solver.pulled(self.results, longest, bar, wanted, times)
         rows, stops = {U0: found.u0}, {True: 0, False: 0}
         for part in parts:
@@ -287,7 +299,7 @@ class Solved:
         for directions, results in self._tangents(self._directions(argnums)):
             for k, direction in enumerate(directions):
                 row = np.sum(results.du_end[k] * end_bar, axis=0)
-                if saved_bar.size:
+                if saved_bar is not None:
                     row = row + np.sum(results.dsaved[k] * saved_bar, axis=(0, 1))
                 # Tangents of failed trajectories may be NaN, which a factor of zero wouldn't remove.
                 found[direction] = np.where(came_through(results.codes), row, 0)
@@ -310,7 +322,8 @@ class Solved:
                 alive = came_through(results.codes)
                 for k, direction in enumerate(group):
                     if direction in coefficients:
-                        saved += np.where(alive, results.dsaved[k] * coefficients[direction], 0)
+                        if saved is not None:
+                            saved += np.where(alive, results.dsaved[k] * coefficients[direction], 0)
                         end += np.where(alive, results.du_end[k] * coefficients[direction], 0)
             return self._to_caller(total)
 
@@ -333,26 +346,17 @@ class Solved:
     push_traced = pull_traced
 
 
-def _listed(arrays: ArrayModule, x: Array) -> list[Any]:
-    return arrays.to_host(x).tolist()
-
-
 def results_of(solved: Solved, given: Batch) -> list[Array]:
     """Return saved states, (N, n_saved, d), final states, (N, d), and if timed, end times, (N,), and event times, (m,)."""
     # Without derivatives, appending times to the vector would needlessly copy all states.
     solved.timed = solved.timed and given.traced
     arguments = given.u0, given.start, given.end, NO_TIMES, *given.p.leaves
     vector = solve_operator(*arguments, solved=solved) if given.traced else solved.vector
-    solver, n_saved = solved.solver, solved.solver.inputs.n_saved
-    count, d = solver.count, solver.d
-    start = n_saved * d * count
-    end = start + d * count
-    if solver.settings.ends:  # slices would make the adjoint allocate arrays
-        return [None, vector.reshape((d, count)).T]
-    saved, last = vector[:start].reshape((n_saved, d, count)), vector[start:end].reshape((d, count))
-    states = [saved.transpose((2, 0, 1)), last.T]
-    if not solved.timed:
-        return states
-    # In a vector with times, states are double.
-    states = [x if x.dtype == solver.real else x.astype(solver.real) for x in states]
-    return [*states, to_host(vector[end : end + count]), to_host(vector[end + count :])]
+    solver, times = solved.solver, []
+    if solved.timed:
+        # In a vector with times, states are double.
+        end = solved.results.vector.size
+        times = [to_host(vector[end : end + solver.count]), to_host(vector[end + solver.count :])]
+        vector = vector[:end] if vector.dtype == solver.real else vector[:end].astype(solver.real)
+    saved, last = solver.parts(vector)
+    return [None if saved is None else saved.transpose((2, 0, 1)), last.T, *times]

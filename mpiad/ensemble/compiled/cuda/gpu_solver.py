@@ -40,45 +40,14 @@ from mpiad.transport.devices.device_arrays import (
 _MOST_UNASKED = 1 << 28
 # The number of transfers from the host whose copies are used again, and the largest number of bytes of one of them.
 _MOST_COPIES, _MOST_COPIED = 64, 4096
-_BLOCKS = 4096  # maximum number of blocks of trajectories; one number of steps per block is copied to the host
 
 
 class Share(NamedTuple):
-    """The trajectories `first`, ..., `first + count - 1`, with up to `capacity` steps each."""
+    """The trajectories `first`, ..., `first + count - 1`, with at most `capacity` steps each."""
 
     first: int
     count: int
     capacity: int
-
-
-def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
-    """Return the number of trajectories per block, and the largest number of steps in each block, on the host."""
-    n = len(naccept)
-    size = -(-n // _BLOCKS)
-    whole = n // size * size
-    longest = [np.max(naccept[:whole].reshape(-1, size), axis=1)]
-    if whole < n:
-        longest.append(np.max(naccept[whole:]).reshape(1))
-    return size, arrays.to_host(longest[0] if len(longest) == 1 else np.concatenate(longest))
-
-
-def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Divide trajectories into shares whose steps fit into a budget of bytes; `longest`: see `longest_of_blocks`."""
-    needed = int(longest.max(initial=0)) * bytes_per_step
-    if needed > budget:
-        raise MemoryError(
-            f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but the limit is "
-            f"{budget}. Raise tape_bytes= of EnsembleGPU if more memory is free, or loosen rtol."
-        )
-    shares: list[Share] = []
-    for block, steps in enumerate(longest.tolist()):
-        first, stop = block * size, min((block + 1) * size, count)
-        if shares and (more := max(steps, shares[-1].capacity)) * (stop - shares[-1].first) * bytes_per_step <= budget:
-            shares[-1] = Share(shares[-1].first, stop - shares[-1].first, more)
-        else:
-            most = min(stop - first, budget // max(1, steps * bytes_per_step))
-            shares += [Share(a, min(most, stop - a), steps) for a in range(first, stop, most)]
-    return shares
 
 
 _ROWS = 1024  # number of columns of the first table of events, in addition to the expected number of events
@@ -119,7 +88,7 @@ class Solver:
     def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
         self._gpu: EnsembleGPU = compiler.backend  # type: ignore[assignment]
         self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
-        self.traced, self._kernels_by_directions = traced.without_numbers, dict[Directions, DeviceKernel]()
+        self.traced = traced.without_numbers
         self._launcher = launcher_of(arrays)
         self.spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.spec.d, batch.u0.dtype
@@ -130,10 +99,7 @@ class Solver:
 
     def kernel(self, directions: Directions = ()) -> DeviceKernel:
         """Return the forward kernel with tangents in these directions."""
-        known = self._kernels_by_directions
-        if directions not in known:
-            known[directions] = self._loaded("forward", self.spec._replace(directions=directions))
-        return known[directions]
+        return self._loaded("forward", self.spec._replace(directions=directions))
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
@@ -158,11 +124,13 @@ class Solver:
         counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
         return (self.arrays.empty((ROWS, event_capacity), float), event_capacity, counter, heads), counter
 
-    def parts(self, vector: Array) -> tuple[Array, Array]:
-        """Return views of the saved states, (n_saved, d, n), and final states, (d, n), in a vector of results."""
-        d, n, n_saved = self.d, self.count, self.inputs.n_saved
-        cut = n_saved * d * n
-        return vector[:cut].reshape(n_saved, d, n), vector[cut:].reshape(d, n)
+    def parts(self, vector: Array) -> tuple[Array | None, Array]:
+        """Return views of any saved states, (n_saved, d, n), and final states, (d, n), in a vector, traced or not."""
+        shape, n_saved = (self.d, self.count), self.inputs.n_saved
+        if self.settings.ends:
+            return None, vector.reshape(shape)
+        cut = n_saved * self.d * self.count
+        return vector[:cut].reshape((n_saved, *shape)), vector[cut:].reshape(shape)
 
     def _empty(self, directions: Directions) -> DeviceResults:
         empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
@@ -194,9 +162,9 @@ class Solver:
         spec = self.spec._replace(wanted_varying=len(varying), wanted_shared=len(shared))
         u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, len(varying))]
         kernel, sums = self._loaded("reverse", spec, (*varying, *shared)), []
-        shares = self._shares(results.naccept, longest) if self.count else []
-        most = max((share.count * share.capacity for share in shares), default=0)
-        steps = empty((most * self.d,), self.real), empty((most * 2,), float)
+        size = min(self.count, self._most_recorded(longest))
+        shares = [Share(first, min(size, self.count - first), longest) for first in range(0, self.count, size or 1)]
+        steps = empty((size * longest * self.d,), self.real), empty((size * longest * 2,), float)
         saved_bar, end_bar = self.parts(vector_bar)
         inputs = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
         events = (results.rows, results.rows.shape[1], results.heads, *times) if self.spec.events else ()
@@ -208,16 +176,19 @@ class Solver:
         s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real)
         return InputCotangents(u0_bar, p_bar, s_bar)
 
-    def _shares(self, naccept: Array, longest: int) -> list[Share]:
-        # The state, and two doubles: time and step size.
-        bytes_per_step, budget = self.d * self.real.itemsize + 16, self._gpu.tape_bytes
-        needed = longest * self.count * bytes_per_step
+    def _most_recorded(self, longest: int) -> int:
+        """Return the number of trajectories whose steps fit into the memory for them."""
+        needed = max(1, longest) * (self.d * self.real.itemsize + 16)  # the state, and two doubles: time and step size
+        budget = self._gpu.tape_bytes
         if budget is None:
             # The driver takes a while to find the free memory.
-            budget = _MOST_UNASKED if needed <= _MOST_UNASKED else self._launcher.free_bytes() // 2
-        if needed <= budget:
-            return [Share(0, self.count, longest)]
-        return shares_within(*longest_of_blocks(self.arrays, naccept), self.count, bytes_per_step, budget)
+            budget = _MOST_UNASKED if needed * self.count <= _MOST_UNASKED else self._launcher.free_bytes() // 2
+        if needed > budget:
+            raise MemoryError(
+                f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but the limit "
+                f"is {budget}. Raise tape_bytes= of EnsembleGPU if more memory is free, or loosen rtol."
+            )
+        return budget // needed
 
     # ---- kernels
 

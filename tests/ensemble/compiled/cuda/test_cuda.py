@@ -76,8 +76,16 @@ def parameters(ranges, n):
     return None if ranges is None else np.stack([np.linspace(low, high, n) for low, high in ranges])
 
 
+# The steps of these are shown by `test_gpu.py`, too, in whole solves.
+SHOWN = ("tight", "shared parameters", "backwards", "PI", "fixed", "nest", "cut short", "blows up")
+
+
+def cases(*names):
+    return [pytest.param(name, marks=pytest.mark.thorough if name in SHOWN else ()) for name in names]
+
+
 @compiled
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", cases(*CASES))
 def test_the_steps_are_those_of_the_vectorised_path(name):
     f, d, ranges, shared, options = CASES[name]
     sol, out, _ = both(f, states(d, 7), parameters(ranges, 7), shared=shared, **{"times": TIMES, **options})
