@@ -145,8 +145,8 @@ def _trajectories_last(leaf: Array) -> Array:
     if isbox(leaf):
         return moved
     arrays = arrays_of(leaf)
-    # A copy, since the user may change the array before the solve reads it.
-    return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
+    # A copy, since the user may change the array before the solve, or later `sol.u`, reads it.
+    return np.array(moved, order="C") if arrays is None else arrays.copy(moved)
 
 
 def _array(leaf: Array) -> Array:

@@ -19,7 +19,7 @@ from mpiad.ensemble.batch import Batch, times_of
 from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
 from mpiad.ensemble.settings import Settings
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of, copied
 
 
 def _root(x: Array) -> Array:
@@ -425,11 +425,9 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
     """Return a solution whose final states share no memory with deferred saved states."""
-    if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
-        return sol
-    result = at_ends(sol, sol._start, sol.u_end)
-    result.u_end = sol.u_end.copy()
-    return result
+    if "u" not in sol.__dict__ and not isbox(sol.u_end):
+        sol.u_end = copied(sol.u_end)
+    return sol
 
 
 def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:

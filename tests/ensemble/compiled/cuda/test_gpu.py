@@ -213,6 +213,18 @@ def test_no_saved_times(place):
     assert (sol.t.shape, sol.u.shape, sol.u_end.shape) == ((0,), (5, 0, 3), (5, 3))
 
 
+@pytest.mark.parametrize("d", [1, 2])
+def test_states_at_both_ends_are_those_of_the_solve(d):
+    """They are computed late, and the arrays that they depend on may have been changed."""
+    u0 = on_device(states(5, d))
+    problem = ensemble(lambda u, p, t: -u, u0)
+    sol = solve(problem, RK45(), EnsembleGPU())
+    start, end = on_host(u0).copy(), on_host(sol.u_end).copy()
+    u0[...] = sol.u_end
+    sol.u_end[...] = 0.0
+    np.testing.assert_array_equal(on_host(sol.u), np.stack([start, end], axis=1))
+
+
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 def test_a_shared_parameter_without_entries(gradient):
     def loss(p):
