@@ -84,7 +84,8 @@ class _ValueReader(FunctionReader):
         if not isinstance(value, FunctionType):
             return False
         first = self._places.setdefault(id(value), place)
-        is_constant = value.__module__ == "autograd.tracer" and is_of_a_package(value)
+        # Other processes can't compare the identity of a primitive.
+        is_constant = type(self) is _ValueReader and value.__module__ == "autograd.tracer" and is_of_a_package(value)
         if first == place and not is_constant:
             return False
         self.found.append(value if is_constant else ("again", first))

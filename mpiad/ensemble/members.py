@@ -145,8 +145,8 @@ def _trajectories_last(leaf: Array) -> Array:
     if isbox(leaf):
         return moved
     arrays = arrays_of(leaf)
-    # A copy, since the user may change the array before the solve reads it.
-    return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
+    # A copy, since the user may change the array before the solve, or later `sol.u`, reads it.
+    return np.array(moved, order="C") if arrays is None else arrays.copy(moved)
 
 
 def _array(leaf: Array) -> Array:
@@ -182,7 +182,7 @@ def _span(problem: ODEProblem) -> tuple[Any, Any]:
         start, end = problem.tspan
         finite = math.isfinite(getval(start)) and math.isfinite(getval(end))
         span = start if isbox(start) else float(start), end if isbox(end) else float(end)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"solve: tspan must be two real numbers (t0, t1), but got {problem.tspan!r}.") from None
     if not finite:
         raise ValueError(f"solve: tspan must be two finite numbers, but got {problem.tspan!r}.")

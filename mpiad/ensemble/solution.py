@@ -19,7 +19,7 @@ from mpiad.ensemble.batch import Batch, times_of
 from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
 from mpiad.ensemble.settings import Settings
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of, copied
 
 
 def _root(x: Array) -> Array:
@@ -425,8 +425,8 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
     """Return a solution whose final states share no memory with deferred saved states."""
-    if "u" in sol._later and type(sol.u_end) is np.ndarray:
-        sol.u_end = sol.u_end.copy()
+    if "u" in sol._later and not isbox(sol.u_end):
+        sol.u_end = copied(sol.u_end)
     return sol
 
 

@@ -6,11 +6,12 @@ import types
 from functools import partial, wraps
 
 import autograd.numpy as anp
+import autograd.scipy.stats as stats
 import numpy as np
 import pytest
 from autograd.extend import primitive
 
-from mpiad.compiling.function_fingerprint import fingerprint_of
+from mpiad.compiling.function_fingerprint import fingerprint_of, text_of
 
 pytestmark = pytest.mark.serial
 
@@ -233,3 +234,14 @@ def test_functions_of_the_same_text_and_values_read_the_same():
 )
 def test_what_cannot_be_followed_is_unknown(f):
     assert fingerprint_of(f) is None
+
+
+def test_primitives_differ_in_texts_as_in_fingerprints():
+    """Ranks compare texts, so these must also tell apart primitives of the same name."""
+
+    def applied(function):
+        return lambda u, p, t: function(u)
+
+    for function, other in ((anp.sin, anp.tanh), (anp.floor, anp.ceil), (stats.norm.pdf, stats.t.pdf)):
+        assert fingerprint_of(applied(function)) == fingerprint_of(applied(function)) != fingerprint_of(applied(other))
+        assert text_of(applied(function)) == text_of(applied(function)) != text_of(applied(other))

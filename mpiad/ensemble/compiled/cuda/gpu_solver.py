@@ -111,7 +111,7 @@ class Solver:
     def parts(self, vector: Array) -> tuple[Array | None, Array]:
         """Return views of any saved states, (n_saved, d, n), and final states, (d, n), in a vector, traced or not."""
         shape, n_saved = (self.d, self.count), self.inputs.n_saved
-        if not n_saved:
+        if self.settings.ends:
             return None, vector.reshape(shape)
         cut = n_saved * self.d * self.count
         return vector[:cut].reshape((n_saved, *shape)), vector[cut:].reshape(shape)
@@ -120,9 +120,9 @@ class Solver:
         empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
         codes, naccept, nreject = [empty((n,), np.int32) for _ in range(3)]
         vector = empty(((n_saved + 1) * d * n,), self.real)
-        tangents = [empty((m, *shape), self.real) if m else None for shape in ((d, n), (n_saved, d, n))]
+        du_end, dsaved = (empty((m, *shape), self.real) if m else None for shape in ((d, n), (n_saved, d, n)))
         summary = self.arrays.full((2,), 0, np.int64)
-        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, *tangents, summary)
+        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, du_end, dsaved, summary)
 
     def _forward(self, directions: Directions, first: int, count: int, results: tuple, steps: tuple, table: tuple) -> None:
         settings, rtol = self.settings, self.real.type(np.max(self.settings.rtol))
@@ -156,7 +156,7 @@ class Solver:
             s_bar = empty((len(shared), count), self.real)
             self._launch(kernel, first, count, *inputs, u0_bar, p_bar, s_bar, *events)
             sums += [np.sum(s_bar, axis=1)] if shared else []
-        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real) if shared else None
+        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real)
         return u0_bar, p_bar, s_bar
 
     def _most_recorded(self, longest: int) -> int:

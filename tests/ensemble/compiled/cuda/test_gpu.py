@@ -207,6 +207,33 @@ def assert_close(found, expected, rtol=1e-10):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+def test_no_saved_times(place):
+    sol = solve(ensemble(lorenz, place(states(5)), place(parameters(5))), RK45(), EnsembleGPU(), saveat=[])
+    assert (sol.t.shape, sol.u.shape, sol.u_end.shape) == ((0,), (5, 0, 3), (5, 3))
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_states_at_both_ends_are_those_of_the_solve(d):
+    """They are computed late, and the arrays that they depend on may have been changed."""
+    u0 = on_device(states(5, d))
+    problem = ensemble(lambda u, p, t: -u, u0)
+    sol = solve(problem, RK45(), EnsembleGPU())
+    start, end = on_host(u0).copy(), on_host(sol.u_end).copy()
+    u0[...] = sol.u_end
+    sol.u_end[...] = 0.0
+    np.testing.assert_array_equal(on_host(sol.u), np.stack([start, end], axis=1))
+
+
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_a_shared_parameter_without_entries(gradient):
+    def loss(p):
+        problem = ensemble(lambda u, p, t: [-p["rate"] * u[0]], states(5, 1), None, {"rate": 2.0, "more": p})
+        return anp.sum(solve(problem, RK45(), EnsembleGPU(), gradient=gradient).u_end)
+
+    assert mpiad.grad(loss, objective="sum")(np.empty(0)).shape == (0,)
+
+
 @pytest.mark.parametrize("gradient", [None, "adjoint", "tangent"])
 @pytest.mark.parametrize("times", [TIMES, [0.0, 1.0]])
 def test_gradients_are_those_of_the_vectorised_path(gradient, times):
