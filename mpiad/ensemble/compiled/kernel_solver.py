@@ -51,7 +51,7 @@ class Solver:
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
         # Kernel texts don't depend on the numbers in f.
-        self._kernels, self._problem, self.traced = kernels, traced, traced.without_numbers
+        self._kernels, self._problem, self.traced = kernels, traced, traced.origin or traced
         self.batch, self.settings, self.threads = batch, settings, threads
         self.saves_every_step = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))

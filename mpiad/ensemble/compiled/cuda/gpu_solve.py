@@ -102,8 +102,7 @@ def _by_kernel(
     if settings.ends:
         sol.t = batch.both_ends()
         return at_ends(sol, lambda: given.u0, u_end)
-    saved = last[None][:0] if saved is None else saved
-    sol.u = _shaped(saved.transpose((2, 0, 1)), batch.shape)
+    sol.u = _shaped((last[None][:0] if saved is None else saved).transpose((2, 0, 1)), batch.shape)
     if times:
         sol.t_reached = times[0]
     return sol

@@ -72,7 +72,7 @@ class Solver:
     def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
         self._gpu: EnsembleGPU = compiler.backend  # type: ignore[assignment]
         self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
-        self.traced = traced.without_numbers
+        self.traced = traced.origin or traced  # texts depend on the problem without its numbers
         self._launcher = launcher_of(arrays)
         self.spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.spec.d, batch.u0.dtype
