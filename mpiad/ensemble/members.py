@@ -104,7 +104,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
         p = Parameters([_trajectories_last(_rows(_array(leaf), numbers)) for leaf in leaves], [True] * len(leaves), build)
-    start, end = (_repeated(t, count) for t in _span(problem))
+    start, end = (t * np.ones(count) if isbox(t) else repeated(np.array([t]), count)[0] for t in _span(problem))
     first = as_state(problem.u0)
     states = initial_states(ensemble, numbers, first)
     return Batch(problem.f, first.shape, states, p, start, end, problem.jac_sparsity)
@@ -133,11 +133,6 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int], first: Arr
         raise ValueError(f"solve: u0= of the ensemble must have shape (N, *{first.shape}), but has shape {given.shape}.")
     rows = _rows(given, numbers)
     return _trajectories_last(rows if rows.ndim == 2 else rows.reshape(len(numbers), first.size))
-
-
-def _repeated(t: Array, count: int) -> Array:
-    # Strides of zero show that all trajectories have the same time: see `Batch.one_span`.
-    return t * np.ones(count) if isbox(t) else repeated(np.array([t]), count)[0]
 
 
 def _trajectories_last(leaf: Array) -> Array:

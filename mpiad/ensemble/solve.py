@@ -310,11 +310,10 @@ def _by_arrays(
     options: SolveOptions, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
     """Solve a batch on the device of its arrays, or on the host, by a kernel if `compiler` has one."""
+    run = partial(compiler.run_planned, compiler.plan(batch, settings, given), given=given)
     if options.acting:
-        plan = compiler.plan(batch, settings, given)
-        run = partial(compiler.run_planned, plan, given=given)
         return solved_with_events(run, batch, settings, given, options.dense_output)
-    outcome = compiler.run(batch, settings, given)
+    outcome = run(batch, settings)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
         run = (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)

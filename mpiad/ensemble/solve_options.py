@@ -259,20 +259,14 @@ def _trajectories(options: SolveOptions) -> int:
     for name, length in lengths.items():
         if length != count:
             raise ValueError(f"solve: {name}= of the ensemble has {length} rows, but there are {count} trajectories.")
-    _check_rows(problem)
+    if problem.p is not None and problem.problem.p is not None:
+        own, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
+        if own != [shape[1:] for shape in rows]:
+            raise ValueError(
+                f"solve: each row of p= of the ensemble must have the shape of its problem's p, {own}, but p= has {rows}. "
+                "If the problem's p has one entry, and p= has shape (N,), give p[:, None]."
+            )
     return count
-
-
-def _check_rows(problem: EnsembleProblem) -> None:
-    """Raise a ValueError if the rows of the ensemble's p and the problem's p, if it has any, differ in shape."""
-    if problem.p is None or problem.problem.p is None:
-        return
-    own, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
-    if own != [shape[1:] for shape in rows]:
-        raise ValueError(
-            f"solve: each row of p= of the ensemble must have the shape of its problem's p, {own}, but p= has {rows}. "
-            "If the problem's p has one entry, and p= has shape (N,), give p[:, None]."
-        )
 
 
 def _length(tree: Array) -> int:

@@ -225,7 +225,13 @@ class Compiler:
         must = self.compile is True
         trace = partial(remembered, make, batch, settings.events, given.traced, must)
         if is_on_device(batch):
-            self._check_on_device(batch, settings)
+            if must:
+                raise NotImplementedError(
+                    "solve: compile=True generates machine code for the host, but u0 or p contains device arrays. "
+                    "Leave compile out, or copy the arrays to the host with mpiad.device.to_host."
+                )
+            refuse_mass_on_device(settings)
+            check_place(batch)  # for mixed host and device arrays f itself would raise a less helpful error
             try_once(batch, settings.events, False)
             self.execution = "arrays: u0 or p is on a device"
             return None
@@ -290,16 +296,6 @@ class Compiler:
         if cost > -inf:  # any rank has trajectories, and could use a kernel
             self.execution = _described(cost, gain, loading)
         return self._chosen
-
-    def _check_on_device(self, batch: Batch, settings: Settings) -> None:
-        if self.compile is True:
-            raise NotImplementedError(
-                "solve: compile=True generates machine code for the host, but u0 or p contains device arrays. "
-                "Leave compile out, or copy the arrays to the host with mpiad.device.to_host."
-            )
-        refuse_mass_on_device(settings)
-        # For mixed host and device arrays f itself would raise a less helpful error.
-        check_place(batch)
 
     def warn(self, f: Function, text: str) -> None:
         """Log a warning about f, or if `together` store it for `log_warnings`."""

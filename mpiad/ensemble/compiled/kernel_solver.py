@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from autograd.tracer import isbox
@@ -51,7 +51,7 @@ class Solver:
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
         # Kernel texts don't depend on the numbers in f.
-        self._kernels, self._problem, self.traced = kernels, traced, traced.without_numbers
+        self._kernels, self._problem, self.traced = kernels, traced, traced.origin or traced
         self.batch, self.settings, self.threads = batch, settings, threads
         self.saves_every_step = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
@@ -83,7 +83,7 @@ class Solver:
             if self.spec.tables and sum(len(part.scalars) for part in wanted) > MOST_ENTRIES:
                 return texts  # the adjoint will be computed by arrays
             timed, acts = isbox(given.start) or isbox(given.end), self.settings.acting is not None
-            spec, places = self._reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
+            spec, places = self.reverse_spec(wanted, timed, self.spec.inside, acts, bool(self.spec.events))
             texts["reverse"] = kernel_text("reverse", self.traced, spec, places)
         return texts
 
@@ -104,7 +104,7 @@ class Solver:
             outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
         if settings.progress is not None and empty_span.any():
             settings.progress(int(np.count_nonzero(empty_span)))
-        run = _Launch(self._function("forward", spec), spec, self, outcome)
+        run = _Launch(self.function("forward", spec), spec, self, outcome)
         tapes = run.run_all()
         if spec.record:
             outcome.tapes, outcome.last = tapes, run.last
@@ -122,7 +122,8 @@ class Solver:
             outcome.carried = run.carried(empty_span)
         return outcome
 
-    def _function(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> Callable[..., None]:
+    def function(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> Callable[..., None]:
+        """Return a kernel; `wanted`: the parameters in the order of a reverse kernel's arguments."""
         text = self._kernels[name] = kernel_text(name, self.traced, spec, wanted)
         return kernel_of(text, name, signature_in(text, name), call="solve").function
 
@@ -153,14 +154,7 @@ class Solver:
             part.spec = self.spec
             yield rows, part
 
-    def reverse(
-        self, wanted: Sequence[PackedLeaf], timed: bool, inside: bool, jumps: bool, events: bool
-    ) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel for the `wanted` leaves, and its spec; `events`: whether there are any at roots."""
-        spec, places = self._reverse_spec(wanted, timed, inside, jumps, events)
-        return self._function("reverse", spec, places), spec
-
-    def _reverse_spec(
+    def reverse_spec(
         self, wanted: Sequence[PackedLeaf], timed: bool, inside: bool, jumps: bool, events: bool
     ) -> tuple[KernelSpec, tuple[int, ...]]:
         """Return the spec of a reverse kernel, and its parameters in the order of the kernel's arguments."""

@@ -43,7 +43,7 @@ class KernelJumps:
     """The events that acted, for the reverse kernel; `time_bar`, (N,), of jumps that no step follows is used and zeroed."""
 
     def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
-        self._jumps, self._due, integer = jumps, np.zeros(len(jumps.ids)), np.dtype(np.int64)
+        self.due, integer = np.zeros(len(jumps.ids)), np.dtype(np.int64)  # `due`: the cotangents of the events' times
         first = np.searchsorted(jumps.ids, np.arange(run.batch.size + 1))
         ids = np.flatnonzero(time_bar)
         last = first[ids + 1] - 1
@@ -51,17 +51,11 @@ class KernelJumps:
         number = jumps.number[last[jumped]]
         # `to_start` handles the jumps before the first step.
         jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
-        self._due[last[jumped]] = time_bar[ids[jumped]]
+        self.due[last[jumped]] = time_bar[ids[jumped]]
         time_bar[ids[jumped]] = 0.0
         number, event, time = argument(jumps.number, integer), argument(jumps.event, integer), argument(jumps.time)
         # The kernel's arguments; it updates the last one, the cotangents of the events' times.
-        self.arguments = first, number, event, time, argument(np.ascontiguousarray(jumps.before.T), dtype), self._due
-
-    def add_due(self, due: Array) -> None:
-        """Add the cotangents of given times to an array of shape (slots, N)."""
-        jumps = self._jumps
-        given = jumps.slot != FOUND
-        due[jumps.slot[given], jumps.ids[given]] += self._due[given]
+        self.arguments = first, number, event, time, argument(np.ascontiguousarray(jumps.before.T), dtype), self.due
 
 
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -86,7 +80,8 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         time_bar = np.where(run.live & run.terminated, seeds.reached, 0.0)
     first_event, events = kernel_events(run, seeds, time_bar)
     inside = solver.spec.inside and (seeds.saved is not None or len(events) > 0)
-    function, spec = solver.reverse(chosen, timed, inside, jumps is not None, len(events) > 0)
+    spec, wanted = solver.reverse_spec(chosen, timed, inside, jumps is not None, len(events) > 0)
+    function = solver.function("reverse", spec, wanted)
     saved, save_step = np.empty((0, 0, 0)), np.empty((count, 0), np.int32)
     if seeds.saved is not None:
         saved, save_step = parts(np.ascontiguousarray(seeds.saved.conj())), argument(run.save_step, np.dtype(np.int32))
@@ -129,7 +124,8 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if jumps is not None:
         to_start(run, found, timed)
         if timed:
-            jumps.add_due(found.due)
+            given = run.jumps.slot != FOUND
+            found.due[run.jumps.slot[given], run.jumps.ids[given]] += jumps.due[given]
     return found
 
 

@@ -65,12 +65,7 @@ class TracedProblem:
     names: tuple[str, ...]  # of the program's parameters: see `names_of`
     affects: tuple[Program | None, ...]  # for all events; None for events without an affect
     numbers: tuple[float, ...] = ()  # constants of the functions that differ between solves; the last parameters
-    origin: TracedProblem | None = None  # the problem without `numbers`
-
-    @property
-    def without_numbers(self) -> TracedProblem:
-        """The problem that determines the texts of kernels: the same one for all numbers."""
-        return self.origin or self
+    origin: TracedProblem | None = None  # the same problem without `numbers`, if there are any
 
     @cached_property
     def tables(self) -> tuple[tuple[str, int, int], ...]:

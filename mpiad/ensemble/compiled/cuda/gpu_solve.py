@@ -65,15 +65,10 @@ def solved_on_gpu(
         settings = settings._replace(ends=False, saveat=batch.both_ends())
     if not on_host:
         return by_arrays(given, with_states_on_device(batch), settings)
-    on_device = _on_device(given, arrays)
+    leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
+    on_device = given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
     sol = by_arrays(on_device, on_device.plain(), settings)
     return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
-
-
-def _on_device(given: Batch, arrays: ArrayModule) -> Batch:
-    """Return a batch, traced or not, with its arrays on a device."""
-    leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
-    return given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
 
 
 def _by_kernel(
@@ -91,15 +86,23 @@ def _by_kernel(
         directions = carried = ()  # the kernels of an adjoint are smaller
     if not fits(solver.kernel(carried), batch, compiler):
         return None
-    solved = Solved(solver, solver.solved(carried), carried, bool(directions), on_host)
-    u, u_end, *times = results_of(solved, given)
+    solved, times = Solved(solver, solver.solved(carried), carried, bool(directions), on_host, given.traced), []
+    arguments = given.u0, given.start, given.end, NO_TIMES, *given.p.leaves
+    vector = solve_operator(*arguments, solved=solved) if given.traced else solved.vector
+    if solved.timed:
+        # In a vector with times, states are double.
+        end = solved.results.vector.size
+        times = [to_host(vector[end : end + solver.count]), to_host(vector[end + solver.count :])]
+        vector = vector[:end] if vector.dtype == solver.real else vector[:end].astype(solver.real)
+    saved, last = solver.parts(vector)
     if settings.progress is not None:
         settings.progress(batch.size)
-    u_end, fields = _shaped(u_end, batch.shape), {"alg": settings.alg}
-    fields |= {"t": batch.both_ends()} if settings.ends else {"t": settings.saveat, "u": _shaped(u, batch.shape)}
-    sol = DeviceSolution.lazy(_deferred(solved, settings, times), u_end=u_end, **fields)
+    u_end = _shaped(last.T, batch.shape)
+    sol = DeviceSolution.lazy(_deferred(solved, settings, times), t=settings.saveat, u_end=u_end, alg=settings.alg)
     if settings.ends:
+        sol.t = batch.both_ends()
         return at_ends(sol, lambda: given.u0, u_end)
+    sol.u = _shaped((last[None][:0] if saved is None else saved).transpose((2, 0, 1)), batch.shape)
     if times:
         sol.t_reached = times[0]
     return sol
@@ -229,10 +232,13 @@ class _Summary:
 class Solved:
     """A solve on a device, with tangents in the directions `carried`; `by_tangent`: whether tangents give its gradient."""
 
-    def __init__(self, solver: Solver, results: DeviceResults, carried: Directions, by_tangent: bool, on_host: bool):
+    def __init__(
+        self, solver: Solver, results: DeviceResults, carried: Directions, by_tangent: bool, on_host: bool, traced: bool
+    ):
         self.solver, self.results, self.carried = solver, results, carried
         self.by_tangent, self.on_host = by_tangent, on_host
-        self.timed = results.rows is not None  # whether times have derivatives
+        # Whether times have derivatives. Otherwise, appending them to the vector would needlessly copy all states.
+        self.timed = traced and results.rows is not None
         self.summary = _Summary(solver.arrays, results.summary)
 
     @property
@@ -339,19 +345,3 @@ class Solved:
         )
 
     push_traced = pull_traced
-
-
-def results_of(solved: Solved, given: Batch) -> list[Array]:
-    """Return saved states, (N, n_saved, d), final states, (N, d), and if timed, end times, (N,), and event times, (m,)."""
-    # Without derivatives, appending times to the vector would needlessly copy all states.
-    solved.timed = solved.timed and given.traced
-    arguments = given.u0, given.start, given.end, NO_TIMES, *given.p.leaves
-    vector = solve_operator(*arguments, solved=solved) if given.traced else solved.vector
-    solver, times = solved.solver, []
-    if solved.timed:
-        # In a vector with times, states are double.
-        end = solved.results.vector.size
-        times = [to_host(vector[end : end + solver.count]), to_host(vector[end + solver.count :])]
-        vector = vector[:end] if vector.dtype == solver.real else vector[:end].astype(solver.real)
-    saved, last = solver.parts(vector)
-    return [None if saved is None else saved.transpose((2, 0, 1)), last.T, *times]

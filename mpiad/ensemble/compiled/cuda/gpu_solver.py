@@ -72,7 +72,7 @@ class Solver:
     def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
         self._gpu: EnsembleGPU = compiler.backend  # type: ignore[assignment]
         self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
-        self.traced = traced.without_numbers
+        self.traced = traced.origin or traced  # texts depend on the problem without its numbers
         self._launcher = launcher_of(arrays)
         self.spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.spec.d, batch.u0.dtype
@@ -238,7 +238,8 @@ class Inputs(NamedTuple):
 def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: TracedProblem) -> Inputs:
     """Return the arguments on a device; small host arrays are copied in one transfer, once for several solves."""
     count, real, d, leaves = batch.size, batch.u0.dtype, len(batch.u0), batch.p.leaves
-    parts, one_span, one_start = traced.packing.parts, batch.one_span, _is_shared(batch.u0)
+    parts, one_span = traced.packing.parts, batch.one_span
+    one_start = not is_device_array(batch.u0) and batch.u0.size > 0 and batch.u0.strides[-1] == 0
     varying = [
         device_rows(arrays, leaves[part.place], real).reshape(len(part.scalars), count) for part in parts if part.varies
     ]
@@ -268,11 +269,6 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: Tra
         p=_concatenated(arrays, varying, (0, count), real), by_span=int(not one_span), n_saved=times.shape[-1],
         by_row=int(times.ndim > 1), u0_row=1 if one_start else count, u0_column=int(not one_start), **on_device,
     )  # fmt: skip
-
-
-def _is_shared(x: Array) -> bool:
-    """Return whether an array is on the host, and all trajectories share one column."""
-    return not is_device_array(x) and x.size > 0 and x.strides[-1] == 0
 
 
 @lru_cache(_MOST_COPIES)

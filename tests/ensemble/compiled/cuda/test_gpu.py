@@ -119,6 +119,14 @@ def test_states_at_both_ends_from_one_initial_state_for_all():
     assert_close([on_host(found)], [expected])
 
 
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+def test_no_saved_times(place):
+    u0, p = states(41), parameters(41)
+    sol = solve(ensemble(lorenz, place(u0), place(p)), RK45(), EnsembleGPU(), saveat=[])
+    assert sol.u.shape == (41, 0, 3) and sol.t.shape == (0,)
+    np.testing.assert_allclose(on_host(sol.u_end), solve(ensemble(lorenz, u0, p)).u_end, rtol=1e-12)
+
+
 def test_numbers_are_those_of_the_kernels_on_the_cpu():
     u0, p = states(70), parameters(70)
     expected = solve(ensemble(lorenz, u0, p), saveat=TIMES, compile=True)
