@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.step_operators import advanced
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -45,6 +46,10 @@ class Coefficients:
             multiply(k[j], weight, term)
             add(out, term, out)
         return out
+
+    def add_row(self, total: Array, i: int, k: StageArrays, mass: Mass, out: Array, term: Array) -> None:
+        """Add the mass matrix times the weighted sum of row i (see `row`) to `total`."""
+        total += mass.times(self.row(i, k, out, term))
 
     def powers(self, k: StageArrays) -> list[Array] | Array:
         """Return the interpolant's coefficients of x, x², …, divided by h; x is the fraction of the step."""
@@ -90,6 +95,12 @@ class DeviceCoefficients(Coefficients):
     def row(self, i: int, k: Array, out: Array, term: Array) -> Array:
         """Return the weighted sum of stages in row i - 1 of `Tableau.sums`, in a new array."""
         return np.tensordot(self._rows[i], k[: len(self._rows[i])], 1)
+
+    def add_row(self, total: Array, i: int, k: Array, mass: Mass, out: Array, term: Array) -> None:
+        """Add the weighted sum of row i to `total`; on a device the mass matrix is the identity."""
+        for j, weight in enumerate(self.tableau.sums[i - 1]):
+            if weight:
+                total += self.real.type(weight) * k[j]
 
     def powers(self, k: Array) -> Array:
         """Return the interpolant's coefficients of x, x², …, divided by h."""

@@ -311,10 +311,8 @@ class DeviceRun(Run):
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
         """Return the cotangents of the results; those of saved states have an additional slot of zeros."""
-        padded = None
-        if self.n_saved:
-            padded = np.zeros_like(saved, shape=(saved.shape[0], self.slots, saved.shape[2]))
-            padded[:, :-1] = np.where(np.isnan(saved), 0, saved)  # NaN for states that weren't reached
+        # States that weren't reached are NaN.
+        padded = np.pad(np.where(np.isnan(saved), 0, saved), ((0, 0), (0, 1), (0, 0))) if self.n_saved else None
         return Seeds(np.swapaxes(end, 0, 1), padded, *times)
 
     def saved_at(self, at_start: bool) -> np.ndarray:

@@ -31,8 +31,6 @@ from mpiad.ensemble.step_operators import rows_of, values_of
 from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import is_device_array
 
-_CACHED_PROGRAMS = 32
-
 
 class JacobianProgram(NamedTuple):
     """The entries of the Jacobian that aren't structurally zero."""
@@ -49,7 +47,7 @@ class JacobianProgram(NamedTuple):
         return values[:count], rows_of(getval(u), *slopes) if of_time else None
 
 
-@lru_cache(_CACHED_PROGRAMS)
+@lru_cache(32)
 def jacobian_program(program: Program) -> JacobianProgram:
     """Return the program that computes the derivatives of f with respect to state and time."""
     d, builder = program.groups["state"], Builder()
@@ -64,10 +62,6 @@ def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Pr
     """Return the derivative of the vector-Jacobian product of f along a "direction" (of the state, then of time)."""
     gradient = vjp(program, wanted, seeds="cotangent")
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
-
-
-# Number of trajectories for which the values of a program and of f are compared if arrays are on a device.
-_COMPARED_TRAJECTORIES = 3
 
 
 # Number of operations of a program that take as much time as one operation of traced arrays.
@@ -177,8 +171,8 @@ def _structure_of(batch: Batch) -> _Structure | str:
 
 def _remembered(batch: Batch, name: str, make: Callable[[Program, Batch], _Found]) -> _Found | str:
     """Return ``make(program of f, batch on the host)``, or the reason why f can't be traced; the result is cached."""
-    if is_on_device(batch):  # a few trajectories as host arrays
-        batch = batch.share(slice(0, _COMPARED_TRAJECTORIES))
+    if is_on_device(batch):  # a few trajectories as host arrays, for which the values of the program and of f are compared
+        batch = batch.share(slice(0, 3))
         u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
         batch = batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -130,8 +131,7 @@ def joined_fits(parts: Sequence[FitResult]) -> FitResult:
     """Return the concatenation of several results."""
     if len(parts) == 1:
         return parts[0]
-    names = [field.name for field in fields(FitResult)]
-    return FitResult(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return FitResult(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(FitResult)))
 
 
 # Saved states of an ensemble, and their derivatives with respect to a few variables per trajectory.
@@ -162,8 +162,8 @@ class _TracedBatch(NamedTuple):
     """A batch as a function of the variables x: the batch with traced inputs, and the tangents of these inputs."""
 
     batch: Batch
-    u0: Tangents
     leaves: dict[int, list[Any]]
+    u0: Tangents = None
     times: GivenTimes | None = None  # of events, if any event acts
     due: tuple[Array, Tangents] = NO_TIMES, None  # the given times, shape (m + 1, n), and their tangents
 
@@ -202,13 +202,12 @@ class SensitivitySolve:
             variables = bundle.variable(x, tangents)
             if self._generator is None:
                 p = Parameters([variables], [True], lambda leaves: leaves[0])
-                traced = _TracedBatch(batch._replace(p=p), None, {0: tangents})
+                traced = _TracedBatch(batch._replace(p=p), {0: tangents})
             else:
                 traced = _generated(bundle, self._generator, batch, variables)
             settings = self._settings
-            if settings.mass is not None:
-                consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
-                traced = traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
+            consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
+            traced = traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
             if any(event.acts for event in settings.events):
                 times = GivenTimes(settings.events, traced.batch.plain())
                 traced = traced._replace(times=times, due=bundle.parts(times.traced(traced.batch)))
@@ -265,10 +264,8 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
     """Return a batch with the u0 and p that `generator` returns for the variables x, shape (m, n)."""
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
-    def constant(leaf: Array) -> Any:
-        # Constants are also traced, without tangents, so that all values with an axis of trajectories are traced.
-        return bundle.variable(leaf, [None] * len(x))
-
+    # Constants are also traced, without tangents, so that all values with an axis of trajectories are traced.
+    constant = partial(bundle.variable, tangents=[None] * len(x))
     # If all trajectories have the same tspan, it is a pair of numbers, as in the user's problem.
     span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
     p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
@@ -278,7 +275,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
             "fit: prob_generator must return its problem with another u0 or p, but the same f and tspan, for example "
             f"remake(problem, p=x), but returned {made!r:.100}."
         )
-    u0, u0_along = _with_tangents(bundle, _initial(made.u0, batch))
+    u0, _ = _with_tangents(bundle, _initial(made.u0, batch))
     parts, build = flatten(made.p)
     for part in parts:
         if isbox(part) and np.shape(part)[-1:] != (count,):
@@ -288,7 +285,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
             )
     leaves, along = zip(*(_with_tangents(bundle, part) for part in parts)) if parts else ((), ())
     p = Parameters(list(leaves), [*map(isbox, parts)], build)
-    return _TracedBatch(batch._replace(u0=u0, p=p), u0_along, {k: gs for k, gs in enumerate(along) if gs is not None})
+    return _TracedBatch(batch._replace(u0=u0, p=p), {k: gs for k, gs in enumerate(along) if gs is not None})
 
 
 def _with_tangents(bundle: Bundle, x: Array) -> tuple[Array, Tangents]:

@@ -126,7 +126,7 @@ class RosenbrockStages(Stages):
                 self._evaluate(stage, i, u, p, sign, at_end)
                 if at_end:
                     np.copyto(k[-1], stage)
-                stage += self._matrices.mass.times(self._coefficients.row(last + i, k, self._argument, self._term))
+                self._coefficients.add_row(stage, last + i, k, self._matrices.mass, self._argument, self._term)
             if time_derivative is not None and tableau.slopes[i - 1]:
                 stage += time_derivative * self._real.type(tableau.slopes[i - 1])
             lu.solve(stage)

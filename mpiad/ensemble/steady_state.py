@@ -30,7 +30,7 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
-from mpiad.ensemble.sparse_lu import LEAST_SPARSE, StepMatrices
+from mpiad.ensemble.sparse_lu import StepMatrices
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.primitives.checks import positive_count
@@ -68,11 +68,10 @@ class Equations:
     """
 
     def __init__(self, batch: Batch):
-        self._batch, self._field, self._sparse, self._jacobian = batch, Field(batch), None, jacobian_of(batch)
+        self._batch, self._field, self._jacobian = batch, Field(batch), jacobian_of(batch)
         self.places = self._jacobian.places
-        if batch.size and len(batch.u0) >= LEAST_SPARSE:
-            matrices = StepMatrices(self.places, Mass(None, 1.0), len(batch.u0))
-            self._sparse = matrices if matrices.elimination else None
+        matrices = StepMatrices(self.places, Mass(None, 1.0), len(batch.u0))
+        self._sparse = matrices if matrices.elimination else None
 
     def columns(self, ids: Array) -> tuple[list, Array]:
         """Return the leaves of the parameters and the times of some trajectories."""
