@@ -28,11 +28,9 @@ def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
     out = np.empty((count, *domain.local_shape))
     for field in range(count):
         for row in np.ndindex(domain.local_shape[:-1]):
-            index = field
+            first = [field, *[cells.start + i for cells, i in zip(rows, row)], last.start]
             # A cell's index in the whole grid selects its element of the sequence.
-            for n, i, cells in zip(domain.shape, row, rows):
-                index = index * n + cells.start + i
-            start = index * domain.shape[-1] + last.start
+            start = int(np.ravel_multi_index(first, (count, *domain.shape)))
             out[(field, *row)] = _normals(generator, start, last.stop - last.start)
     return out.reshape(*shape, *domain.local_shape)
 
