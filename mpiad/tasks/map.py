@@ -357,7 +357,7 @@ class Scheduler:
         self._check_timer.renew()
         for rank in self._group.newly_lost():
             # Messages posted to the lost rank are dropped, results from it are ignored, and other ranks get its batches.
-            self._mailbox.forget(rank)
+            self._mailbox.settle(dead=rank)
             self._resend.extend(self._batches.pop(rank, ()))
 
 
