@@ -36,10 +36,13 @@ class Partition:
 
     def neighbour(self, rank: Rank, step: Iterable[int]) -> Rank | None:
         """Return the rank at an offset from a rank in the grid of ranks, or None beyond a side that isn't periodic."""
-        position = [index + s for index, s in zip(self.position(rank), step)]
-        if any(not 0 <= index < n and not wraps for index, n, wraps in zip(position, self.dims, self.periodic)):
-            return None
-        return int(np.ravel_multi_index(position, self.dims, mode="wrap"))
+        number = 0
+        for start, s, n, wraps in zip(self.position(rank), step, self.dims, self.periodic):
+            index = start + int(s)
+            if not 0 <= index < n and not wraps:
+                return None
+            number = number * n + index % n
+        return number
 
     def block(self, rank: Rank) -> tuple[slice, ...]:
         """Return the cells that a rank owns, as slices of the grid."""

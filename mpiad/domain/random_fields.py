@@ -28,9 +28,11 @@ def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
     out = np.empty((count, *domain.local_shape))
     for field in range(count):
         for row in np.ndindex(domain.local_shape[:-1]):
-            first = [field, *[cells.start + i for cells, i in zip(rows, row)], last.start]
+            index = field
             # A cell's index in the whole grid selects its element of the sequence.
-            start = int(np.ravel_multi_index(first, (count, *domain.shape)))
+            for n, i, cells in zip(domain.shape, row, rows):
+                index = index * n + cells.start + i
+            start = index * domain.shape[-1] + last.start
             out[(field, *row)] = _normals(generator, start, last.stop - last.start)
     return out.reshape(*shape, *domain.local_shape)
 
