@@ -104,18 +104,20 @@ class Points:
 
     def with_value(self, x: np.ndarray) -> Point:
         """Return the point x with its objective."""
+        x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:
-            self._evaluate(self._for_value, point)
+            self._evaluate(self._for_value, point, x)
         return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
         """Return the gradient at x, shape (n,)."""
+        x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.gradient is None:
             # All ranks store the forward pass of the last evaluation of the value.
             ready = point is self._last_with_value or (self._evaluation.separate and point.value is not None)
-            self._evaluate("gradient" if ready else "both", point)
+            self._evaluate("gradient" if ready else "both", point, x)
         return self.for_method(point)[1].copy()
 
     def for_method(self, point: Point) -> tuple[Any, Any]:
@@ -135,8 +137,7 @@ class Points:
         return self._carry_out("product", x, np.asarray(direction, dtype=float).reshape(-1))
 
     def at(self, x: np.ndarray) -> Point:
-        """Return the stored point at x, or a new point if none is stored."""
-        x = np.ascontiguousarray(x, dtype=float)
+        """Return the stored point at x, an array of doubles, or a new point if none is stored."""
         # The best point and the iterate may be older than the recent points.
         key = x.tobytes()
         for point in (*reversed(self.recent), self.best, self.iterate):
@@ -145,13 +146,13 @@ class Points:
         self.recent.append(Point(x))
         return self.recent[-1]
 
-    def _evaluate(self, kind: str, point: Point) -> None:
+    def _evaluate(self, kind: str, point: Point, x: np.ndarray) -> None:
         if kind != "gradient" and self.exhausted and self.first is not None:
             raise self.limit_reached()
         if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
         self.first = self.first or point
-        found = self._carry_out(kind, point.x)
+        found = self._carry_out(kind, x)
         value, gradient = found if kind == "both" else (found, None) if kind == "value" else (None, found)
         # An evaluation of the gradient consumes the forward pass.
         self._last_with_value = point if kind == "value" else None

@@ -127,7 +127,7 @@ class IteratesOfPoints(Iterates):
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Record an iterate and call the user's callback."""
-        row = self._add_row(self._points.at(x))
+        row = self._add_row(self._points.at(np.ascontiguousarray(x, dtype=float)))
         self.write_last()
         return self.call_callback(x, row)
 

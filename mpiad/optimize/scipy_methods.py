@@ -82,7 +82,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
             options=options,
             callback=iterates,
         )
-        value = points.at(result.x).value
+        value = points.at(np.ascontiguousarray(result.x, dtype=float)).value
         result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
         result = corrected(result, points, constrained=bool(constraints))
         if iterates.resumed:  # SciPy counts from the restart
