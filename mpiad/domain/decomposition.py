@@ -135,15 +135,11 @@ def _checked_dims(size: int, cells: Shape, widths: tuple[int, ...], dims: PerDim
             "The product of dims must be the number of ranks; with dims=None the numbers are chosen automatically."
         )
     for axis, (n, p, h) in enumerate(zip(cells, ranks, widths)):
-        if n < p:
-            raise ValueError(
-                f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: a rank would own no cells. "
-                "Use fewer ranks along this dimension, or a larger grid."
-            )
         # A rank exchanges messages only with adjacent blocks, so a halo can't extend beyond them.
-        if n // p < h:
+        if n // p < max(1, h):
             raise ValueError(
-                f"Domain: the halo is {h} wide along dimension {axis}, but the smallest of the {p} blocks of {n} cells "
-                f"has {n // p}. Use a smaller halo, fewer ranks along this dimension, or a larger grid."
+                f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: the smallest block would have "
+                f"{n // p}, but needs {max(1, h)}, since the halo is {h} wide. Use a smaller halo, fewer ranks along this "
+                "dimension, or a larger grid."
             )
     return ranks

@@ -29,15 +29,6 @@ class Partition:
         """Return a rank's position in the grid of ranks."""
         return tuple(int(index) for index in np.unravel_index(rank, self.dims))
 
-    def rank(self, position: tuple[int, ...]) -> Rank | None:
-        """Return the rank at a position, or None if the position is beyond a side that isn't periodic."""
-        number = 0
-        for index, n, periodic in zip(position, self.dims, self.periodic):
-            if not 0 <= index < n and not periodic:
-                return None
-            number = number * n + index % n
-        return number
-
     def neighbours(self, rank: Rank) -> tuple[tuple[Rank | None, Rank | None], ...]:
         """Return the ranks before and after a rank along each dimension."""
         units = np.eye(len(self.dims), dtype=int)
@@ -45,7 +36,13 @@ class Partition:
 
     def neighbour(self, rank: Rank, step: Iterable[int]) -> Rank | None:
         """Return the rank at an offset from a rank in the grid of ranks, or None beyond a side that isn't periodic."""
-        return self.rank(tuple(int(index + s) for index, s in zip(self.position(rank), step)))
+        number = 0
+        for start, s, n, wraps in zip(self.position(rank), step, self.dims, self.periodic):
+            index = start + int(s)
+            if not 0 <= index < n and not wraps:
+                return None
+            number = number * n + index % n
+        return number
 
     def block(self, rank: Rank) -> tuple[slice, ...]:
         """Return the cells that a rank owns, as slices of the grid."""

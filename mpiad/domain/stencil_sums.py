@@ -127,14 +127,13 @@ def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
     return total[halo.interior]
 
 
-def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Apply the transpose of the linear part of a stencil, as a mirrored stencil if possible."""
-    return apply_transpose(g, stencil) if stencil.has_copied_ghosts else apply_stencil(g, stencil.mirrored)
-
-
 apply_stencil.preserves_spec = apply_transpose.preserves_spec = True
-# S E is affine, because of the values beyond the sides; its derivative is the same stencil with zeros beyond the sides.
-defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
+# S E is affine, because of the values beyond the sides; its derivative is the same stencil with zeros beyond the sides. The
+# transpose of this linear part is a mirrored stencil if no cell beyond a side is a copy.
+defvjp(
+    apply_stencil,
+    lambda ans, u, s: lambda g: apply_transpose(g, s) if s.has_copied_ghosts else apply_stencil(g, s.mirrored),
+)
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
 defvjp(apply_transpose, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
 defjvp(apply_transpose, lambda dg, ans, g, stencil: apply_transpose(dg, stencil))

@@ -255,23 +255,12 @@ def mpi_optimize(
     Returns
     -------
     scipy.optimize.OptimizeResult
-        As in `minimize`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, if an argument on any of them is invalid, or the x0 of any rank differs from the root's.
-    WorkerError
-        On all ranks, if f or g raises on any rank.
+        As in `minimize`, also for exceptions and the adjoint.
 
     Ranks
     -----
     All ranks of `comm` call it. They then call f and g together, in the same order. The result is bitwise the same on all
     ranks.
-
-    Adjoint
-    -------
-    None: the result is a constant in every trace.
 
     Examples
     --------

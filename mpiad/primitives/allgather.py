@@ -50,8 +50,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     True
     """
     used = channel(comm, "mpi_allgather")
-    array, axis, lengths = pieces_of_all(x, axis, used, "mpi_allgather")
-    return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(array, "mpi_allgather")))
+    return communicate(ALLGATHER, x, pieces_of_all(x, axis, used, None, "mpi_allgather"))
 
 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:

@@ -15,10 +15,11 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm
+from mpiad.primitives.catalogue import Dividing
 from mpiad.primitives.foreign import refuse_foreign_trace
 from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Envelope, Op, Spec, channel
 from mpiad.transport.core import collectives
-from mpiad.transport.core.buffers import even_lengths, outgoing, require_sendable
+from mpiad.transport.core.buffers import even_lengths, outgoing, require_sendable, spec_of
 from mpiad.transport.core.collectives import defined_for, name_of
 from mpiad.transport.core.tracing import checked_on_replay, tracing
 
@@ -146,8 +147,8 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
     return whole._replace(shape=(*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
 
 
-def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
-    """Return this rank's array, the axis, and all ranks' lengths along the axis; collective. All ranks raise the errors."""
+def pieces_of_all(x: Array, axis: object, used: Channel, root: int | None, call: str) -> Dividing:
+    """Return the division of a whole array into all ranks' arrays; collective. All ranks raise the errors."""
     array, index, own_error = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)
@@ -155,7 +156,8 @@ def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.
     except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`, without a further reduction
         own_error = error
     spec = Spec(array.shape, array.dtype)
-    return array, index, checked_on_replay(collectives.lengths_of_all, used, spec, index, call, own_error)
+    lengths = checked_on_replay(collectives.lengths_of_all, used, spec, index, call, own_error)
+    return Dividing(used, root, index, lengths, spec_of(array, call))
 
 
 def point_to_point(comm: Comm, call: str) -> Channel:

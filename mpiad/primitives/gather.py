@@ -8,7 +8,6 @@ from mpiad.primitives.checks import pieces_of_all, root_of
 from mpiad.primitives.operation import communicate
 from mpiad.transport import channel
 from mpiad.transport.core import collectives
-from mpiad.transport.core.buffers import spec_of
 
 
 def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Comm = None) -> RootArray:
@@ -47,8 +46,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     """
     used = channel(comm, "mpi_gather")
     root = root_of(root, used, "mpi_gather")
-    array, axis, lengths = pieces_of_all(x, axis, used, "mpi_gather")
-    return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
+    return communicate(GATHER, x, pieces_of_all(x, axis, used, root, "mpi_gather"))
 
 
 def _forward(x: Array, p: Dividing) -> Array:

@@ -256,8 +256,6 @@ class Scheduler:
             self._check_for_losses()
             patience.pause()
 
-    # ---- sending batches
-
     def _send_batches(self) -> None:
         evaluates = 0 < len(self._batches) <= _FEW_WORKERS
         max_batches = 2 if evaluates or (self._seconds is not None and self._seconds < _SHORT) else 1
@@ -302,8 +300,6 @@ class Scheduler:
                 self._item_count += 1
         return batch
 
-    # ---- results
-
     def _await(self, kind: int) -> None:
         """Call `_receive` until a message has arrived or a rank has died; polled, since MPI's wait would occupy a core."""
         count = len(self._batches)
@@ -336,8 +332,6 @@ class Scheduler:
             self._progress.total = self._item_count if self._exhausted else self._progress.total
             self._progress.update(len(self.results) - self._progress.n)
 
-    # ---- ranks that die
-
     def _take(self) -> Message | None:
         try:
             message = self._mailbox.take()
@@ -363,7 +357,7 @@ class Scheduler:
         self._check_timer.renew()
         for rank in self._group.newly_lost():
             # Messages posted to the lost rank are dropped, results from it are ignored, and other ranks get its batches.
-            self._mailbox.forget(rank)
+            self._mailbox.settle(dead=rank)
             self._resend.extend(self._batches.pop(rank, ()))
 
 

@@ -88,22 +88,17 @@ class _CheckpointedRun:
     def reversed(self, loop: Loop, args: Arguments, passes: str) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Yield spans of steps and their traces, from the last to the first; `passes` as in `Tape`."""
         for action in chain([self.last], self._actions):
-            if isinstance(action, Reverse):
-                yield from self._recorded(action, loop, args, passes)
-            else:
+            if not isinstance(action, Reverse):
                 self._perform(action, loop, args, None)
-
-    def _recorded(
-        self, action: Reverse, loop: Loop, args: Arguments, passes: str
-    ) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
-        """Run and record some steps, and yield them in reverse order."""
-        state, records = self.state, []
-        for span in spans(loop.stepping, action.first, action.stop):
-            # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
-            records.append((span, loop.traced(args, span, state, passes)))
-            state = records[-1][1][1].values[: len(state)]
-        while records:
-            yield records.pop()
+                continue
+            state, records = self.state, []
+            for span in spans(loop.stepping, action.first, action.stop):
+                # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
+                records.append((span, loop.traced(args, span, state, passes)))
+                state = records[-1][1][1].values[: len(state)]
+            while records:
+                yield records.pop()
+            del state  # a reference to recorded values, which the restored state replaces
 
     def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None) -> None:
         if isinstance(action, Keep):

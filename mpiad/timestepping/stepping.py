@@ -8,7 +8,7 @@ program for several steps also accumulates the cotangents of parameters in compi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trace import Variables, trace_forwards
@@ -67,22 +67,6 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
         first = span.stop
 
 
-@runtime_checkable
-class CompiledFunction(Protocol):
-    """The result of `mpiad.jit`."""
-
-    fun: Function
-
-    @property
-    def operations(self) -> int:
-        """The number of operations of the largest program; 0 if there is no program yet, or if a call can't be compiled."""
-        ...
-
-    def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Any:
-        """Return the compiled form of ``make()``, cached by key; if `optional`, failures of compilation are ignored."""
-        ...
-
-
 class UserStepping:
     """The user's step and observation: ``advance(state, number, *input, *params)``, ``observe(state, number, *params)``."""
 
@@ -91,7 +75,7 @@ class UserStepping:
         # the number of all steps of the loop. One or several programs run these steps.
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
         # Whether several steps may be compiled into one program.
-        self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
+        self._compiled = all(hasattr(fun, "derived") for fun in (advance, observe) if fun is not None)  # by `mpiad.jit`
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         constants, self._build_params = flatten(params)

@@ -27,7 +27,7 @@ from mpiad._typing import Comm, Rank
 from mpiad.errors import CommunicationMismatchError, CommunicatorError, DeadlockError
 from mpiad.transport.core import lookup
 from mpiad.transport.core.channels import base, live_channels, world_ranks
-from mpiad.transport.core.fault_tolerance import all_ranks_alive, flush_streams, leave_process
+from mpiad.transport.core.fault_tolerance import all_ranks_alive, exit_process, flush_streams
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.staging import close_pools
@@ -323,7 +323,9 @@ def _complete_at_exit() -> None:
             _end_job(error)  # no caller is left to catch it
         # Ranks that haven't started the library don't know which ranks have, so they can't agree with them.
         if started() and not all_ranks_alive(base()):
-            leave_process(code_at_end())
+            logging.shutdown()
+            flush_streams()
+            exit_process(code_at_end())  # without `MPI_Finalize`
 
 
 def _announce_end() -> None:

@@ -94,14 +94,14 @@ class HostVectors:
     """A matrix of `height` rows of `size` doubles; other vectors have shape (size,). `box` are the bounds."""
 
     def __init__(self, height: int, size: int, box: Box | None = None):
-        self.height, self.size, self.box, self._clipped = height, size, box, False
+        self.height, self.size, self.box, self._clipped, self._length = height, size, box, False, LENGTH
         # Zeros, since checkpoints contain all rows, including those that haven't been used.
         self.memory: Array = np.zeros((height, size + _PADDING))[:, :size]
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield the range of columns of each tile, and the tile, shape (rows, length)."""
-        for start in range(0, self.size, LENGTH):
-            part = slice(start, min(start + LENGTH, self.size))
+        for start in range(0, self.size, self._length):
+            part = slice(start, min(start + self._length, self.size))
             yield part, self.memory[:, part]
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
@@ -224,14 +224,9 @@ class DeviceVectors(HostVectors):
     """The vectors on a device, as one tile; the given `box` is copied to the device."""
 
     def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
-        self.height, self.size, self._xp = height, size, xp
+        self.height, self.size, self._xp, self._length = height, size, xp, max(size, 1)
         self.memory = xp.full((height, size), 0.0, float)
         self.box = None if box is None else Box(*map(xp.to_device, box))
-
-    def __iter__(self) -> Iterator[tuple[slice, Array]]:
-        """Yield the range of all columns, and all rows."""
-        if self.size:  # empty arrays have no largest entries
-            yield slice(0, self.size), self.memory
 
     def row_products(self, ring: Ring, tile: Array, vectors: list[Array]) -> Array:
         """Return the products; see `HostVectors.row_products`."""

@@ -71,8 +71,7 @@ def _advice(x: Array) -> str:
 
 
 def _shortened(x: Array) -> str:
-    text = repr(x) if arrays_of(x) is None else f"shape {x.shape}, dtype {x.dtype}"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{x!r:.60}" if arrays_of(x) is None else f"shape {x.shape}, dtype {x.dtype}"
 
 
 def private_copy(array: Array, x: Array) -> Array:

@@ -7,7 +7,6 @@ ranks. So if a rank has died, the surviving ranks wait for each other, and leave
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 
@@ -77,13 +76,6 @@ def all_ranks_alive(comm: Comm) -> bool:
     size = alive.size
     alive.Free()
     return size == comm.size
-
-
-def leave_process(code: int) -> None:
-    """Leave the process without `MPI_Finalize`; doesn't return."""
-    logging.shutdown()
-    flush_streams()
-    exit_process(code)
 
 
 def flush_streams(text: str = "") -> None:

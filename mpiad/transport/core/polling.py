@@ -112,7 +112,7 @@ class Mailbox:
 
     def post(self, dest: Rank, kind: int, parcel: np.ndarray) -> None:
         """Send an object that `packed` has returned, without waiting."""
-        self._settle()
+        self.settle()
         self._posted.append((self._used.begin("parcel", parcel, self.comm.Isend, (parcel,), (dest,), (kind,)), dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
@@ -127,20 +127,17 @@ class Mailbox:
 
     def is_quiet(self) -> bool:
         """Return whether all posted messages have been sent."""
-        self._settle()
+        self.settle()
         return not self._posted
 
-    def _settle(self, dead: Rank | None = None) -> None:
+    def settle(self, dead: Rank | None = None) -> None:
+        """Release the buffers of messages that have been sent, or that were posted to a rank that has died."""
         held, self._posted = self._posted, []
         for requests, dest in held:
             if dest == dead or _is_over(requests[0]):
                 self._used.release(requests)
             else:
                 self._posted.append((requests, dest))
-
-    def forget(self, rank: Rank) -> None:
-        """Drop the messages posted to a rank that has died."""
-        self._settle(dead=rank)
 
 
 _LAST, _ASK, _ANSWER = 0, 1, 2

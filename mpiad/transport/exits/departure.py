@@ -67,9 +67,7 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
     global _ending
     if not is_rank():  # a fork, or after the end of MPI
         return
-    text = repr(code)
-    shown = text if len(text) <= 200 else f"{text[:197]}..."
-    _ending = _Ending(f"sys.exit({shown})", exit_code(code), at(site_of_trace(trace)))
+    _ending = _Ending(f"sys.exit({code!r:.200})", exit_code(code), at(site_of_trace(trace)))
     if _ending.code:
         threading.Thread(target=_end_if_stuck, args=(_ending,), name="mpiad-departure", daemon=True).start()
 

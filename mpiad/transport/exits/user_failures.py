@@ -180,7 +180,8 @@ class StageFailures:
 
     def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
         """Return the result of `stage` on this rank, and the sum of the ranks' ``term(result)``; raises as `run` does."""
-        self.raise_if_failed()
+        if self.error is not None:
+            raise self.error
         try:
             result = stage()
             own = term(result)
@@ -230,11 +231,6 @@ class StageFailures:
 
     def _tolerated(self, failure: BaseException | None) -> bool:
         return self.tolerates and isinstance(failure, ConvergenceError)
-
-    def raise_if_failed(self) -> None:
-        """Raise again the exception that all ranks have raised, if there is one."""
-        if self.error is not None:
-            raise self.error
 
     def watch(self, thread: int) -> None:
         """Note the thread that runs the next stages."""

@@ -228,7 +228,6 @@ class Guarded:
             mine = (describe(*arguments), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
-    # ---- collectives of arrays
     Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
     Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (_given(send, recv), op, root))
     Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
@@ -250,7 +249,6 @@ class Guarded:
         start = _iallreduce if self.agreement is None else StartedReduction
         return start(self, array, out, op)
 
-    # ---- collectives of pickled objects, based on those of arrays
     def allgather(self, value: object) -> list[Any]:
         """Return every rank's value on all ranks."""
         mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
@@ -273,7 +271,6 @@ class Guarded:
         """Return the root's value on all ranks."""
         return self.allgather(value if self.rank == root else None)[root]
 
-    # ---- messages
     def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:
         """Start to send."""
         return GuardedRequest(self, partial(MessageWait, self, True, dest, tag), self.bare.Isend, array, dest, tag)
@@ -299,7 +296,6 @@ class Guarded:
         """Wait for a message without a deadline; deadlock reports show this wait."""
         poll(found, lambda: MessageWait(self, False, source, MPI.ANY_TAG), endless=True)
 
-    # ---- communicators
     def Dup(self) -> Guarded:
         """Return a guarded duplicate whose collectives aren't compared."""
         self._together("Dup")
