@@ -75,7 +75,8 @@ ALSO_ON = {
 # optimization could go wrong, since loops overwrite what they read, or trajectories share the arrays of a kernel.
 OPTIMIZED = (
     "compiling", "inverse", "ensemble/test_taylor.py", "ensemble/compiled/test_kernel_solver.py",
-    "programs/test_memory_plan.py", "programs/test_loops.py",
+    "linalg/test_compiled_iterations.py", "linalg/test_sparse_factors.py", "linalg/multigrid/test_cycle.py",
+    "programs/test_memory_plan.py", "programs/test_loops.py", "timestepping/test_snapshots.py",
 )  # fmt: skip
 
 # A file all of whose tests run on one rank only.
