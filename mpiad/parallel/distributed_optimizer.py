@@ -135,7 +135,8 @@ def _evaluation(
         position = (
             {} if optimizer is not None and optimizer.accumulate > 1 else {k: index for index, k in enumerate(shared)}
         )
-        parts, found = [None] * len(specs), [None] * len(specs)
+        parts: list[Any] = [None] * len(specs)
+        found = list(parts)
 
         def deliver(k: int, g: Array) -> None:
             parts[k] = conformed(g, specs[k])
