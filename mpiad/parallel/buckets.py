@@ -77,9 +77,10 @@ class Sums:
         self._messages: list[Any] = []  # active or complete sums
         self._begun = False
 
-    def begin(self) -> None:
-        """Allow sums: from now on any rank may start one, if there are several buckets."""
+    def begin(self) -> bool:
+        """Return whether there are several buckets; if so, any rank may start a sum after this call."""
         self._begun = len(self._plan.buckets) > 1
+        return self._begun
 
     def add(self, index: int, array: Array) -> None:
         """Add one array, and start the sums of the next buckets whose arrays are all ready; `wait` starts the last sum."""

@@ -117,24 +117,26 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None
-) -> Function:
+    loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None,
+    known: tuple[Variables, int] | None = None,
+) -> Function:  # fmt: skip
     """Return the result of `value_and_grad`, or the evaluation in a step of an `optimizer`; it is compiled if `loss` is."""
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
     def evaluate(params: Tree, *batch: Tree) -> tuple:
         used = channel(comm, "parallel.value_and_grad")
-        with _raising_in_totals(used, call):
-            variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
-            count = count_samples(samples, params, batch, call)
+        find = variables_of if optimizer is None else optimizer._variables
+        variables, count = known or _examined(used, call, find, samples, params, batch)
         leaves, places, build, shared = variables
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
         plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
-        is_summed = optimizer is None or optimizer.accumulate == 1
-        position = {k: index for index, k in enumerate(shared)} if is_summed else {}
+        position = (
+            {} if optimizer is not None and optimizer.accumulate > 1 else {k: index for index, k in enumerate(shared)}
+        )
         parts: list[Any] = [None] * len(specs)
+        found = list(parts)
 
         def deliver(k: int, g: Array) -> None:
             parts[k] = conformed(g, specs[k])
@@ -149,31 +151,29 @@ def _evaluation(
 
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
         sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
-        with restoring_state(), suspended(body=False), Sums(used, plan if is_summed else plan_of((), 0)) as sums:
-            if not count:  # the sums are collective, so a rank without samples contributes zeros
-                total = sum_up(depends=False)
-                for k in range(len(specs)):
-                    deliver(k, None)
-            else:
+        with restoring_state(), suspended(body=False), Sums(used, plan if position else plan_of((), 0)) as sums:
+            if count:
                 floats = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
                 traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=floats))
-                # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums.
                 value = getval(traced.build(traced.values))
+                # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums.
                 total = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
-                sums.begin()
                 # With this seed, the gradient is that of the sum of the losses instead of their mean.
-                run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=deliver)
+                ready = deliver if sums.begin() else None
+                found = run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=ready)
+            else:  # the sums are collective, so a rank without samples contributes zeros
+                total = sum_up(depends=False)
+            for k in [k for k, part in enumerate(parts) if part is None]:
+                deliver(k, found[k])
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             divisor = total.samples if optimizer is None or optimizer.reduction == "mean" else 1
             for k, g in zip(position, sums.wait(divisor)):
                 parts[k] = g
-        mean = total.loss / total.samples
         if optimizer is not None:  # own and accumulated gradients aren't divided yet
-            return mean, parts, divisor
-        return mean, variables.filled([g[()] for g in parts], lambda leaf: None)
+            return total.loss / total.samples, parts, divisor
+        return total.loss / total.samples, variables.filled([g[()] for g in parts], lambda leaf: None)
 
-    # Of a compiled loss, the evaluation with the sums between parts of the reverse pass is one program. It keeps `comm` and
-    # its id.
+    # Compiled, the evaluation with the sums inside the reverse pass is one program, which keeps `comm` and thus its id.
     key = id(comm), samples, bucket_bytes, optimizer
     return recoverable(call, comm)(loss.derived(key, lambda: evaluate, True) if isinstance(loss, Jitted) else evaluate)
 
@@ -221,9 +221,8 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
     def evaluate(params: Tree, *batch: Tree) -> float:
         call = "parallel.value"
         used = channel(comm, call)
-        with _raising_in_totals(used, call):
-            variables = variables_of(params, call, required=False)
-            count = count_samples(samples, params, batch, call)
+        find = partial(variables_of, required=False)
+        variables, count = _examined(used, call, find, samples, params, batch)
         with restoring_state(), suspended():
             total = totals(used, plan_of((), 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
         return total.loss / total.samples
@@ -239,6 +238,15 @@ def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 the other ranks mustn't wait
         problem = PendingError(KINDS[Failure.of(error).builtin], str(error))
         totals(used, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
+
+
+def _examined(
+    used: Channel, call: str, find: Callable[[Tree, str], Variables], samples: Function | None, params: Tree, batch: tuple
+) -> tuple[Variables, int]:
+    """Return the variables among this rank's parameters, and its number of samples."""
+    with _raising_in_totals(used, call):
+        variables, count = find(params, call), count_samples(samples, params, batch, call)
+    return variables, count
 
 
 class _Step(NamedTuple):
@@ -467,9 +475,9 @@ class DistributedOptimizer:
             count = count_samples(samples, params, batch, call)
         self._checks = self._due_checks(step, None if self.skip_nonfinite else batch)
         is_compiled = isinstance(loss, Jitted)
-        counted = samples if is_compiled else lambda *given: count  # the user's function may be slow
+        known = None if is_compiled else (step.variables, count)
         with restoring_state(), suspended():
-            evaluate = _evaluation(loss, counted, self.comm, self.bucket_bytes, self)
+            evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, self, known)
             mean, parts, divisor = evaluate(params, *batch)
             if self.skip_nonfinite and not math.isfinite(mean):
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
