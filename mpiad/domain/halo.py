@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -43,16 +44,14 @@ class PendingReceive(NamedTuple):
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[PendingReceive]:
     """Start the messages of a stage for an array (..., *padded), from blocks to halos, or if `backwards` vice versa."""
+    cells = [(r.peer, r.owned, r.ghosts) if backwards else (r.peer, r.ghosts, r.owned) for r in routes]
     # Receives are posted before the sends, so that MPI needn't buffer the messages.
-    incoming = []
-    for route in routes:
-        if not (parts := route.owned if backwards else route.ghosts):
-            continue
-        incoming.append(PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
-    for route in routes:
-        if not (parts := route.ghosts if backwards else route.owned):
-            continue
-        mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), route.peer, tag, comm)
+    incoming = [
+        PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), peer, tag, comm)) for peer, parts, _ in cells if parts
+    ]
+    for peer, _, parts in cells:
+        if parts:
+            mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), peer, tag, comm)
     return incoming
 
 
@@ -84,7 +83,7 @@ class PreparedStage:
         incoming = [_Packing(values, route.owned if backwards else route.ghosts, buffered=backwards) for route in routes]
         self._packed = [copy for memory in outgoing for copy in memory.copies]
         self._unpacked = [copy for memory in incoming for copy in memory.copies]
-        self._combine = _add if backwards else np.copyto
+        self._combine = operator.iadd if backwards else np.copyto
         self._channel, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
         sent, received = [m.message for m in outgoing], [m.message for m in incoming]
         self._messages = PreparedMessages(self._channel, peers, tag, sent, received)
@@ -119,10 +118,6 @@ class _Packing:
         for part in cells:
             self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))
             start += part.size
-
-
-def _add(cells: np.ndarray, part: np.ndarray) -> None:
-    np.add(cells, part, out=cells)
 
 
 class LocalFill(NamedTuple):

@@ -56,13 +56,9 @@ class Geometry:
         steps = itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths])
         return [step for step in steps if any(step) and (len(step) - step.count(0) > 1) == diagonal]
 
-    def ghosts(self, step: Step, extents: tuple[slice, ...]) -> Index:
-        """Return the halo cells in the direction of a step; along other dimensions they extend over `extents`."""
-        return (..., *[self.layers(axis, s) if s else extents[axis] for axis, s in enumerate(step)])
-
-    def owned(self, step: Step, extents: tuple[slice, ...]) -> Index:
-        """Return the cells of the block that the neighbor at a step copies."""
-        return (..., *[self.layers(axis, s, inside=True) if s else extents[axis] for axis, s in enumerate(step)])
+    def cells(self, step: Step, extents: tuple[slice, ...], inside: bool = False) -> Index:
+        """Return the halo cells in the direction of a step, or the cells that the neighbor there copies, over `extents`."""
+        return (..., *[self.layers(axis, s, inside) if s else extents[axis] for axis, s in enumerate(step)])
 
     def layers(self, axis: int, side: int, inside: bool = False) -> slice:
         """Return the layers of the halo on a side (-1 or 1), or the same number of layers of the block at that side."""
@@ -92,7 +88,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
     adjacent, diagonal = geometry.steps(diagonal=False), geometry.steps(diagonal=True)
     if scheme == FACES_ONLY:
         sides = tuple((axis, end, geometry.block) for axis, end in _physical_sides(geometry))
-        empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
+        empty = tuple(geometry.cells(step, geometry.block) for step in diagonal)
         return (_stage(geometry, adjacent, geometry.block, sides, empty),)
     extents = [geometry.extent(axis) for axis in range(ndim)]
     # The layers of a side include the whole halo along earlier dimensions. Along later dimensions, they exclude the halo
@@ -120,11 +116,11 @@ def _stage(
         back = tuple(-s for s in step)
         if peer == geometry.rank:
             # With one rank along a periodic dimension, the halo is a copy of layers at the block's opposite side.
-            own_copies.append((geometry.owned(back, extents), geometry.ghosts(step, extents)))
+            own_copies.append((geometry.cells(back, extents, inside=True), geometry.cells(step, extents)))
             continue
         # Sender and receiver sort the parts of a message by the sender's step.
-        owned.setdefault(peer, []).append((step, geometry.owned(step, extents)))
-        ghosts.setdefault(peer, []).append((back, geometry.ghosts(step, extents)))
+        owned.setdefault(peer, []).append((step, geometry.cells(step, extents, inside=True)))
+        ghosts.setdefault(peer, []).append((back, geometry.cells(step, extents)))
     routes = [Route(peer, _in_order(owned[peer]), _in_order(ghosts[peer])) for peer in owned]
     return Stage(tuple(routes), tuple(own_copies), sides, empty)
 

@@ -89,7 +89,7 @@ class _RealTransform(_Stage):
         axis, norm = self.axis, self.norm
         if not self.is_transposed:
             return scipy.fft.irfft(x, self.n, axis, norm) if self.is_inverse else scipy.fft.rfft(x, axis=axis, norm=norm)
-        # The transposes are sums over the n // 2 + 1 modes with the same sign of the exponent; hfft doubles interior modes.
+        # The transposes are sums over the n // 2 + 1 modes with the same sign; in hfft interior modes count twice.
         interior = _at(axis, slice(1, (self.n + 1) // 2))
         if self.is_inverse:
             modes: Array = scipy.fft.ihfft(x, axis=axis, norm=norm)
@@ -133,10 +133,7 @@ class _Truncation(_Stage):
         shape[axis] = m = self.length if self.pads else low + (self.nyquist is not None) + self.high
         out = np.zeros(shape, x.dtype) if self.pads else np.empty(shape, x.dtype)
         for before, after in (slice(low), slice(low)), (slice(n - self.high, n), slice(m - self.high, m)):
-            if self.scale == 1:
-                out[_at(axis, after)] = x[_at(axis, before)]
-            else:
-                np.multiply(x[_at(axis, before)], self.scale, out=out[_at(axis, after)])
+            out[_at(axis, after)] = x[_at(axis, before)] if self.scale == 1 else x[_at(axis, before)] * self.scale
         if self.nyquist is None:
             return out
         factor, first, last = self.scale * self.nyquist, _at(axis, low), _at(axis, self.length - low)
@@ -265,10 +262,11 @@ class _Chain:
 
     stages: tuple[_Stage, ...]
     comm: Comm
+    ndim: int  # without batches
 
     @cached_property
     def transposed(self) -> _Chain:
-        return _Chain(tuple(stage.transposed() for stage in reversed(self.stages)), self.comm)
+        return _Chain(tuple(stage.transposed() for stage in reversed(self.stages)), self.comm, self.ndim)
 
 
 @custom_operator
@@ -278,9 +276,29 @@ def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
         raise TypeError(
             f"DistributedFFT: the array must be on the host, but is {named(x)}. mpiad.device.to_host(x) copies it."
         )
-    for stage in chain.stages:
-        x = stage(x)
+    lead = x.shape[: x.ndim - chain.ndim]
+    for _, group in itertools.groupby(chain.stages, lambda stage: isinstance(stage, _Exchange)):
+        stages = tuple(group)
+        x = _applied(x, stages, lead if len(stages) >= _MANY and x.nbytes > _IN_CACHE else ())
     return np.ascontiguousarray(x)
+
+
+# In a larger batch (in bytes), each entry passes a number of successive local stages before the next entry.
+_IN_CACHE, _MANY = 4 << 20, 3
+
+
+def _applied(x: np.ndarray, stages: Sequence[_Stage], lead: Shape) -> np.ndarray:
+    """Return the result of stages, applied to each entry of a batch with axes `lead` by itself."""
+    out: Any = None
+    for index in np.ndindex(lead):
+        entry = x[index]
+        for stage in stages:
+            entry = stage(entry)
+        if not lead:
+            return entry
+        out = np.empty(lead + entry.shape, entry.dtype) if out is None else out
+        out[index] = entry
+    return out
 
 
 defvjp(fourier_transform, lambda ans, x, chain: lambda g: fourier_transform(g, chain.transposed))
@@ -606,7 +624,8 @@ class DistributedFFT:
             tuple(part.stop - part.start for part in block) for block in (self.owned, self.owned_spectral)
         )
         self._axes = problem.axes
-        self._forward, self._backward = (_Chain(tuple(stages), comm) for stages in plan.stages(group, comm))
+        chains = (_Chain(tuple(stages), comm, len(self.shape)) for stages in plan.stages(group, comm))
+        self._forward, self._backward = chains
 
     def forward(self, u: LocalArray) -> LocalArray:
         """Return the modes of an array.

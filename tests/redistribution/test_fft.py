@@ -279,6 +279,26 @@ def test_loops_with_checkpoints(rank_rng, jit):
     )
 
 
+@each_kind
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((6, 7, 9), None), ((8, 12), None), ((60,), None), ((4, 5, 8), (0, 1))], ids=str
+)
+def test_large_batches(rank_rng, monkeypatch, shape, axes, real):
+    """Each entry passes the local stages by itself; arguments stay the same."""
+    monkeypatch.setattr(implementation, "_IN_CACHE", 0)
+    monkeypatch.setattr(implementation, "_MANY", 1)
+    fft, among = DistributedFFT(shape, axes=axes, real=real), transformed_axes(shape, axes)
+    u = random(rank_rng, (2, 3, *shape), fft.dtype)
+    part, spectral = (..., *fft.owned), (..., *fft.owned_spectral)
+    own = u[part].copy()
+    modes = fft.forward(own)
+    np.testing.assert_allclose(modes, forward(u, real, "backward", among, len(shape))[spectral], 1e-12, 1e-12)
+    np.testing.assert_allclose(fft.backward(modes), own, 1e-12, 1e-12)
+    assert np.array_equal(own, u[part]) and modes.flags.c_contiguous
+    check_adjoint(fft.forward, own)
+    check_adjoint(fft.backward, modes)
+
+
 def test_jacobians_run_all_rows_at_once(size, rank_rng):
     fft = DistributedFFT((2 * size, 2 * size), real=False)  # parts have the same shape on all ranks
     u = random(rank_rng, fft.shape, float)[fft.owned]

@@ -227,32 +227,27 @@ def _finish(
         try:
             request.Wait(status)
         except MPI.Exception as error:
-            raise _receive_error(error, array, peer, tag, call, _ALIKE) from None
+            raise _receive_error(error, array, peer, tag, call) from None
         if (got := status.Get_count(MPI.BYTE)) != array.nbytes:
-            raise _mismatch(array, f"{got} bytes", peer, tag, call, _ALIKE)
+            raise _mismatch(array, f"{got} bytes", peer, tag, call)
     for request in sends:
         request.Wait()
     channel.release(receives)
     channel.release(sends)
 
 
-_LIKE = "Give a template (`like`) with the shape and dtype of what is sent."
-_ALIKE = "All ranks must pass arrays of one dtype, with the same further axes."
-
-
-def _receive_error(
-    error: MPI.Exception, like: Array | Spec, peer: Rank, tag: int, call: str, advice: str = _LIKE
-) -> Exception:
+def _receive_error(error: MPI.Exception, like: Array | Spec, peer: Rank, tag: int, call: str) -> Exception:
     """Return a ValueError if MPI's error in a receive means that the message was too long, otherwise MPI's error itself."""
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         return error
-    return _mismatch(like, "more bytes", peer, tag, call, advice)
+    return _mismatch(like, "more bytes", peer, tag, call)
 
 
-def _mismatch(like: Array | Spec, got: str, peer: Rank, tag: int, call: str, advice: str = _LIKE) -> ValueError:
+def _mismatch(like: Array | Spec, got: str, peer: Rank, tag: int, call: str) -> ValueError:
     return ValueError(
         f"{call}: rank {peer} sent {got} with tag {tag}, but the array it is received into has "
-        f"shape {like.shape} and dtype {like.dtype}: {like.nbytes} bytes. {advice}"
+        f"shape {like.shape} and dtype {like.dtype}: {like.nbytes} bytes. "
+        "Receive with the shape and dtype of what is sent; a template (`like`), in calls that have one, gives them."
     )
 
 
