@@ -96,26 +96,19 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
 
-        def seeds(cotangent: Tree) -> list[tuple[int, Array]]:
-            leaves = _leaves_of(cotangent, len(traced.values), "vjp: the cotangent", "value")
-            triples = zip(leaves, traced.values, traced.places)
-            return [(place, _shaped(g, value, "vjp")) for g, value, place in triples if place >= 0]
-
         def vjp(cotangent: Tree, *, batch: bool = False) -> Tree:
-            return variables.filled(_reverse_pass((traced, variables), seeds, cotangent, batch, "vjp"), lambda leaf: None)
+            return variables.filled(_reverse_pass((traced, variables), cotangent, batch, "vjp"), lambda leaf: None)
 
         return vjp, traced.build(traced.values)
 
     return evaluate
 
 
-def _reverse_pass(
-    record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Array]]], g: Tree, batch: bool, call: str
-) -> list[Any]:
-    """Return the cotangents of a record's variables, and keep it; ``seeds(g)``: positions of results, and cotangents."""
+def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: str) -> list[Any]:
+    """Return the cotangents of a record's variables, and keep it; `g`: the cotangents of its results."""
     # With `batch`, arrays in `g` have a first axis for several directions; a ValueError is raised if lengths differ.
     if not batch:
-        return cotangents_of_variables(record[0], seeds(g), record[1], keep=True)
+        return cotangents_of_variables(record[0], _seeds(g, record[0], call), record[1], keep=True)
     leaves, build = flatten(g)
     shapes = [spec_like(leaf).shape for leaf in leaves if is_variable(leaf)]
     if () in shapes:
@@ -124,7 +117,8 @@ def _reverse_pass(
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
     directions = [build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves]) for k in range(counts.pop())]
-    return several_cotangents_of_variables(record[0], [seeds(each) for each in directions], record[1])
+    seeds = [_seeds(each, record[0], call) for each in directions]
+    return several_cotangents_of_variables(record[0], seeds, record[1])
 
 
 def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:
@@ -311,20 +305,15 @@ class Linearization:
             # In an enclosing trace, the function's arguments may be variables, in addition to the cotangent.
             self._transposed = trace_backwards(self._pull, outputs, of_cotangents=tracing.tape is None), outputs
         traced, outputs = self._transposed
-        products = _reverse_pass((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
-        return outputs.filled(products, no_derivative)
+        return outputs.filled(_reverse_pass((traced, outputs), v, batch, "jvp"), no_derivative)
 
 
-def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Array]]:
-    seeds = []
-    leaves = _leaves_of(v, len(traced.values), "linearize: v", "argument")
-    for g, value, place in zip(leaves, traced.values, traced.places):
-        if value is None:  # not a variable
-            continue
-        seed = _shaped(g, value, "linearize")
-        if place >= 0:
-            seeds.append((place, seed))
-    return seeds
+def _seeds(given: Tree, traced: Traced, call: str) -> list[tuple[int, Array]]:
+    name, of = ("v", "argument") if call == "jvp" else ("the cotangent", "value")
+    triples = zip(_leaves_of(given, len(traced.values), f"{call}: {name}", of), traced.values, traced.places)
+    # The shape of a direction is checked even if the function doesn't depend on its variable; others have no value.
+    known = [x for x in triples if x[2] >= 0 or call == "jvp" and x[1] is not None]
+    return [(place, seed) for place, seed in ((place, _shaped(g, value, call)) for g, value, place in known) if place >= 0]
 
 
 def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]:

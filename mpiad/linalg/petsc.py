@@ -18,6 +18,7 @@ from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.solve import Problem, solution
 from mpiad.linalg.system import Settings, System, agree_on, settings_error
+from mpiad.optional_packages import optional_package
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
@@ -78,7 +79,7 @@ def solve(
     -------
     One solve with the transposed operator and the same options.
     """
-    petsc = _import_petsc()
+    petsc = optional_package("petsc4py.PETSc", "petsc4py for the MPI of mpi4py", "petsc4py", _CALL)
     matrix = operator if isinstance(operator, DistributedMatrix) else None
     comm = matrix.comm if matrix is not None else comm
     group = channel(comm, _CALL)
@@ -89,17 +90,6 @@ def solve(
     method = _method(petsc, group, matrix, dict(options or {}))
     start = None if x0 is None else stop_gradient(x0)
     return solution(b, *leaves, problem=Problem(matvec, None, build, settings, start, solver=method))
-
-
-def _import_petsc() -> Any:
-    try:
-        from petsc4py import PETSc  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise ImportError(
-            f"{_CALL}: petsc4py can't be imported ({error}). Install PETSc and petsc4py (with the MPI of this mpi4py), or "
-            "use mpiad.linalg.solve, whose methods need no other library."
-        ) from error
-    return PETSc
 
 
 def _arg_error(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, settings: Settings) -> Exception | None:

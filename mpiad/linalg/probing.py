@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import autograd.numpy as anp
@@ -87,7 +86,8 @@ def probing_of(pattern: Any, count: int, comm: Comm, call: str) -> Probing:
         with raising_together(group):
             rows = _rows_of(pattern, offsets, group.rank, call)
         if pattern is not None:
-            same = bool(_latest) and _latest[0] is comm and _are_equal(_latest[1], (offsets, rows.indptr, rows.indices))
+            arrays = offsets, rows.indptr, rows.indices
+            same = bool(_latest) and _latest[0] is comm and all(map(np.array_equal, _latest[1], arrays))
             if not on_any_rank(group.data, not same):
                 return _latest[2]
         # Without a pattern, which is for one rank only, each column has a color of its own.
@@ -100,10 +100,6 @@ def probing_of(pattern: Any, count: int, comm: Comm, call: str) -> Probing:
     elif pattern is not None:
         _latest[:] = comm, (offsets, rows.indptr, rows.indices), probing
     return probing
-
-
-def _are_equal(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    return all(map(np.array_equal, arrays, others))
 
 
 def _of_stencil(domain: Domain, offsets: np.ndarray, rank: Rank) -> tuple[Any, np.ndarray]:

@@ -143,11 +143,9 @@ class _BlockSolver:
 def _places(lower: Any, upper: Any) -> np.ndarray:
     """Return the new place of each row and column of two lower triangular CSC matrices, which remain triangular."""
     # In a postorder of the elimination tree, most successive columns have entries in the same rows.
-    n = lower.shape[0]
+    n, below = lower.shape[0], scipy.sparse.tril(lower, -1, format="coo")
     parents = np.full(n, n)
-    for matrix in (lower, upper):
-        below = scipy.sparse.tril(matrix, -1, format="coo")
-        np.minimum.at(parents, below.col, below.row)
+    np.minimum.at(parents, below.col, below.row)
     # A reversed preorder is a postorder. In it the child that was visited first precedes the parent: the last one.
     tree = scipy.sparse.csr_array((np.ones(n), (n - parents, np.arange(n, 0, -1))), shape=(n + 1, n + 1))
     places = np.argsort(n - depth_first_order(tree, 0, return_predecessors=False)[:0:-1])

@@ -252,12 +252,8 @@ def differences_of_rows(
             k = 512 * (row & 7)
             rounded = ring[k : k + n]
             a, b = field[begin : begin + n], before[begin : begin + n]
-            if relative:
-                for i in range(n):
-                    rounded[i] = (a[i] - b[i]) * inverse + 6755399441055744.0 - 6755399441055744.0
-            else:
-                for i in range(n):
-                    rounded[i] = a[i] * inverse + 6755399441055744.0 - 6755399441055744.0
+            for i in range(n):
+                rounded[i] = (a[i] - relative * b[i]) * inverse + 6755399441055744.0 - 6755399441055744.0
             if row >= order:
                 i, j, k, m = 512 * ((row - 1) & 7), 512 * ((row - 2) & 7), 512 * ((row - 3) & 7), 512 * ((row - 4) & 7)
                 c, d, e, f = ring[i : i + n], ring[j : j + n], ring[k : k + n], ring[m : m + n]

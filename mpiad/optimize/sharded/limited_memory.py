@@ -121,6 +121,11 @@ class LimitedMemory:
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Restore the result of `state`."""
+        if (given := state["rows"].shape) != (expected := self.vectors.memory.shape):
+            raise ValueError(
+                f"minimize: the checkpoint's vectors have shape {given} instead of {expected}: it was written by another "
+                "version of mpiad. Delete the files, or pass another one."
+            )
         (self.vectors.memory[...],) = put([state["rows"]], [arrays_of(self.vectors.memory)])
         first, count, self._largest_norm = state["ring"].tolist()
         self.ring.first, self.ring.count = int(first), int(count)

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.optimize import CheckpointFile
+from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.transport.exits import signals
 
 METHOD = "L-BFGS-sharded"
@@ -152,6 +153,15 @@ def test_another_problem_is_refused(name: str, folder: Path, size: int) -> None:
     if name != "root" or size > 1:
         with pytest.raises(ValueError, match=rf"belongs to another problem: .*{name}.* in the file, but .* in this call"):
             mpiad.minimize(lambda x: 0.0, method=METHOD, checkpoint=folder / "run.npz", **keywords)
+
+
+def test_the_layout_of_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = LimitedMemory.state
+    with monkeypatch.context() as patch:
+        patch.setattr(LimitedMemory, "state", lambda self: {**state(self), "rows": state(self)["rows"][1:]})
+        solve(folder / "run.npz", options={"maxiter": 2})
+    with pytest.raises(ValueError, match=r"vectors have shape \(.*\) instead of \(.*another version of mpiad. Delete"):
+        solve(folder / "run.npz")
 
 
 def test_another_method_is_refused(folder: Path) -> None:

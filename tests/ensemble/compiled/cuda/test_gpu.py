@@ -215,12 +215,6 @@ def assert_close(found, expected, rtol=1e-10):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
-@pytest.mark.parametrize("place", [np.asarray, on_device])
-def test_no_saved_times(place):
-    sol = solve(ensemble(lorenz, place(states(5)), place(parameters(5))), RK45(), EnsembleGPU(), saveat=[])
-    assert (sol.t.shape, sol.u.shape, sol.u_end.shape) == ((0,), (5, 0, 3), (5, 3))
-
-
 @pytest.mark.parametrize("d", [1, 2])
 def test_states_at_both_ends_are_those_of_the_solve(d):
     """They are computed late, and the arrays that they depend on may have been changed."""
