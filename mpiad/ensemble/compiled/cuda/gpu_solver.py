@@ -120,9 +120,9 @@ class Solver:
         empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
         codes, naccept, nreject = [empty((n,), np.int32) for _ in range(3)]
         vector = empty(((n_saved + 1) * d * n,), self.real)
-        tangents = [empty((m, *shape), self.real) if m else None for shape in ((d, n), (n_saved, d, n))]
+        du_end, dsaved = (empty((m, *shape), self.real) if m else None for shape in ((d, n), (n_saved, d, n)))
         summary = self.arrays.full((2,), 0, np.int64)
-        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, *tangents, summary)
+        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, du_end, dsaved, summary)
 
     def _forward(self, directions: Directions, first: int, count: int, results: tuple, steps: tuple, table: tuple) -> None:
         settings, rtol = self.settings, self.real.type(np.max(self.settings.rtol))
