@@ -69,7 +69,7 @@ def is_complex(x: Array) -> bool:
     if isinstance(x, type):
         return issubclass(x, complex | np.complexfloating)
     dtype = x if isinstance(x, np.dtype) else getattr(x, "dtype", None)
-    return np.iscomplexobj(x) if dtype is None else dtype.kind == "c"
+    return np.iscomplexobj(x) if dtype is None else dtype.kind == "c"  # type: ignore[arg-type]
 
 
 def real_dtype(dtype: DTypeLike) -> np.dtype:

@@ -121,7 +121,7 @@ def function_of(file: bytes, outside: Sequence[str], name: str, signature: str) 
                 passed.append(value)
             elif type(value) is np.ndarray and value.ndim == ndim and value.dtype == dtype and value.flags.carray:
                 # Four times as fast as `value.ctypes.data`; there is no buffer without entries.
-                passed.append(addressof(char.from_buffer(value)) if value.size else 0)
+                passed.append(addressof(char.from_buffer(value)) if value.size else 0)  # type: ignore[arg-type]
                 passed += value.shape
             else:
                 raise _wrong_array(place, arguments[place], value)

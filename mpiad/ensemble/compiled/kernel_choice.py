@@ -94,8 +94,8 @@ class History:
         tableau, fixed = settings.alg.tableau, settings.alg.tableau.error is None
         if self.last[0] and not fixed:
             return self.last
-        span = float(np.abs(batch.end - batch.start).max())
-        least = span / settings.dt if fixed else _STEPS * (1e-3 / float(np.min(settings.rtol))) ** (1 / tableau.error_order)
+        span, rtol = float(np.abs(batch.end - batch.start).max()), float(np.min(settings.rtol))
+        least = span / settings.dt if fixed else _STEPS * (1e-3 / rtol) ** (1 / tableau.error_order)  # type: ignore[operator]
         number = min(max(least, span / settings.dtmax), settings.max_steps)
         return number, number
 

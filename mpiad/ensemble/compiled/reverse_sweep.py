@@ -124,8 +124,8 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if jumps is not None:
         to_start(run, found, timed)
         if timed:
-            given = run.jumps.slot != FOUND
-            found.due[run.jumps.slot[given], run.jumps.ids[given]] += jumps.due[given]
+            given = run.jumps.slot != FOUND  # type: ignore[union-attr]
+            found.due[run.jumps.slot[given], run.jumps.ids[given]] += jumps.due[given]  # type: ignore[union-attr]
     return found
 
 

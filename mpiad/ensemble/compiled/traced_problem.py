@@ -115,7 +115,7 @@ def remembered(
         for cache in (_known, _kinds):
             if len(cache) > _MOST_KNOWN:
                 # The oldest entry is dropped.
-                cache.pop(next(iter(cache)))
+                cache.pop(next(iter(cache)))  # type: ignore[arg-type]
     return result
 
 

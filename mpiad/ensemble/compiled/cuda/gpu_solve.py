@@ -73,7 +73,7 @@ def solved_on_gpu(
 
 def _by_kernel(
     compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
-) -> DeviceSolution | None:
+) -> EnsembleSolution | None:
     on_host = not is_on_device(batch)
     traced = problem_for_gpu(compiler, given, batch, settings)
     if traced is None:
