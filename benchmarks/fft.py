@@ -83,7 +83,7 @@ def by_mpi4py_fft(whole: np.ndarray) -> Callable[[], np.ndarray]:
     return partial(fft.forward, u, modes, normalize=False)
 
 
-def by_fftw(forward: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+def by_fftw(forward: Callable[[], object]) -> Callable[[], object]:
     """Return a transform with FFTW as SciPy's backend; raise an ImportError if pyfftw isn't installed."""
     import pyfftw
 
@@ -91,7 +91,7 @@ def by_fftw(forward: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
     pyfftw.interfaces.cache.set_keepalive_time(60)  # seconds in which plans are kept
     pyfftw.config.NUM_THREADS, pyfftw.config.PLANNER_EFFORT = 1, "FFTW_MEASURE"
 
-    def transformed() -> np.ndarray:
+    def transformed() -> object:
         with scipy.fft.set_backend(pyfftw.interfaces.scipy_fft):
             return forward()
 
