@@ -100,6 +100,23 @@ def test_what_all_trajectories_share_gets_the_sum():
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("gradient", ["tangent", "adjoint"])
+def test_start_of_the_problem_stays_on_the_host(gradient):
+    p = _inputs()[1]
+
+    def loss(p):
+        problem = ODEProblem(predators, np.array([1.0, 0.7]), (0.0, 1.5))
+        sol = solve(EnsembleProblem(problem, p=p), RK45(), EnsembleVectorized(), compile=False, gradient=gradient)
+        return anp.sum(sol.u_end**2)
+
+    def slope(p):
+        return anp.sum(mpiad.grad(loss)(p) ** 2)
+
+    for fun in (loss, slope):
+        np.testing.assert_allclose(on_host(mpiad.grad(fun)(on_device(p))), mpiad.grad(fun)(p), rtol=1e-8)
+
+
+@pytest.mark.serial
 def test_a_gradient_costs_no_further_copies():
     u0, p = map(on_device, _inputs())
     loss = _loss(on_device, predators, (0.0, 3.0), RK45(), {"saveat": 0.25})
