@@ -87,9 +87,10 @@ def probing_of(pattern: Any, count: int, comm: Comm, call: str) -> Probing:
         with raising_together(group):
             rows = _rows_of(pattern, offsets, group.rank, call)
         if pattern is not None:
-            same = bool(_latest) and _latest[0] is comm and _are_equal(_latest[1], (offsets, rows.indptr, rows.indices))
+            latest = [*_latest]  # other threads may replace it
+            same = bool(latest) and latest[0] is comm and _are_equal(latest[1], (offsets, rows.indptr, rows.indices))
             if not on_any_rank(group.data, not same):
-                return _latest[2]
+                return latest[2]
         # Without a pattern, which is for one rank only, each column has a color of its own.
         own = np.arange(count) if pattern is None else _colors(rows, offsets, group, comm)
     start, stop = offsets[group.rank : group.rank + 2].tolist()
