@@ -36,7 +36,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
 from mpiad.redistribution import GhostExchange
 from mpiad.transport import channel
-from mpiad.transport.core.agreement import alike_on_all, raise_together, raising_together
+from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together, raising_together
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
@@ -71,13 +71,13 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
     columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
     direction = np.random.default_rng(group.rank).standard_normal(len(columns))
     plain = matrix.with_values(stop_gradient(matrix.values))
-    scale = 1e-8 * max(1.0, float(np.abs(plain.values).max(initial=0.0)))
+    scale = max(1.0, float(np.abs(plain.values).max(initial=0.0))) * np.abs(direction).max(initial=1.0)
 
     def difference(first: int, last: int) -> np.ndarray:
         own = np.where((columns >= first) & (columns < last), direction, 0.0)
         image = checked_product(matvec, own.reshape(shape), params, failures, call).ravel()
         gap = np.abs(image - plain.matvec(own))
-        return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
+        return np.where(gap <= np.finfo(image.dtype).eps ** 0.5 * scale, 0.0, gap)  # NaN remains
 
     found, (first, last) = difference(0, matrix.shape[1]), (0, matrix.shape[1])
     if not on_any_rank(group.data, bool(found.any())):
@@ -90,10 +90,9 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
         left = group.data.bcast(bool(gap[wrong[rank]]) if group.rank == rank else None, rank)
         first, last = (first, middle) if left else (middle, last)
     row = int(matrix.offsets[0][rank]) + wrong[rank]
-    raise ValueError(
-        f"{call}: the matrix doesn't reproduce the operator: in row {row}, the entry of column {first} is missing in the "
-        "pattern, or matvec isn't linear. Pass a pattern with this entry, or a Domain with a wider halo."
-    )
+    text = f"in row {row}, the entry of column {first} is missing in the pattern, or matvec isn't linear."
+    advice = "Pass a pattern with this entry, or a Domain with a wider halo."
+    raise agreed(group, ValueError(f"{call}: the matrix doesn't reproduce the operator: {text} {advice}"))
 
 
 def _column_error(all_sizes: np.ndarray, columns: int | None) -> Exception | None:

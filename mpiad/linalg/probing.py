@@ -86,10 +86,11 @@ def probing_of(pattern: Any, count: int, comm: Comm, call: str) -> Probing:
         with raising_together(group):
             rows = _rows_of(pattern, offsets, group.rank, call)
         if pattern is not None:
+            latest = [*_latest]  # other threads may replace it
             arrays = offsets, rows.indptr, rows.indices
-            same = bool(_latest) and _latest[0] is comm and all(map(np.array_equal, _latest[1], arrays))
+            same = bool(latest) and latest[0] is comm and all(map(np.array_equal, latest[1], arrays))
             if not on_any_rank(group.data, not same):
-                return _latest[2]
+                return latest[2]
         # Without a pattern, which is for one rank only, each column has a color of its own.
         own = np.arange(count) if pattern is None else _colors(rows, offsets, group, comm)
     start, stop = offsets[group.rank : group.rank + 2].tolist()

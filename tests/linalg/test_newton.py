@@ -188,6 +188,20 @@ def test_an_entry_that_appears_after_the_start(rank, size):
     np.testing.assert_allclose(slope, np.linalg.solve((np.eye(6) + coupling).T, 2.0 * expected), rtol=1e-8)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_sparse_jacobian_in_single_precision(rank, size, dtype):
+    """Also after an entry was missing in the pattern, which all ranks report."""
+    own, pair = np.arange(4), np.eye(4, dtype=dtype)[::-1]
+    c, start = (1.0 + 0.1 * own + 0.5 * rank).astype(dtype), np.ones(4, dtype)
+    residual = lambda u, c: u**3 + 2.0 * u + 0.3 * (pair @ u) - c  # noqa: E731
+    with pytest.raises(ValueError, match="is missing in the pattern"):
+        newton(residual, start, c, jacobian="sparse", pattern=(own + 4 * rank, own + 4 * rank))
+    pattern = np.tile(own, 2) + 4 * rank, np.concatenate([own, own[::-1]]) + 4 * rank
+    u = newton(residual, start, c, jacobian="sparse", pattern=pattern, rtol=1e-6)
+    assert u.dtype == dtype
+    np.testing.assert_allclose(residual(u, c), np.zeros(4), atol=1e-5)
+
+
 def test_taylor_rates(case):
     check_grads(case.loss, case.point, order=1)
 
