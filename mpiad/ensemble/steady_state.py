@@ -99,7 +99,7 @@ class Equations:
         lu = self._sparse.factorized(entries, scale)
 
         def solved(right: Array) -> Array:
-            x = right.copy()
+            x = np.array(right, entries.dtype, order="C")  # rates are doubles
             lu.solve(x, transposed)
             x[:, ~right.any(axis=0)] = 0.0  # also if the matrix is singular
             return x

@@ -128,12 +128,12 @@ def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
 def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     """Return KL(q‖prior) of two normal distributions."""
     mean, covariance = posterior.moments(params)
-    center, whitening = prior.terms.like(mean)
-    # KL = ½ (tr(Σₚ⁻¹ Σ_q) + differenceᵀ Σₚ⁻¹ difference - dim + log det Σₚ - log det Σ_q), with Σₚ⁻¹ = WᵀW.
-    difference = whitening @ (mean - center)
-    log_det = 2 * np.sum(params["log_sd"])  # exp(log_sd) is the diagonal of the Cholesky factor of Σ_q
-    trace = np.sum((whitening.T @ whitening) * covariance)  # the trace of the matrix product, since both are symmetric
-    return 0.5 * (trace + np.sum(difference**2) - len(center) - log_det) + prior.log_volume
+    center, inverse = prior.inverse.like(mean)
+    # KL = ½ (tr(Σₚ⁻¹ Σ_q) + differenceᵀ Σₚ⁻¹ difference - dim + log det Σₚ - log det Σ_q).
+    difference = mean - center
+    # Both matrices are symmetric, and exp(log_sd) is the diagonal of the Cholesky factor of Σ_q.
+    total = np.sum(inverse * covariance) + np.dot(difference, np.dot(inverse, difference)) - len(center)
+    return 0.5 * total - np.sum(params["log_sd"]) - numpy.sum(numpy.log(prior.terms.on(None)[2]))
 
 
 class Objective(NamedTuple):

@@ -88,23 +88,24 @@ class Prior:
         central differences.
         """
         if self.normal is not None:
-            mean, whitening = self.terms.like(theta)
-            return -0.5 * np.sum(((theta - mean) @ whitening.T) ** 2 + LOG_2PI, axis=1) - self.log_volume
+            mean, whitening, diagonal = self.terms.like(theta)
+            scaled = (theta - mean) * diagonal if self.joint is None else (theta - mean) @ whitening.T
+            return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=1) + numpy.sum(numpy.log(self.terms.on(None)[2]))
         points = to_host(theta)
         found = sum(_log_density(points[:, k], marginal) for k, marginal in enumerate(self.marginals))
         return found if points is theta else to_device(found, like=stop_gradient(theta))
 
     @functools.cached_property
     def terms(self) -> Constants:
-        """Return the mean of a normal prior, and the inverse of its covariance's Cholesky factor L."""
+        """Return the mean of a normal prior, the inverse of the Cholesky factor, and the diagonal of this inverse."""
         mean, covariance = self.normal  # type: ignore[misc]
-        factor = numpy.linalg.cholesky(covariance)
-        return Constants(mean, scipy.linalg.solve_triangular(factor, numpy.eye(self.dim), lower=True))
+        inverse = scipy.linalg.solve_triangular(numpy.linalg.cholesky(covariance), numpy.eye(self.dim), lower=True)
+        return Constants(mean, inverse, numpy.diag(inverse))
 
-    @property
-    def log_volume(self) -> float:
-        """The logarithm of the determinant of L."""
-        return -float(numpy.sum(numpy.log(numpy.diag(self.terms.on(None)[1]))))
+    @functools.cached_property
+    def inverse(self) -> Constants:
+        """Return the mean and the inverse covariance of a normal prior."""
+        return Constants(self.normal[0], numpy.linalg.inv(self.normal[1]))  # type: ignore[index]
 
     @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:

@@ -374,6 +374,12 @@ def test_a_prior_may_have_an_entry_for_each_parameter():
 
 
 @pytest.mark.serial
+def test_independent_normal_priors_of_points_at_infinity():
+    theta = np.array([[np.inf, 1.3], [1.7, -np.inf]])
+    np.testing.assert_array_equal(Prior([("norm", 0, 1), ("norm", 1, 2)], 2).log_prob(theta), [-np.inf, -np.inf])
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("x", [1e-12, 1e-6, 1e-3])
 def test_slopes_of_priors_are_right_near_the_end_of_their_support(x):
     from autograd import grad

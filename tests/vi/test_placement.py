@@ -187,8 +187,8 @@ def test_what_was_copied_to_a_device_isnt_pickled():
     vi = fitted(there)[1]
     again = pickle.loads(pickle.dumps(vi.prior))
     np.testing.assert_array_equal(again.log_prob(_DATA[:4]), vi.prior.log_prob(_DATA[:4]))
-    assert [home.device for home in vi.prior.terms._copies] == ([0] if COMM.rank == ROOT else [])
-    assert not again.terms._copies
+    assert [home.device for home in vi.prior.inverse._copies] == ([0] if COMM.rank == ROOT else [])
+    assert not again.inverse._copies
 
 
 def test_parameters_that_arent_finite_any_more_end_the_run():
