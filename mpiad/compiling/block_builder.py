@@ -94,10 +94,6 @@ class Block:
         self.results: dict[str, str] = {}
         self.variables: dict[str, Value | ArrayValue] = {}
 
-    def text(self, slots: Sequence[str] = ()) -> str:
-        """Return the block as LLVM text; instructions for stack slots precede the others."""
-        return "\n  ".join([f"{self.label}:", *slots, *self.lines])
-
 
 class BlockBuilder:
     """Appends instructions to the current block of a function; `declared`: collects declarations of called functions."""
@@ -106,14 +102,18 @@ class BlockBuilder:
         # `hides_rows`: whether LLVM's optimizer must not know the relative positions of rows.
         self._fast, self.declared, self._hides_rows = f"{fast} " if fast else "", declared, hides_rows
         self._numbers = 0
-        self._slots: list[str] = []
+        self._slots: dict[str, str] = {}  # the types of slots by name
+        self.unread: set[str] = set()  # the slots of variables that haven't been loaded
         self.blocks = [Block("start")]
         self.current = self.blocks[0]
 
     def text(self) -> str:
-        """Return all blocks as LLVM text; the first block has the stack slots of variables."""
-        first, *others = self.blocks
-        return "\n".join([first.text(self._slots), *(block.text() for block in others)])
+        """Return all blocks as LLVM text, without the slots of variables that are never loaded, and without their stores."""
+        lines = ["start:", *(f"  {slot} = alloca {kind}" for slot, kind in self._slots.items() if slot not in self.unread)]
+        for block in self.blocks:
+            lines += [f"{block.label}:"] * (block is not self.blocks[0])
+            lines += ["  " + line for line in block.lines if line.rpartition(" ")[2] not in self.unread]
+        return "\n".join(lines)
 
     # ---- blocks
 
@@ -196,7 +196,7 @@ class BlockBuilder:
     def slot(self, kind: str) -> str:
         """Return the memory of a new variable."""
         name = f"%slot{len(self._slots)}"
-        self._slots.append(f"{name} = alloca {kind}")
+        self._slots[name] = kind
         return name
 
     def call(self, function: str, kind: str, *operands: Value, fast: bool = True) -> Value:
@@ -288,6 +288,7 @@ class Variables:
         build, slots = self._build, self._slots[name]
         known, key = build.current.variables, slots[0][1]
         if key not in known:
+            build.unread.difference_update(slot for _, slot in slots)
             first, *lengths = [build.value(x.kind, f"load {x.type}, ptr {slot}", x.width) for x, slot in slots]
             array = self._arrays.get(name)
             known[key] = array._replace(data=first.text, shape=tuple(x.text for x in lengths)) if array else first
@@ -310,6 +311,7 @@ class Variables:
         if name not in self._slots:
             self.widened |= not self._scope and self._given.get(name) is not None
             self._slots[name] = [(x, self._build.slot(x.type)) for x in types]
+            self._build.unread.update(slot for _, slot in self._slots[name])
         build, slots, stored = self._build, self._slots[name], list[Value]()
         for part, (x, slot) in zip(parts, slots, strict=True):
             stored += build.together(build.converted(part, x.kind), width=x.width)
