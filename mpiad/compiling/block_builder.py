@@ -108,7 +108,7 @@ class BlockBuilder:
         self.current = self.blocks[0]
 
     def text(self) -> str:
-        """Return all blocks as LLVM text, without the slots of variables that are never loaded, and without their stores."""
+        """Return all blocks as LLVM text; slots of variables that are never loaded, and their stores, are omitted."""
         lines = ["start:", *(f"  {slot} = alloca {kind}" for slot, kind in self._slots.items() if slot not in self.unread)]
         for block in self.blocks:
             lines += [f"{block.label}:"] * (block is not self.blocks[0])
