@@ -63,6 +63,8 @@ def kind_of(dtype: np.dtype) -> str:
 
 def common_kind(a: str, b: str) -> str:
     """Return the common type of two numbers: the wider one, or double for an integer and a single-precision float."""
+    if a == b:
+        return a
     if {a, b} == {INTEGER, SINGLE}:
         return DOUBLE
     return KINDS[max(KINDS.index(a), KINDS.index(b))]
@@ -88,10 +90,9 @@ class Block:
     def __init__(self, label: str):
         self.label, self.ended = label, False
         self.lines: list[str] = []
-
-    def text(self, slots: Sequence[str] = ()) -> str:
-        """Return the block as LLVM text; instructions for stack slots precede the others."""
-        return "\n  ".join([f"{self.label}:", *slots, *self.lines])
+        # What has been computed in the block: results by instruction, and the variables' values by their first slot.
+        self.results: dict[str, str] = {}
+        self.variables: dict[str, Value | ArrayValue] = {}
 
 
 class BlockBuilder:
@@ -101,14 +102,18 @@ class BlockBuilder:
         # `hides_rows`: whether LLVM's optimizer must not know the relative positions of rows.
         self._fast, self.declared, self._hides_rows = f"{fast} " if fast else "", declared, hides_rows
         self._numbers = 0
-        self._slots: list[str] = []
+        self._slots: dict[str, str] = {}  # the types of slots by name
+        self.unread: set[str] = set()  # the slots of variables that haven't been loaded
         self.blocks = [Block("start")]
         self.current = self.blocks[0]
 
     def text(self) -> str:
-        """Return all blocks as LLVM text; the first block has the stack slots of variables."""
-        first, *others = self.blocks
-        return "\n".join([first.text(self._slots), *(block.text() for block in others)])
+        """Return all blocks as LLVM text; slots of variables that are never loaded, and their stores, are omitted."""
+        lines = ["start:", *(f"  {slot} = alloca {kind}" for slot, kind in self._slots.items() if slot not in self.unread)]
+        for block in self.blocks:
+            lines += [f"{block.label}:"] * (block is not self.blocks[0])
+            lines += ["  " + line for line in block.lines if line.rpartition(" ")[2] not in self.unread]
+        return "\n".join(lines)
 
     # ---- blocks
 
@@ -153,13 +158,20 @@ class BlockBuilder:
         self.do(f"{name} = {line}")
         return name
 
+    def shared(self, line: str) -> str:
+        """Return the name of the result of an instruction that depends on its operands only; a block has it once."""
+        results = self.current.results
+        if line not in results:
+            results[line] = self.name(line)
+        return results[line]
+
     def value(self, kind: str, line: str, width: int = 0) -> Value:
         """Append an instruction whose result is a number, or a vector."""
         return Value(kind, self.name(line), width)
 
     def together(self, *given: Value, width: int = 0) -> list[Value]:
         """Return values as vectors if any of them is one, or if a width is given; numbers are repeated."""
-        width = max([width, *(x.width for x in given)])
+        width = max([width, *[x.width for x in given]])
         return [self._repeated(x, width) if width and not x.width else x for x in given]
 
     def _repeated(self, x: Value, width: int) -> Value:
@@ -184,7 +196,7 @@ class BlockBuilder:
     def slot(self, kind: str) -> str:
         """Return the memory of a new variable."""
         name = f"%slot{len(self._slots)}"
-        self._slots.append(f"{name} = alloca {kind}")
+        self._slots[name] = kind
         return name
 
     def call(self, function: str, kind: str, *operands: Value, fast: bool = True) -> Value:
@@ -210,11 +222,11 @@ class BlockBuilder:
 
     def row(self, element: str, data: str, place: str) -> str:
         """Return the address of the row of an array that begins at the entry `place`."""
-        start = self.name(f"getelementptr inbounds {element}, ptr {data}, i64 {place}")
+        start = self.shared(f"getelementptr inbounds {element}, ptr {data}, i64 {place}")
         if not self._hides_rows:
             return start
         self.declared[_HIDDEN] = f"declare ptr @{_HIDDEN}(ptr)"
-        return self.name(f"call ptr @{_HIDDEN}(ptr {start})")
+        return self.shared(f"call ptr @{_HIDDEN}(ptr {start})")
 
     # ---- conversions
 
@@ -273,11 +285,14 @@ class Variables:
         """Return the value of a variable or an argument; None if the name is unknown."""
         if name not in self._slots:
             return self._given.get(name)
-        build = self._build
-        parts = [build.value(x.kind, f"load {x.type}, ptr {slot}", x.width) for x, slot in self._slots[name]]
-        if name not in self._arrays:
-            return parts[0]
-        return self._arrays[name]._replace(data=parts[0].text, shape=tuple(length.text for length in parts[1:]))
+        build, slots = self._build, self._slots[name]
+        known, key = build.current.variables, slots[0][1]
+        if key not in known:
+            build.unread.difference_update(slot for _, slot in slots)
+            first, *lengths = [build.value(x.kind, f"load {x.type}, ptr {slot}", x.width) for x, slot in slots]
+            array = self._arrays.get(name)
+            known[key] = array._replace(data=first.text, shape=tuple(x.text for x in lengths)) if array else first
+        return known[key]
 
     def write(self, name: str, value: Value | ArrayValue) -> None:
         """Assign to a variable."""
@@ -296,6 +311,12 @@ class Variables:
         if name not in self._slots:
             self.widened |= not self._scope and self._given.get(name) is not None
             self._slots[name] = [(x, self._build.slot(x.type)) for x in types]
-        for part, (x, slot) in zip(parts, self._slots[name], strict=True):
-            (part,) = self._build.together(self._build.converted(part, x.kind), width=x.width)
-            self._build.do(f"store {part.type} {part.text}, ptr {slot}")
+            self._build.unread.update(slot for _, slot in self._slots[name])
+        build, slots, stored = self._build, self._slots[name], list[Value]()
+        for part, (x, slot) in zip(parts, slots, strict=True):
+            stored += build.together(build.converted(part, x.kind), width=x.width)
+            build.do(f"store {stored[-1].type} {stored[-1].text}, ptr {slot}")
+        build.current.variables[slots[0][1]] = value if isinstance(value, ArrayValue) else stored[0]
+        # Constants are loaded: as the step of a range, or in `-x`, they would be translated in another way.
+        if not all(x.text.startswith("%") for x in stored):
+            del build.current.variables[slots[0][1]]

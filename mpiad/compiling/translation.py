@@ -214,22 +214,17 @@ class _Module:
         node = self.defined[name]
         # In a linked kernel, the body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses
         # loaded from memory.
-        # A table, that is an array passed to a function, is only read, so other arrays don't alias it.
-        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and _calls(call, self.defined)]
-        tables = {x.id for call in calls for x in call.args if isinstance(x, ast.Name)}
         head = f"internal void @{name}.body" if self.linked else f"void @{name}"
         given: dict[str, Value | ArrayValue] = {}
-        kinds = []
         for i, (argument, (dtype, ndim)) in enumerate(zip(node.args.args, arguments, strict=True)):
             if ndim is None:
                 given[argument.arg] = Value(kind_of(dtype), f"%a{i}")
-                kinds.append(f"{kind_of(dtype)} %a{i}")
             else:
-                lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
-                given[argument.arg] = ArrayValue(dtype.name, f"%a{i}", lengths)
-                pointer = "ptr noalias" if self.linked or argument.arg in tables else "ptr"
-                kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
+                given[argument.arg] = ArrayValue(dtype.name, f"%a{i}", tuple(f"%a{i}_{axis}" for axis in range(ndim)))
         function = self._translated(node, given)
+        # A table, that is an array passed to a function, is only read, so other arrays don't alias it.
+        alone = given if self.linked else function.passed
+        kinds = [_parameter(x, "ptr noalias" if name in alone else "ptr") for name, x in given.items()]
         attributes = f"nounwind {'noinline' if self.linked else ''} {function.attributes}"
         made = f"define {head}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
         link = [_link(name, arguments)] if self.linked else []
@@ -285,10 +280,10 @@ def _calls(node: ast.AST, defined: Mapping[str, ast.FunctionDef]) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined
 
 
-def _parameter(x: Value | ArrayValue) -> str:
+def _parameter(x: Value | ArrayValue, pointer: str = "ptr noalias") -> str:
     if isinstance(x, Value):
         return f"{x.type} {x.text}"
-    return ", ".join([f"ptr noalias {x.data}", *(f"i64 {length}" for length in x.shape)])
+    return ", ".join([f"{pointer} {x.data}", *(f"i64 {length}" for length in x.shape)])
 
 
 _RESULTS = "%results.type"  # stands for the type of a function's results
@@ -314,6 +309,7 @@ class _Function:
         self._build = BlockBuilder(module.fast, module.declared, hides_rows=module.linked)
         self._variables = Variables(self._build, given, kinds)
         self._vector = max((x.width for x in given.values()), default=0)
+        self.passed: set[str] = set()  # the variables passed to functions of the text
         self._ends_of_loops: list[Block] = []  # the targets of `break`
         for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
             self._variables.write(name, given[name])
@@ -375,6 +371,8 @@ class _Function:
 
     def _any(self, node: ast.expr) -> Value | ArrayValue:
         match node:
+            case ast.Name(id=name):
+                return self._variables.get(name) or refuse(node)
             case ast.Call(func=ast.Name(id="constants"), args=entries):
                 return self._constants([self.number(entry) for entry in entries])
             case ast.Call(func=ast.Name(id="on_stack"), args=[ast.Constant(value=length), kind]):
@@ -384,22 +382,24 @@ class _Function:
                 return ArrayValue(dtype, memory, (str(length),), width)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             return self._view(node)
-        if isinstance(node, ast.Name):
-            return self._variables.get(node.id) or refuse(node)
         return self.number(node)
 
     def number(self, node: ast.expr) -> Value:
         """Return the value of an expression that is a number."""
-        match node:
+        match node:  # frequent ones first
+            case ast.Name(id=name):
+                value = self._variables.get(name)
+                return value if isinstance(value, Value) else refuse(node)
+            case ast.Subscript():
+                return self._entry(node)
+            case ast.BinOp():
+                return self.arithmetic(node, node.op, self.number(node.left), self.number(node.right))
             case ast.Constant(value=bool() as x):
                 return Value(BOOLEAN, str(x).lower())
             case ast.Constant(value=int() as x):
                 return Value(INTEGER, str(x))
             case ast.Constant(value=float() as x):
                 return Value(DOUBLE, float_literal(x))
-            case ast.Name(id=name):
-                value = self._variables.get(name)
-                return value if isinstance(value, Value) else refuse(node)
             case ast.Attribute(value=array, attr="size"):
                 first, *others = self.array(array).shape
                 return Value(INTEGER, reduce(lambda x, n: self._build.name(f"mul nsw i64 {x}, {n}"), others, first))
@@ -407,8 +407,6 @@ class _Function:
                 return Value(DOUBLE, float_literal(_CONSTANTS[name]))
             case ast.UnaryOp():
                 return self._unary(node, self.number(node.operand))
-            case ast.BinOp():
-                return self.arithmetic(node, node.op, self.number(node.left), self.number(node.right))
             case ast.Compare(ops=[op], comparators=[right]) if type(op) in _SIGNS:
                 return compare(self._build, _SIGNS[type(op)], self.number(node.left), self.number(right))
             case ast.BoolOp():
@@ -417,8 +415,6 @@ class _Function:
                 return self._conditional(node.test, node.body, node.orelse)
             case ast.Call():
                 return self._called(node)
-            case ast.Subscript():
-                return self._entry(node)
         refuse(node)
 
     def _unary(self, node: ast.UnaryOp, x: Value) -> Value:
@@ -496,10 +492,10 @@ class _Function:
         if rows:
             place = rows[0]
             for row, length in zip(rows[1:], array.shape[1:]):
-                before = build.name(f"mul nsw i64 {place}, {length}")
-                place = build.name(f"add nsw i64 {before}, {row}")
-            data = build.row(element, data, build.name(f"mul nsw i64 {place}, {array.shape[-1]}"))
-        return array, build.name(f"getelementptr inbounds {type_of(element, array.width)}, ptr {data}, i64 {last}")
+                before = build.shared(f"mul nsw i64 {place}, {length}")
+                place = build.shared(f"add nsw i64 {before}, {row}")
+            data = build.row(element, data, build.shared(f"mul nsw i64 {place}, {array.shape[-1]}"))
+        return array, build.shared(f"getelementptr inbounds {type_of(element, array.width)}, ptr {data}, i64 {last}")
 
     def _entry(self, node: ast.Subscript) -> Value:
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
@@ -591,13 +587,14 @@ class _Function:
         """Return the results of a call of a function in the same text, None for other calls."""
         if not _calls(node, self._module.defined):
             return None
+        self.passed |= {a.id for a in node.args if isinstance(a, ast.Name)}
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
         return self._results(node.func.id, [self._any(a) for a in node.args], next(lanes, None))  # type: ignore[attr-defined]
 
     def _results(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None = None) -> list[Value]:
         """Return the results of a function of the text."""
         build, (symbol, results) = self._build, self._module.call(name, given, lane)
-        passed = [_parameter(x).replace("noalias ", "") for x in given]
+        passed = [_parameter(x, "ptr") for x in given]
         if not self._module.is_long(name):
             made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")
             return [build.value(x.kind, f"extractvalue %{symbol} {made}, {i}", x.width) for i, x in enumerate(results)]
