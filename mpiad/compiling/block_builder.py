@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -61,10 +62,9 @@ def kind_of(dtype: np.dtype) -> str:
     return {"f": DOUBLE if dtype.itemsize == 8 else SINGLE, "i": INTEGER, "b": BOOLEAN}[dtype.kind]
 
 
+@cache
 def common_kind(a: str, b: str) -> str:
     """Return the common type of two numbers: the wider one, or double for an integer and a single-precision float."""
-    if a == b:
-        return a
     if {a, b} == {INTEGER, SINGLE}:
         return DOUBLE
     return KINDS[max(KINDS.index(a), KINDS.index(b))]
@@ -140,9 +140,8 @@ class BlockBuilder:
         self._end(f"ret {text}")
 
     def _end(self, line: str) -> None:
-        if not self.current.ended:
-            self.current.lines.append(line)
-            self.current.ended = True
+        self.do(line)
+        self.current.ended = True
 
     # ---- instructions
 
@@ -179,9 +178,8 @@ class BlockBuilder:
             return Value(x.kind, f"<{', '.join([f'{x.kind} {x.text}'] * width)}>", width)
         vector = type_of(x.kind, width)
         first = self.name(f"insertelement {vector} poison, {x.kind} {x.text}, i64 0")
-        return self.value(
-            x.kind, f"shufflevector {vector} {first}, {vector} poison, <{width} x i32> zeroinitializer", width
-        )
+        mask = f"<{width} x i32> zeroinitializer"
+        return self.value(x.kind, f"shufflevector {vector} {first}, {vector} poison, {mask}", width)
 
     def floating(self, instruction: str, *operands: Value) -> Value:
         """Append an operation on floats of one kind."""
@@ -258,9 +256,8 @@ class BlockBuilder:
     def selected(self, condition: Value, a: Value, b: Value) -> Value:
         """Return a if the condition is true, else b; both values are computed beforehand."""
         a, b = self.together(a, b, width=condition.width)
-        return self.value(
-            a.kind, f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", a.width
-        )
+        choices = f"{a.type} {a.text}, {b.type} {b.text}"
+        return self.value(a.kind, f"select {condition.type} {condition.text}, {choices}", a.width)
 
 
 class Variables:
@@ -301,8 +298,7 @@ class Variables:
         before = self.kinds.get(name), self.kinds.get(known)
         if isinstance(value, ArrayValue):
             self.kinds[name], self._arrays[name] = "ptr", value
-            parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
-            types = parts
+            types = parts = [Value("ptr", value.data), *(Value(INTEGER, length) for length in value.shape)]
         else:
             kind, width = common_kind(before[0] or value.kind, value.kind), max(value.width, int(before[1] or 0))
             self.kinds[name], self.kinds[known] = kind, str(width)

@@ -215,12 +215,11 @@ class _Module:
         # In a linked kernel, the body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses
         # loaded from memory.
         head = f"internal void @{name}.body" if self.linked else f"void @{name}"
-        given: dict[str, Value | ArrayValue] = {}
-        for i, (argument, (dtype, ndim)) in enumerate(zip(node.args.args, arguments, strict=True)):
-            if ndim is None:
-                given[argument.arg] = Value(kind_of(dtype), f"%a{i}")
-            else:
-                given[argument.arg] = ArrayValue(dtype.name, f"%a{i}", tuple(f"%a{i}_{axis}" for axis in range(ndim)))
+        types = [
+            Value(kind_of(dtype), "") if ndim is None else ArrayValue(dtype.name, "", ("",) * ndim)
+            for dtype, ndim in arguments
+        ]
+        given = _named(node, types)
         function = self._translated(node, given)
         # A table, that is an array passed to a function, is only read, so other arrays don't alias it.
         alone = given if self.linked else function.passed
@@ -237,13 +236,7 @@ class _Module:
         known = name, types, lane
         if known not in self._made:
             node, symbol = self.defined[name], f"{name}.{len(self._made)}"
-            names: dict[str, Value | ArrayValue] = {}
-            for i, (argument, x) in enumerate(zip(node.args.args, given, strict=True)):
-                if isinstance(x, ArrayValue):
-                    lengths = tuple(f"%a{i}_{k}" for k in range(len(x.shape)))
-                    names[argument.arg] = x._replace(data=f"%a{i}", shape=lengths)
-                else:
-                    names[argument.arg] = x._replace(text=f"%a{i}")
+            names = _named(node, given)
             function = self._translated(node, names, None if lane is None else node.args.args[lane].arg)
             self._texts.append(f"%{symbol} = type {{{', '.join(x.type for x in function.results)}}}")
             result, first, attribute = f"%{symbol}", [], "alwaysinline"
@@ -268,16 +261,21 @@ class _Module:
     def _translated(
         self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], lane: str | None = None
     ) -> _Function:
-        kinds: dict[str, str] = {}
-        while True:
-            function = _Function(self, node, given, dict(kinds), lane)
-            if function.is_final:
-                return function
-            kinds = function.kinds
+        function = _Function(self, node, given, {}, lane)
+        while not function.is_final:
+            function = _Function(self, node, given, dict(function.kinds), lane)
+        return function
 
 
-def _calls(node: ast.AST, defined: Mapping[str, ast.FunctionDef]) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined
+def _named(node: ast.FunctionDef, types: Sequence[Value | ArrayValue]) -> dict[str, Value | ArrayValue]:
+    """Return the arguments of a function in LLVM's intermediate representation."""
+    named: dict[str, Value | ArrayValue] = {}
+    for i, (argument, x) in enumerate(zip(node.args.args, types, strict=True)):
+        if isinstance(x, ArrayValue):
+            named[argument.arg] = x._replace(data=f"%a{i}", shape=tuple(f"%a{i}_{k}" for k in range(len(x.shape))))
+        else:
+            named[argument.arg] = x._replace(text=f"%a{i}")
+    return named
 
 
 def _parameter(x: Value | ArrayValue, pointer: str = "ptr noalias") -> str:
@@ -585,7 +583,7 @@ class _Function:
 
     def _inlined(self, node: ast.Call) -> list[Value] | None:
         """Return the results of a call of a function in the same text, None for other calls."""
-        if not _calls(node, self._module.defined):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._module.defined):
             return None
         self.passed |= {a.id for a in node.args if isinstance(a, ast.Name)}
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
@@ -600,11 +598,8 @@ class _Function:
             return [build.value(x.kind, f"extractvalue %{symbol} {made}, {i}", x.width) for i, x in enumerate(results)]
         memory = build.slot(f"%{symbol}")
         build.do(f"call void @{symbol}({', '.join([f'ptr {memory}', *passed])})")
-        values = []
-        for i, x in enumerate(results):
-            place = build.name(f"getelementptr %{symbol}, ptr {memory}, i64 0, i32 {i}")
-            values.append(build.value(x.kind, f"load {x.type}, ptr {place}", x.width))
-        return values
+        places = [build.name(f"getelementptr %{symbol}, ptr {memory}, i64 0, i32 {i}") for i in range(len(results))]
+        return [build.value(x.kind, f"load {x.type}, ptr {place}", x.width) for x, place in zip(results, places)]
 
     def _store(self, target: ast.expr, value: Value | ArrayValue) -> None:
         if isinstance(target, ast.Name):

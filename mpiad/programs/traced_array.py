@@ -66,13 +66,7 @@ class Abandoned(BaseException):
 
 def plain(x: Any) -> Any:
     """Return arguments with traced arrays replaced by their values."""
-    return mapped(x, _plain)
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, TracedArray):
-        return x.value.item() if x.weak else x.value
-    return x
+    return mapped(x, lambda x: x if not isinstance(x, TracedArray) else x.value.item() if x.weak else x.value)
 
 
 def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:

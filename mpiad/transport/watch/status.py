@@ -11,8 +11,6 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from graphlib import CycleError, TopologicalSorter
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -75,22 +73,23 @@ def _awaited(graph: Graph, rank: int) -> list[int]:
 
 def _cycle(graph: Graph, start: int) -> tuple[int, ...]:
     """Return a cycle of waits that can be reached from a rank, from its lowest rank to the same rank; empty if none."""
-    try:
-        TopologicalSorter({node: graph.get(node, []) for node in _reached(graph, start)}).prepare()
-    except CycleError as error:
-        ranks = [node for node in error.args[1][:0:-1] if isinstance(node, int)]  # in the sorter's cycle, waits go back
-        first = ranks.index(min(ranks))
-        return (*ranks[first:], *ranks[: first + 1])
+    # A depth-first search, without recursion, since a cycle may have thousands of ranks.
+    path, ahead, done = dict[Node, None]({start: None}), [iter(graph.get(start, []))], set[Node]()
+    while ahead:
+        for node in ahead[-1]:
+            if node in path:
+                nodes = list(path)
+                ranks = [other for other in nodes[nodes.index(node) :] if isinstance(other, int)]
+                first = ranks.index(min(ranks))
+                return (*ranks[first:], *ranks[: first + 1])
+            if node in graph and node not in done:
+                path[node] = None
+                ahead.append(iter(graph[node]))
+                break
+        else:
+            ahead.pop()
+            done.add(path.popitem()[0])
     return ()
-
-
-def _reached(neighbors: Mapping[Node, Iterable[Node]], start: Node) -> set[Node]:
-    found, new = set[Node]({start}), list[Node]([start])
-    while new:
-        fresh = set(neighbors.get(new.pop(), ())) - found
-        found |= fresh
-        new += fresh
-    return found
 
 
 def _component(graph: Graph, start: int) -> set[Node]:
@@ -100,7 +99,12 @@ def _component(graph: Graph, start: int) -> set[Node]:
         for other in awaited:
             neighbors[node].add(other)
             neighbors[other].add(node)
-    return _reached(neighbors, start)
+    found, new = set[Node]({start}), list[Node]([start])
+    while new:
+        fresh = neighbors[new.pop()] - found
+        found |= fresh
+        new += fresh
+    return found
 
 
 def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
