@@ -167,10 +167,11 @@ def test_fewer_trajectories_than_ranks(count):
     np.testing.assert_allclose(bar, [0.0, count * 2 * P[3, 1]], rtol=1e-5, atol=1e-5)
 
 
-def test_sparse_jacobians_on_ranks_without_trajectories():
+@pytest.mark.parametrize("dtype, rtol", [(float, 1e-10), (np.float32, 1e-6)])
+def test_sparse_jacobians_on_ranks_without_trajectories(dtype, rtol):
     chain = ODEProblem(lambda u, p, t: [p + 0.1 * u[(i + 1) % 40] - u[i] for i in range(40)], np.ones(40), (0.0, 0.1), 0.9)
-    one = EnsembleProblem(chain, u0=np.zeros((1, 40)))
-    np.testing.assert_allclose(steady_state(one, Rodas5P(), EnsembleMPI()).u, 1.0, rtol=1e-10)
+    one = EnsembleProblem(chain, u0=np.zeros((1, 40), dtype))
+    np.testing.assert_allclose(steady_state(one, Rodas5P(), EnsembleMPI()).u, 1.0, rtol=rtol)
 
 
 def test_other_states_on_another_rank():
