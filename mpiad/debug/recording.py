@@ -178,7 +178,7 @@ def _difference(comm: Comm, rank: int) -> float:
 # to nanoseconds, so that nested events remain nested, and written in microseconds. The time between two communications is
 # an event "computation".
 
-_TOGETHER = 4096  # events that are written and sent together: about a megabyte
+_EVENTS_PER_WRITE = 4096  # about a megabyte
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"
 _SHORTEST = 1000  # nanoseconds; shorter computations are omitted
@@ -206,7 +206,7 @@ def _write_atomically(path: Path, header: str, pieces: Iterator[str]) -> str | N
 
 
 def _pieces(events: Iterator[str]) -> Iterator[str]:
-    return iter(lambda: ",\n".join(islice(events, _TOGETHER)), "")
+    return iter(lambda: ",\n".join(islice(events, _EVENTS_PER_WRITE)), "")
 
 
 def _rank_events(recorder: Recorder, rank: int, clock: Clock, zero: float) -> Iterator[str]:

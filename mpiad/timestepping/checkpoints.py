@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import comb
+from numbers import Integral
 from typing import NamedTuple
 
 from mpiad.primitives.checks import positive_count
@@ -156,7 +157,14 @@ def schedule_of(value: int | CheckpointSchedule | None) -> CheckpointSchedule | 
     if value is None:
         return None
     call, schedule = "timestepping.scan", value if isinstance(value, CheckpointSchedule) else CheckpointSchedule(value)
-    memory, disk = (positive_count(number, f"{call}: checkpoints", least=0) for number in schedule[:2])
+    for name, number in (("memory", schedule.memory), ("disk", schedule.disk)):
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise TypeError(
+                f"{call}: checkpoints must be None, an integer or CheckpointSchedule(memory=..., disk=...), "
+                f"but {name} is {type(number).__name__} {number!r:.60}."
+            )
+        if number < 0:
+            raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
     recorded = positive_count(schedule.recorded, f"{call}: recorded")
     if schedule.dtype not in (None, "float32"):
         raise ValueError(
@@ -170,8 +178,8 @@ def schedule_of(value: int | CheckpointSchedule | None) -> CheckpointSchedule | 
         raise ValueError(
             f"{call}: compress=True stores 16 bits per entry, but dtype={schedule.dtype!r} stores 32: use one of them."
         )
-    if memory + disk < 1:
+    if schedule.memory + schedule.disk < 1:
         raise ValueError(f"{call}: checkpoints={value!r} stores no state, but a gradient needs at least the first state.")
-    if disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
+    if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
         raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Create it first.")
-    return schedule._replace(memory=memory, disk=disk, recorded=recorded)
+    return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=recorded)

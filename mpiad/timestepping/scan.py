@@ -19,7 +19,6 @@ from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.pytrees import is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, schedule_of
@@ -496,7 +495,10 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
 
 
 def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, observe: object) -> None:
-    positive_count(n_steps, "timestepping.scan: n_steps", least=0)
+    if not isinstance(n_steps, Integral) or isinstance(n_steps, bool):
+        raise TypeError(f"timestepping.scan: n_steps must be an integer, but got {type(n_steps).__name__} {n_steps!r:.60}.")
+    if n_steps < 0:
+        raise ValueError(f"timestepping.scan: n_steps must not be negative, but got {n_steps}.")
     for name, value in (("step", step), ("observe", observe)):
         if not callable(value) and (name == "step" or value is not None):
             raise TypeError(f"timestepping.scan: {name} must be a function, but got {type(value).__name__} {value!r:.60}.")
