@@ -48,10 +48,9 @@ class Point:
 
     __slots__ = ("gradient", "key", "value", "x")
 
-    def __init__(self, x: np.ndarray, value: float | None = None):
-        self.x, self.value = x.copy(), value  # SciPy's methods may overwrite x
+    def __init__(self, x: np.ndarray, value: float | None = None, gradient: np.ndarray | None = None):
+        self.x, self.value, self.gradient = x.copy(), value, gradient  # SciPy's methods may overwrite x
         self.key = x.tobytes()  # points are compared by bits, so that NaN equals NaN
-        self.gradient: np.ndarray | None = None
 
     @property
     def norm(self) -> float:

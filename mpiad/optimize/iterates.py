@@ -61,14 +61,15 @@ class Iterates:
             step = x - last
             return float(np.sqrt(vdot(step, step)))
 
-    def restore(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
-        """Return the state of an earlier run, and continue its history and `counts`; None if there is no such run."""
+    def restore(self, counts: dict[str, int]) -> Point | None:
+        """Return the last iterate of an earlier run, and continue its history and `counts`; None if there was none."""
         state = self._checkpoint.load()
-        if state is not None:
-            self.record.restore(state["history"])
-            counts.update(zip(counts, state["counts"].tolist()))
-            self._step_to(state["x"])  # start of the next step
-        return state
+        if state is None:
+            return None
+        self.record.restore(state["history"])
+        counts.update(zip(counts, state["counts"].tolist()))
+        self._step_to(state["x"])  # start of the next step
+        return Point(state["x"], float(state["value"]), state["gradient"] if state["gradient"].size else None)
 
     def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
         """Write the state at a point to the checkpoint if it is due; do nothing without a point."""
@@ -102,13 +103,10 @@ class IteratesOfPoints(Iterates):
         points.interruptible = self._checkpoint.given is not None
         if found is None:
             return start
-        points.iterate, self.earlier_iterations, self.resumed = points.at(found["x"]), self.count, True
-        self.exhausted = points.exhausted
-        if self.exhausted:
-            # SciPy won't be called, so value and gradient are those of the checkpoint.
-            points.iterate.value, gradient = float(found["value"]), found["gradient"]
-            points.iterate.gradient = gradient if gradient.size else None
-        return found["x"]
+        self.earlier_iterations, self.resumed, self.exhausted = self.count, True, points.exhausted
+        # If SciPy won't be called, value and gradient are those of the checkpoint.
+        points.iterate = found if points.exhausted else points.at(found.x)
+        return found.x
 
     def write_last(self, ended: bool = False) -> None:
         """Write the last iterate, or the best point, to the checkpoint if it is due."""

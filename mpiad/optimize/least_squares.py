@@ -120,19 +120,19 @@ class ResidualEvaluation:
         self._rows: tuple[bytes, np.ndarray] | None = None  # of the last iterate, for further trials from there
         self._at_start = StartValues()
 
-    def residuals(self, vector: np.ndarray) -> np.ndarray | None:
-        """Return, on the root, the residuals of all ranks if it gathers them, or their sums as `cost`."""
-        return self.gathered(vector) if self.gathers else self.cost(vector)
-
     def not_finite(self, vector: np.ndarray) -> str:
         """Return a sentence about the ranks whose residuals or `args` aren't finite at x0; collective."""
         return self._at_start.not_finite(self._comm, self._program.args)
 
-    def cost(self, vector: np.ndarray) -> np.ndarray | None:
-        """Return, on the root, twice the cost and the sum of squares of the weighted residuals of all ranks, shape (2,)."""
+    def residuals(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return, on the root, all ranks' residuals, in the order of ranks, if it gathers them; otherwise their sums."""
         f = self._residuals(vector)
-        local = np.array(self.agreement.run(lambda: self.weighted(f)[:2]))
-        return total_on_root(self._comm, self._program.root, local)
+        if not self.gathers:  # twice the cost and the sum of squares of the weighted residuals, shape (2,)
+            local = np.array(self.agreement.run(lambda: self.weighted(f)[:2]))
+            return total_on_root(self._comm, self._program.root, local)
+        if not self.counts:
+            self.counts = self._comm.allgather(f.size)
+        return self._gathered(self.agreement.run(lambda: self._as_vector(f)))
 
     def weighted(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
         """Return twice this rank's cost; the sum of squares of the weighted residuals; these residuals; their factors."""
@@ -140,13 +140,6 @@ class ResidualEvaluation:
         with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: at a trial point, residuals may be huge
             square = float(model @ model)
         return square if factors is None else twice, square, model, factors
-
-    def gathered(self, vector: np.ndarray) -> np.ndarray | None:
-        """Return, on the root, the residuals of all ranks, in the order of ranks."""
-        f = self._residuals(vector)
-        if not self.counts:
-            self.counts = self._comm.allgather(f.size)
-        return self._gathered(self.agreement.run(lambda: self._as_vector(f)))
 
     def _as_vector(self, found: object, size: int | None = None) -> np.ndarray:
         """Return residuals or tangents as a vector; raise unless their number is `size`, or that of the first call."""
@@ -205,26 +198,26 @@ class ResidualEvaluation:
         self._rows = vector.tobytes(), found
         return found
 
-    def tangent(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return, on the root, the product of the Jacobian with a direction."""
+    def _products(self, vector: np.ndarray) -> tuple[Function, Function]:
+        """Return functions for this rank's products with the Jacobian and with its transpose."""
         if callable(self._program.jac):
             rows = self._jacobian(vector)
-            return self._gathered(self.agreement.run(lambda: rows @ direction))
+            return lambda v: rows @ v, lambda w: rows.T @ w
         self._residuals(vector)
-        v = self.packing.unpack(direction)
-        return self._gathered(self.agreement.run(lambda: self._as_vector(self._linearized.jvp(v))))
+        stored, packing = self._linearized, self.packing
+        return lambda v: self._as_vector(stored.jvp(packing.unpack(v))), lambda w: packing.pack_gradient(stored.vjp(w))
+
+    def tangent(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
+        """Return, on the root, the product of the Jacobian with a direction."""
+        forward, _ = self._products(vector)
+        return self._gathered(self.agreement.run(lambda: forward(direction)))
 
     def cotangent(self, vector: np.ndarray) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with the root's `weights`."""
         own = np.empty(self.counts[self._comm.rank])
         self._comm.Scatterv((self.weights, self.counts) if self._is_root else None, own, self._program.root)
-        if callable(self._program.jac):
-            rows = self._jacobian(vector)
-            part = self.agreement.run(lambda: rows.T @ own)
-        else:
-            self._residuals(vector)
-            part = self.agreement.run(lambda: self.packing.pack_gradient(self._linearized.vjp(own)))
-        return total_on_root(self._comm, self._program.root, part)
+        _, transposed = self._products(vector)
+        return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: transposed(own)))
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's residuals, shape (m_r,); store them, since SciPy may request the Jacobian at this point."""
@@ -283,20 +276,10 @@ class _Problem:
         self.iterates = Iterates(callback, solve, file)
         self._robust = self._evaluation.loss is not None
         self.last_residuals, self._cost = np.zeros(0), np.nan
-        self.iterate: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
+        self.iterate = self.iterates.restore(self.counts)  # the last iterate, at first that of an earlier run
         self.record, self._has_checkpoint = self.iterates.record, file.given is not None
-        self.resumed = self._restarted = False
-
-    def resume(self, start: np.ndarray) -> np.ndarray:
-        """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
-        found = self.iterates.restore(self.counts)
-        if found is None:
-            return start
-        self.iterate = Point(found["x"], float(found["value"]))
-        self.iterate.gradient = found["gradient"] if found["gradient"].size else None
-        self.resumed = self._restarted = True
-        return self.iterate.x
+        self.resumed = self._restarted = self.iterate is not None
 
     def _carry_out(self, method: str, name: str, *vectors: np.ndarray) -> Any:
         found = self._request(method, *vectors)
@@ -334,13 +317,12 @@ class _Problem:
         return found
 
     def _matrix(self, iterate: Point) -> np.ndarray:
-        triangle, gradient = self._carry_out("factor", "factor", iterate.x)
-        iterate.gradient = gradient
+        triangle, iterate.gradient = self._carry_out("factor", "factor", iterate.x)
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
         rows, norm = triangle[:, 1:].copy(), float(self.last_residuals[0])
         if norm > 0.0:
             # With this row, Jᵀf in SciPy is the summed gradient, which is more accurate than its value from R.
-            rows[0] = gradient / norm
+            rows[0] = iterate.gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
     def _operator(self, iterate: Point) -> Any:
@@ -391,7 +373,7 @@ def run_method(
         solver = {"tr_solver": "lsmr", "loss": loss, "f_scale": f_scale}
     else:
         solver = {"tr_solver": "exact", "loss": "linear" if solve.evaluation.loss is None else _loss_with_cost}
-    start = problem.resume(start)
+    start = start if problem.iterate is None else problem.iterate.x
     try:
         if problem.resumed:
             limit = 100 * start.size if keywords["max_nfev"] is None else keywords["max_nfev"]  # by default as in SciPy
