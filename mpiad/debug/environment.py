@@ -31,6 +31,7 @@ from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_irecv, mpi_isend, mpi
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, world
 from mpiad.transport.core.channels import make_communicator
+from mpiad.transport.core.fault_tolerance import flush_streams
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices import staging
 from mpiad.transport.devices.device_settings import Library, device_of, gpus_of_node, library, visible
@@ -442,12 +443,11 @@ def main(limit: float = _REPORT_TIMEOUT) -> int:
     stages = ["starting"]
 
     def abort() -> None:
-        sys.stderr.write(
+        flush_streams(
             f"mpiad: not finished after {limit:g} s: process {launcher().rank} of {launcher().size} waits for others while "
             f"{stages[-1]}. The others run another program, or their messages don't arrive (a firewall, different network "
             "interfaces on the nodes).\n"
         )
-        sys.stderr.flush()
         # sys.exit would end only this thread, and MPI_Finalize would wait for the other ranks.
         os._exit(1)
 

@@ -16,6 +16,7 @@ from mpiad.debug.recording import Clock, Computation, Place, Recording, computed
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.watch.call_agreement import aligned
 
 # The time that a rank waits in each communication for other ranks to begin the communication.
 #
@@ -382,13 +383,13 @@ def _text(result: Report) -> str:
     head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {result.elapsed.max():.3g} s"
     ratio = f"max/mean: computing {over_mean(result.elapsed - communicating):.2f}, waiting {over_mean(waiting):.2f}"
     advice_lines = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in result.advice]
-    parts = [_table(_communication(result.rows), 2), [*_table(_ranks(result), 0), ratio]]
+    parts = [aligned(_communication(result.rows), 2), [*aligned(_ranks(result), 0), ratio]]
     lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], result.computing[:_MAX_ROWS]
     if rest := result.computing[_MAX_ROWS:]:
         shown.append(Computation(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
     for (phase, after, until), seconds in shown:
         lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{over_mean(seconds):.2f}"))
-    parts += [_table(lines, 3), advice_lines]
+    parts += [aligned(lines, 3), advice_lines]
     return "\n\n".join([head, *map("\n".join, parts)])
 
 
@@ -416,15 +417,6 @@ _MAX_ROWS = 8  # rows of computation; the remaining rows are summed in one row
 
 def _longest(seconds: np.ndarray) -> str:
     return f"{_time(seconds.max())} (rank {seconds.argmax()})" if seconds.any() else "-"
-
-
-def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Return aligned lines; the first `left` columns are left-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(cell.ljust(width) if k < left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
-    ]
 
 
 def _time(seconds: float) -> str:

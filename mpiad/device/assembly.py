@@ -67,10 +67,8 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     """
     arrays = [anp.ravel(x) for x in arrays] if axis is None else list(arrays)
     axis = axis or 0
-    device = _device_in(arrays)
-    if device is None:
+    if not _on_device(arrays, "concatenate"):
         return anp.concatenate(arrays, axis)
-    _require_no_host_arrays(arrays, device, "concatenate")
     # As in NumPy, the result is a new array even if only one array is given.
     return joined(axis, *arrays)
 
@@ -92,10 +90,8 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
         If the shapes differ.
     """
     arrays = list(arrays)
-    device = _device_in(arrays)
-    if device is None:
+    if not _on_device(arrays, "stack"):
         return anp.stack(arrays, axis)
-    _require_no_host_arrays(arrays, device, "stack")
     shapes = {x.shape for x in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have the same shape, but got {sorted(shapes)}.")
@@ -155,10 +151,13 @@ def _device_in(values: Tree) -> ArrayModule | None:
     return None
 
 
-def _require_no_host_arrays(arrays: Sequence[Array], device: ArrayModule, call: str) -> None:
+def _on_device(arrays: Sequence[Array], call: str) -> bool:
+    """Return whether arrays are on a device; raise a TypeError if only some of them are."""
+    device = _device_in(arrays)
     for k, x in enumerate(arrays):
-        if arrays_of(getval(x)) is None and not device.takes_host_arrays:
+        if device is not None and not device.takes_host_arrays and arrays_of(getval(x)) is None:
             raise TypeError(
                 f"{call}: array {k} is a {type(getval(x)).__name__} on the host, but other arrays are on a device. "
                 "Copies to a device are never implicit: pass mpiad.device.to_device(x)."
             )
+    return device is not None

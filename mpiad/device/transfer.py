@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
@@ -51,10 +50,24 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     Each rank calls it independently. If this is the program's first call of the library, all ranks call it.
     """
     cupy = _import_cupy("select")
-    count = _visible_gpu_count(cupy)
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"select: no GPU is visible to this process ({error}).") from error
+    if count == 0:
+        raise RuntimeError(
+            "select: no GPU is visible to this process. Check CUDA_VISIBLE_DEVICES, or request a GPU from the scheduler."
+        )
     local = world.local_rank()
     chosen = list(range(count) if ids is None else ids if isinstance(ids, Sequence) else [ids])
-    _check_ids(chosen, ids, count, local)
+    if not chosen or any(isinstance(number, bool) or not isinstance(number, int) for number in chosen):
+        raise ValueError(f"select: ids must be indices of GPUs, such as [0, 1], but got {ids!r}.")
+    missing = [number for number in chosen if not 0 <= number < count]
+    if missing:
+        raise ValueError(
+            f"select: ids={ids!r} names GPU {missing[0]}, but this process (local rank {local}) sees {count}: 0 to "
+            f"{count - 1}. CUDA_VISIBLE_DEVICES renumbers the GPUs from 0."
+        )
     number = chosen[local % len(chosen)]
     cupy.cuda.Device(number).use()
     discover()  # registers the arrays of CuPy with autograd
@@ -75,30 +88,6 @@ def _import_cupy(call: str) -> ModuleType:
             f"{call}: CuPy can't be loaded ({error}). Install it for the driver's CUDA version: pip install 'mpiad[gpu]' "
             "for CUDA 12, 'mpiad[gpu13]' for CUDA 13."
         ) from error
-
-
-def _visible_gpu_count(cupy: ModuleType) -> int:
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"select: no GPU is visible to this process ({error}).") from error
-    if count == 0:
-        raise RuntimeError(
-            "select: no GPU is visible to this process. Check CUDA_VISIBLE_DEVICES, or request a GPU from the scheduler."
-        )
-    return count
-
-
-def _check_ids(chosen: list[Any], ids: object, count: int, local: int) -> None:
-    invalid = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
-    if invalid or not chosen:
-        raise ValueError(f"select: ids must be indices of GPUs, such as [0, 1], but got {ids!r}.")
-    missing = [number for number in chosen if not 0 <= number < count]
-    if missing:
-        raise ValueError(
-            f"select: ids={ids!r} names GPU {missing[0]}, but this process (local rank {local}) sees {count}: 0 to "
-            f"{count - 1}. CUDA_VISIBLE_DEVICES renumbers the GPUs from 0."
-        )
 
 
 class Constants:

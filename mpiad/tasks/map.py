@@ -25,7 +25,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import Failure
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
-from mpiad.transport.core.polling import Backoff, Mailbox, Message, packed, wait_for_message
+from mpiad.transport.core.polling import Backoff, Mailbox, packed, wait_for_message
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import ranks_within, recover, recoverable
 
@@ -307,8 +307,14 @@ class Scheduler:
 
     def _receive(self, kind: int) -> bool:
         """Receive a message of any kind, but ignore results unless `kind` is RESULT; return False if none has arrived."""
-        message = self._take()
+        try:
+            message = self._mailbox.take()
+        except Exception as error:  # noqa: BLE001 - raised again unless a process has died
+            self._tolerate(error)
+            return False
         if message is None:
+            if self._check_timer.seconds > _CHECK_EVERY:
+                self._check_for_losses()
             return False
         if message.kind == STOPPED:
             self._batches.pop(message.source, None)
@@ -332,16 +338,6 @@ class Scheduler:
             self._progress.total = self._item_count if self._exhausted else self._progress.total
             self._progress.update(len(self.results) - self._progress.n)
 
-    def _take(self) -> Message | None:
-        try:
-            message = self._mailbox.take()
-        except Exception as error:  # noqa: BLE001 - raised again unless a process has died
-            self._tolerate(error)
-            return None
-        if message is None and self._check_timer.seconds > _CHECK_EVERY:
-            self._check_for_losses()
-        return message
-
     def _post(self, rank: Rank, kind: int, parcel: np.ndarray) -> None:
         try:
             self._mailbox.post(rank, kind, parcel)
@@ -349,7 +345,7 @@ class Scheduler:
             self._tolerate(error)
 
     def _tolerate(self, error: Exception) -> None:
-        if not is_interruption(error) or not is_process_failure(error):
+        if not is_process_failure(error):
             raise error
         self._check_for_losses()
 

@@ -61,14 +61,16 @@ def table_of_ranks(head: Row, rows: list[Row]) -> str:
         for rank, *rest in rows:
             alike.setdefault(tuple(rest), []).append(int(rank))
         rows = [(rank_ranges(ranks), *rest) for rest, ranks in alike.items()]
-    return columns(("rank", *head), rows)
+    return "\n".join(f"  {line}".rstrip() for line in aligned([("rank", *head), *rows]))
 
 
-def columns(head: Row, rows: list[Row]) -> str:
-    """Return lines of aligned columns."""
-    lines = [head, *rows]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-    return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+def aligned(rows: list[Row], left: int = sys.maxsize) -> list[str]:
+    """Return lines of aligned columns, the first `left` of them left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(cell.ljust(width) if k < left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
 
 
 # Calls whose lines may differ between ranks: those with a root, at the start or end of the program, and after an exception.
