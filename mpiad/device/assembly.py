@@ -144,11 +144,8 @@ def _from_nested(values: Tree, device: ArrayModule) -> Array:
 def _device_in(values: Tree) -> ArrayModule | None:
     if not isinstance(values, (list, tuple, SequenceBox)):
         return arrays_of(getval(values))
-    for i in range(len(values)):
-        device = _device_in(values[i])
-        if device is not None:
-            return device
-    return None
+    found = (_device_in(values[i]) for i in range(len(values)))
+    return next((device for device in found if device is not None), None)
 
 
 def _on_device(arrays: Sequence[Array], call: str) -> bool:

@@ -93,9 +93,7 @@ class IteratesOfPoints(Iterates):
 
     def __init__(self, points: Points, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
         super().__init__(callback, solve, checkpoint)
-        # The number of iterations of earlier runs, and whether these runs have used all evaluations.
-        self._points, self.earlier_iterations, self.exhausted = points, 0, False
-        self.resumed = False
+        self._points, self.resumed = points, False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
@@ -103,7 +101,7 @@ class IteratesOfPoints(Iterates):
         points.interruptible = self._checkpoint.given is not None
         if found is None:
             return start
-        self.earlier_iterations, self.resumed, self.exhausted = self.count, True, points.exhausted
+        self.resumed = True
         # If SciPy won't be called, value and gradient are those of the checkpoint.
         points.iterate = found if points.exhausted else points.at(found.x)
         return found.x

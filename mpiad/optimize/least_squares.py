@@ -250,9 +250,7 @@ class ResidualEvaluation:
 def _qr_factor(rows: np.ndarray) -> np.ndarray:
     """Return the factor R of a QR factorization, padded with rows of zeros to a square matrix."""
     found = np.linalg.qr(rows, mode="r")
-    out = np.zeros((rows.shape[1], rows.shape[1]))
-    out[: len(found)] = found
-    return out
+    return np.vstack([found, np.zeros((rows.shape[1] - len(found), rows.shape[1]))])
 
 
 # SciPy's trust region on the root, with the residuals of all ranks.

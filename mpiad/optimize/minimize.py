@@ -24,10 +24,10 @@ from mpiad.optimize.objective_evaluation import Evaluation, Program, check_progr
 from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
-from mpiad.optimize.scipy_methods import MethodArguments, is_sharded, method_named, run_method
-from mpiad.optimize.sharded import LocalArguments, Sharded, check_local_arguments
+from mpiad.optimize.scipy_methods import MethodArguments, method_named, run_method
+from mpiad.optimize.sharded import Sharded, check_local_arguments
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel
+from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import recoverable
@@ -176,46 +176,36 @@ def minimize(
     jac = None if jac is False else jac  # as in SciPy, False means "not given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with restoring_state(), suspended():
-        arguments = MethodArguments(bounds, constraints, tol, options, callback, checkpoint)
-        start, arguments = _agree_on_arguments(used, program, method, x0, arguments)
+        start, local, settings = None, None, ""
+        # Invalid arguments are reported before differences between ranks, since invalid arguments often differ, too.
+        with raising_together(used, Exception):
+            chosen = method_named(method)
+            file = as_checkpoint(checkpoint, "minimize", writes=chosen is None or used.rank == root)
+            arguments = MethodArguments(bounds, constraints, tol, options, callback, file)
+            check_program(program, used, "minimize")
+            if chosen is None:
+                local = check_local_arguments(method, as_variables(x0), arguments)
+                limits = [(each.low.tolist(), each.high.tolist()) for each in local.constraints]
+                settings = f", {local.settings}" + (f", constraints={limits}" if limits else "")
+                if callback is not None and not callable(callback):
+                    got = f"{type(callback).__name__} {callback!r:.60}"
+                    raise TypeError(f"minimize: callback must be callable, but got {got}.")
+            elif used.rank == root:
+                start = sendable_variables(x0, "minimize")
+        functions = f"jac={'a function' if callable(jac) else jac}, hessp={'none' if hessp is None else 'a function'}"
+        described = f"method={method!r}, objective={objective!r}, root={root}, {functions}{settings}"
+        described += "" if file is None else f", a checkpoint every {file.every} iterations"
+        require_same(used, described, "minimize")
         bar = Progress(options) if progress else None
-        if isinstance(start, LocalArguments):
-            sharded = Sharded(used, program, start)
-            with sharded.ending(arguments.checkpoint, bar):
-                return sharded.run(callback, bar)
+        if chosen is None:
+            solve = Sharded(used, program, local)  # type: ignore[arg-type]
+            with solve.ending(file, bar):
+                return solve.run(callback, bar)
+        start = shared_start(used, root, start, x0, program.args, "minimize")
         solve = RootDriven(used, root, [program], Evaluation, "minimize")
         solve.define(0, start)
-        with solve.ending(arguments.checkpoint, bar):
-            return result_like_x0(solve, partial(run_method, method_named(method), arguments, program, start), bar)
-
-
-def _agree_on_arguments(
-    used: Channel, program: Program, method: object, x0: Tree, arguments: MethodArguments
-) -> tuple[Tree | LocalArguments, MethodArguments]:
-    """Check the arguments on all ranks; return the root's x0 as variables, or this rank's `LocalArguments`."""
-    settings = ""
-    # Invalid arguments are reported before differences between ranks, since invalid arguments often differ, too.
-    with raising_together(used, Exception):
-        sharded = is_sharded(method)
-        writes = sharded or used.rank == program.root
-        arguments = arguments._replace(checkpoint=as_checkpoint(arguments.checkpoint, "minimize", writes))
-        check_program(program, used, "minimize")
-        start = sendable_variables(x0, "minimize") if writes and not sharded else None
-        if sharded:
-            start = check_local_arguments(str(method), as_variables(x0), arguments)
-            limits = [(each.low.tolist(), each.high.tolist()) for each in start.constraints]
-            settings = f", {start.settings}" + (f", constraints={limits}" if limits else "")
-            if arguments.callback is not None and not callable(arguments.callback):
-                kind = type(arguments.callback).__name__
-                raise TypeError(f"minimize: callback must be callable, but got {kind} {arguments.callback!r:.60}.")
-    jac = "a function" if callable(program.jac) else program.jac
-    described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}, "
-    described += f"hessp={'none' if program.hessp is None else 'a function'}{settings}"
-    described += "" if arguments.checkpoint is None else f", a checkpoint every {arguments.checkpoint.every} iterations"
-    require_same(used, described, "minimize")
-    if isinstance(start, LocalArguments):
-        return start, arguments
-    return shared_start(used, program.root, start, x0, program.args, "minimize"), arguments
+        with solve.ending(file, bar):
+            return result_like_x0(solve, partial(run_method, chosen, arguments, program, start), bar)
 
 
 def mpi_optimize(

@@ -57,15 +57,15 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
     checkpoint = RootCheckpoint(arguments.checkpoint, problem)
     iterates = IteratesOfPoints(points, arguments.callback, solve, checkpoint)
     start = iterates.resume(start)
-    if iterates.earlier_iterations and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
-        options = {**options, "maxiter": max(options["maxiter"] - iterates.earlier_iterations, 0)}
+    if iterates.count and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
+        options = {**options, "maxiter": max(options["maxiter"] - iterates.count, 0)}
     bounds: Any = arguments.bounds
     if isinstance(bounds, scipy.optimize.Bounds):
         bounds = scipy.optimize.Bounds(*box, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type,misc]
     try:
-        if iterates.exhausted:
+        if points.exhausted:  # by earlier runs
             raise points.limit_reached()
-        if iterates.earlier_iterations and options.get("maxiter") == 0:  # SciPy would make an iteration
+        if iterates.count and options.get("maxiter") == 0:  # SciPy would make an iteration
             iterates.value(start)
             points.gradient(start)
             done = f"STOP: all {iterates.count} iterations are done. Raise options['maxiter']"
@@ -142,22 +142,14 @@ _METHODS = {
 }
 
 
-def method_named(name: object) -> Method:
-    """Return the method with this name, in upper or lower case; raise a ValueError if there is none."""
-    found = _METHODS.get(name.lower()) if isinstance(name, str) else None
-    if found is None:
+def method_named(name: object) -> Method | None:
+    """Return SciPy's method with this name, in upper or lower case, None for a sharded one; raise a ValueError if unknown."""
+    lower = name.lower() if isinstance(name, str) else ""
+    if lower not in (*_METHODS, *map(str.lower, _SHARDED)):
         names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
         sharded = ", ".join(map(repr, _SHARDED))
         raise ValueError(f"minimize: method must be 'L-BFGS', {sharded} or one of {names}, but got {name!r}.")
-    return found
-
-
-def is_sharded(name: object) -> bool:
-    """Return whether a method is for distributed variables; raise a ValueError if there is no such method."""
-    if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
-        return True
-    method_named(name)
-    return False
+    return _METHODS.get(lower)
 
 
 # Values with at most this relative difference are treated as equal.

@@ -25,7 +25,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import Failure
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
-from mpiad.transport.core.polling import Backoff, Mailbox, packed, wait_for_message
+from mpiad.transport.core.polling import Backoff, Mailbox, packed, pause_until, wait_for_message
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import ranks_within, recover, recoverable
 
@@ -112,9 +112,7 @@ def work(mailbox: Mailbox, root: Rank, fun: Function, keep_failures: bool, rank:
             mailbox.post(root, RESULT, _packed(ended, rank))
     # The root waits for this message, so that no message is active when the communicator is freed.
     mailbox.post(root, STOPPED, packed(None))
-    patience = Backoff()
-    while not mailbox.is_quiet():
-        patience.pause()
+    pause_until(mailbox.is_quiet)
     return outcome
 
 

@@ -131,10 +131,8 @@ def _agreed_items(whole: Channel, items: Iterable[object], fun: object, division
             raise ValueError(f"{_CALL}: schedule must be 'static' or 'dynamic', but got {schedule!r:.60}.")
         return list(items)
 
-    def described(given: list) -> list[str]:
-        return [f"{len(given)} items, {division.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"]
-
-    return alike_on_all(whole, checked, described, _CALL)
+    settings_text = f"{division.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"
+    return alike_on_all(whole, checked, lambda given: [f"{len(given)} items, {settings_text}"], _CALL)
 
 
 def _run(

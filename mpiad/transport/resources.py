@@ -40,10 +40,8 @@ _USERS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", 
 
 def cores() -> set[int]:
     """Return the numbers of the cores that this process may use."""
-    try:
-        return set(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return set(range(os.cpu_count() or 1))
+    # Not every system has the function.
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 _share = 1  # threads of this rank; one until the ranks on the node are known
@@ -163,9 +161,8 @@ def _named(tunable: str) -> bool:
 
 
 def _raise_thresholds(libc: ctypes.CDLL) -> bool:
-    if not switch("MPIAD_MALLOPT", True) or any(name in os.environ for name in _USERS_MALLOC):
-        return False
-    if any(_named(tunable) for tunable in _TUNABLES):
+    decided = any(name in os.environ for name in _USERS_MALLOC) or any(map(_named, _TUNABLES))
+    if not switch("MPIAD_MALLOPT", True) or decided:
         return False
     libc.mallopt.argtypes, libc.mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     settings = ((_M_MMAP_THRESHOLD, _MMAP_BYTES), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_TOP_PAD, _PAD_BYTES))

@@ -209,9 +209,7 @@ def _kind(code: CodeType) -> int:
         return 2 if path.startswith(_PROGRAMS) else 1
     # Other installed packages may be the user's own.
     installed = any(mark in path for mark in _INSTALLED)
-    if installed:
-        return 2 if any(mark in path for mark in _PACKAGES) else 0
-    return 2 if path.startswith(_STANDARD) else 0
+    return 2 if (any(mark in path for mark in _PACKAGES) if installed else path.startswith(_STANDARD)) else 0
 
 
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:

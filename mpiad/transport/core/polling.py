@@ -56,7 +56,7 @@ class Backoff:
 def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
     """Wait until ``found()``, which probes for a message from `source`, returns true."""
     if isinstance(comm, MPI.Comm):
-        _pause_until(found)
+        pause_until(found)
     else:
         comm.until(found, source)  # deadlock reports show this wait
 
@@ -64,12 +64,13 @@ def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.AN
 def wait_gently(request: Request) -> None:
     """Wait for a request; a guarded request has its own wait."""
     if isinstance(request, MPI.Request):
-        _pause_until(request.Test)
+        pause_until(request.Test)
     else:
         request.Wait()
 
 
-def _pause_until(ended: Callable[[], bool]) -> None:
+def pause_until(ended: Callable[[], bool]) -> None:
+    """Wait with pauses until ``ended()`` returns true."""
     patience = Backoff()
     while not ended():
         patience.pause()
@@ -156,26 +157,21 @@ class StateExchange:
         self._answers: dict[Rank, Any] = {}
         self._receiving, self._sending = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # answers, if MPI allows a second thread
 
     def start(self) -> None:
         """Start to answer."""
         self._ended.clear()
         if threads_may_communicate() and self._others:
-            self._thread = threading.Thread(target=self._respond, name=self._name, daemon=True)
-            self._thread.start()
+            self.thread = threading.Thread(target=self._respond, name=self._name, daemon=True)
+            self.thread.start()
 
     def stop(self) -> None:
         """Stop answering."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    @property
-    def has_thread(self) -> bool:
-        """Whether a thread answers."""
-        return self._thread is not None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
 
     def _respond(self) -> None:
         while not self._ended.wait(self._tick):

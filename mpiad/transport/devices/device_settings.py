@@ -36,11 +36,8 @@ def gpus_of_node() -> list[str]:
 
 
 def _of_the_driver() -> list[str]:
-    names = []
-    for file in sorted(_CUDA.glob("*/information")):
-        lines = file.read_text(errors="replace").splitlines()
-        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-    return names
+    lines = [line for file in sorted(_CUDA.glob("*/information")) for line in file.read_text(errors="replace").splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def _of_nvidia_smi() -> list[str]:
@@ -109,13 +106,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def _path() -> str:
     maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return ""
-    for line in maps.read_text().splitlines():
-        file = line.rpartition(" ")[2]
-        if Path(file).name.startswith(("libmpi.", "libmpi_abi.", "libmpich.")):
-            return file
-    return ""
+    files = [line.rpartition(" ")[2] for line in maps.read_text().splitlines()] if maps.exists() else []
+    return next((file for file in files if Path(file).name.startswith(("libmpi.", "libmpi_abi.", "libmpich."))), "")
 
 
 def device_buffers() -> str:

@@ -111,7 +111,7 @@ class FailureDetector:
         first = math.inf  # start of the first of the latest consecutive rounds in which no rank moved
         while not request.Test():
             began = time.monotonic()
-            if self._exchange.has_thread:
+            if self._exchange.thread is not None:
                 waits = self._exchange.ask_all(_ROUND_WITHIN, request.Test)
                 stuck = len(waits) == self._size - 1 and min(waits.values()) >= 0 and min(waits.values()) != _ARRIVED
                 if stuck and min(waits.values()) >= time.monotonic() - first:

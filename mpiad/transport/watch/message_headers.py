@@ -62,13 +62,12 @@ def left_over() -> list[str]:
 
 def unreceived(summaries: Sequence[Any]) -> list[str]:
     """Return a sentence for each peer and tag with messages that weren't received; `summaries`: of all ranks."""
-    taken: dict[tuple, int] = {}
-    for rank, found in enumerate(summaries):
-        for entry in found[1] if found else ():
-            taken[entry.communicator, entry.peer, rank, entry.tag] = entry.count
+    answers = [(rank, found) for rank, found in enumerate(summaries) if found]
+    received = [(entry, rank) for rank, found in answers for entry in found[1]]
+    taken = {(entry.communicator, entry.peer, rank, entry.tag): entry.count for entry, rank in received}
     lines = []
-    for rank, found in enumerate(summaries):
-        for entry in found[0] if found else ():
+    for rank, found in answers:
+        for entry in found[0]:
             # The receives of a rank that hasn't answered are unknown.
             if summaries[entry.peer] is None:
                 continue

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from operator import itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -61,8 +62,7 @@ def _wait_graph(states: list[State | None]) -> Graph:
     return graph
 
 
-def _collective(state: State) -> tuple[str, int]:
-    return state["key"], state["number"]
+_collective = itemgetter("key", "number")
 
 
 def _awaited(graph: Graph, rank: int) -> list[int]:
@@ -161,7 +161,7 @@ class Responder(StateExchange):
     def start(self) -> None:
         """Start to answer."""
         super().start()
-        timed_waits.set_reporter(self.expire, None if self.has_thread else self.answer)
+        timed_waits.set_reporter(self.expire, self.answer if self.thread is None else None)
 
     def _handle(self, source: Rank, kind: int, value: Any) -> None:
         if kind == _LEFT:

@@ -125,12 +125,8 @@ def _put_on(channel: Channel) -> None:
 
 def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None:
     common = (channel.label, channel.members, agreement, channel, channel.number)
-    if headers is None:
-        channel.data = Guarded(channel.data, *common)
-    else:
-        channel.data = HeadedMessages(channel.data, headers, *common)
-    label = f"{channel.label}, backwards"
-    channel.reverse = Guarded(channel.reverse, label, *common[1:], reverse=True)
+    channel.data = Guarded(channel.data, *common) if headers is None else HeadedMessages(channel.data, headers, *common)
+    channel.reverse = Guarded(channel.reverse, f"{channel.label}, backwards", *common[1:], reverse=True)
 
 
 def _unwrap(channel: Channel) -> None:
