@@ -143,7 +143,7 @@ _METHODS = {
 
 
 def method_named(name: object) -> Method | None:
-    """Return SciPy's method with this name, in upper or lower case, None for a sharded one; raise a ValueError if unknown."""
+    """Return SciPy's method with this name, in any case, None for a sharded one; raise a ValueError if there is none."""
     lower = name.lower() if isinstance(name, str) else ""
     if lower not in (*_METHODS, *map(str.lower, _SHARDED)):
         names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
