@@ -106,10 +106,6 @@ class IteratesOfPoints(Iterates):
         points.iterate = found if points.exhausted else points.at(found.x)
         return found.x
 
-    def write_last(self, ended: bool = False) -> None:
-        """Write the last iterate, or the best point, to the checkpoint if it is due."""
-        self.write(self._points.last_or_best, self._points.counts, ended)
-
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; record the starting point."""
         point = self._points.with_value(x)
@@ -124,7 +120,7 @@ class IteratesOfPoints(Iterates):
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Record an iterate and call the user's callback."""
         row = self._add_row(self._points.at(np.ascontiguousarray(x, dtype=float)))
-        self.write_last()
+        self.write(self._points.last_or_best, self._points.counts, ended=False)
         return self.call_callback(x, row)
 
 

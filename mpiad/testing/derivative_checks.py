@@ -19,7 +19,7 @@ from mpiad.differentiation import grad, hvp, jvp, make_vjp, value_and_grad
 from mpiad.differentiation.trace import arguments_with, variables_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable
-from mpiad.transport import Channel, channel
+from mpiad.transport import channel
 
 
 class AdjointError(AssertionError):
@@ -91,7 +91,15 @@ def check_adjoint(
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
     x, y, y_bar, x_bar, twice = to_host((x, y, y_bar, x_bar, twice))
-    sides, absolute_sum, nonlinearity = _products(group, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
+    terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in ((y, y_bar), (x, x_bar))]
+    if not (np.iscomplexobj(x) and np.iscomplexobj(y)):
+        # If x or A x is real, the map is linear over the real numbers, and only the real parts are equal.
+        terms = [np.real(part) for part in terms]
+    # All ranks gather all products, and sum them exactly, since a sum per rank would be rounded.
+    gathered = group.data.allgather((terms, np.max(np.abs(twice - y - y), initial=0.0)))
+    flat = [np.concatenate([pair[0][side] for pair in gathered]) for side in (0, 1)]
+    sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
+    absolute_sum, nonlinearity = max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in gathered)
     eps = max(group.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
     scale = eps * max(absolute_sum, np.finfo(float).tiny)
     if nonlinearity > 1e3 * eps * max(1.0, absolute_sum):
@@ -103,19 +111,6 @@ def check_adjoint(
             f"the two differ by {error:.3g} ulp, more than ulps={ulps:g}. The adjoint isn't the transpose."
         )
     return float(error)
-
-
-def _products(group: Channel, left: tuple, right: tuple, nonlinearity: float) -> tuple[list[complex], float, float]:
-    """Return the exactly summed inner products, the larger sum of absolute products, and the largest nonlinearity."""
-    terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
-    if not (np.iscomplexobj(right[0]) and np.iscomplexobj(left[0])):
-        # If x or A x is real, the map is linear over the real numbers, and only the real parts are equal.
-        terms = [np.real(part) for part in terms]
-    # All ranks gather all products, since a sum per rank would be rounded.
-    gathered = group.data.allgather((terms, nonlinearity))
-    flat = [np.concatenate([pair[0][side] for pair in gathered]) for side in (0, 1)]
-    sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
-    return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in gathered)
 
 
 def noise_like(leaf: Array, rng: np.random.Generator) -> Any:
