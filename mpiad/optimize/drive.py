@@ -219,8 +219,7 @@ class DrivenFunction:
 
     def jvp(self, x: Tree, v: Tree) -> Any:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
-        vector = self._vector(x)
-        return self._evaluated("jvp", vector, self._evaluation.packing.pack(as_variables(v, _CALL, "v")))
+        return self._evaluated("jvp", self._vector(x), self._evaluation.packing.pack(as_variables(v, _CALL, "v")))
 
     def vjp(self, x: Tree, w: Array) -> Tree:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""

@@ -46,8 +46,6 @@ class EndMethod(Exception):  # noqa: N818 - like StopIteration, not an error
 class Point:
     """A point, with the value and the gradient if they have been evaluated."""
 
-    __slots__ = ("gradient", "key", "value", "x")
-
     def __init__(self, x: np.ndarray, value: float | None = None, gradient: np.ndarray | None = None):
         self.x, self.value, self.gradient = x.copy(), value, gradient  # SciPy's methods may overwrite x
         self.key = x.tobytes()  # points are compared by bits, so that NaN equals NaN

@@ -54,8 +54,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
     problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.used.size)}
     problem["bounds (checksum)"] = None if box is None else fingerprint(*box)
-    checkpoint = RootCheckpoint(arguments.checkpoint, problem)
-    iterates = IteratesOfPoints(points, arguments.callback, solve, checkpoint)
+    iterates = IteratesOfPoints(points, arguments.callback, solve, RootCheckpoint(arguments.checkpoint, problem))
     start = iterates.resume(start)
     if iterates.count and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
         options = {**options, "maxiter": max(options["maxiter"] - iterates.count, 0)}

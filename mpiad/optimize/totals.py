@@ -46,5 +46,4 @@ class Totals:
         found = np.empty_like(highest) if self.is_root else None
         self._comm.Reduce(highest, found, MAX, self._root)
         size = len(terms) + len(largest) + len(of_root)
-        reduced = self.decide_on_root(np.array(terms), size, lambda sums: np.concatenate([sums, found, of_root]))  # type: ignore[list-item]
-        return reduced.tolist()
+        return self.decide_on_root(np.array(terms), size, lambda sums: np.concatenate([sums, found, of_root])).tolist()  # type: ignore[list-item]

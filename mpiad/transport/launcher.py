@@ -68,5 +68,4 @@ def warn_of_separate_worlds(size: int) -> None:
 
 def in_pool() -> bool:
     """Return whether `python -m mpi4py.futures` runs the program: on rank 0 alone, while the others wait for tasks."""
-    core = sys.modules.get("mpi4py.futures._core")
-    return getattr(core, "SharedPool", None) is not None
+    return getattr(sys.modules.get("mpi4py.futures._core"), "SharedPool", None) is not None

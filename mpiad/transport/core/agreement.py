@@ -65,16 +65,14 @@ Failures = dict[int, Failure]
 
 def first_of(failures: Failures) -> tuple[int, str]:
     """Return the first failed rank, and a text with the number of others."""
-    others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-    return min(failures), others
+    return min(failures), f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
 
 
 def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteError:
     """Return an exception that describes the first failure, with the traceback of its rank."""
     rank, others = first_of(failures)
     failure = failures[rank]
-    text = f"{call}: rank {rank}{others} raised {failure.summary}"
-    return kind(text, rank, failure.trace, exit_code=failure.exit_code)
+    return kind(f"{call}: rank {rank}{others} raised {failure.summary}", rank, failure.trace, exit_code=failure.exit_code)
 
 
 def failures_among(comm: Comm, error: BaseException | None) -> Failures:

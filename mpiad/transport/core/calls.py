@@ -28,8 +28,6 @@ from mpiad.transport.devices.device_arrays import is_device_array
 class Site:
     """A line of the user's program, one object each. `entry`: the called function; `text`: ``"program.py:12 in main"``."""
 
-    __slots__ = ("entry", "file", "function", "line", "text")
-
     def __init__(self, file: str, line: int, function: str, entry: str):
         self.file, self.line, self.function, self.entry = file, line, function, entry
         where = "" if function == "<module>" else f" in {function}"

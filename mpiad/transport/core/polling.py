@@ -28,8 +28,6 @@ _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # takes 1 µs; 
 class Backoff:
     """Increasing pauses during a wait, zero in the first `at_once` seconds; `nap`: seconds of the next pause."""
 
-    __slots__ = ("_at_once", "_start", "nap")
-
     def __init__(self, at_once: float = _AT_ONCE) -> None:
         self._at_once = at_once
         self.renew()

@@ -197,8 +197,7 @@ def when_registered(listener: Callable[[type], None]) -> None:
 def discover() -> None:
     """Register CuPy's arrays if the program has loaded CuPy: autograd may get them before this library does."""
     # CuPy is never imported here: that takes a second, and most programs have no GPU.
-    cupy = sys.modules.get("cupy")
-    kind = getattr(cupy, "ndarray", None)
+    kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     if kind is not None and kind not in _makers:
         _register_cupy(kind)
 

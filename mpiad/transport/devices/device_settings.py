@@ -210,5 +210,4 @@ def minima_over_ranks(
 
 def may_bring_arrays() -> bool:
     """Return whether this process could have arrays on a GPU, without loading libraries."""
-    found = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
-    return found and may_use_gpu()
+    return ("cupy" in sys.modules or importlib.util.find_spec("cupy") is not None) and may_use_gpu()

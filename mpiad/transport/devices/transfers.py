@@ -56,8 +56,6 @@ class HostTransfer:
 class DirectTransfer:
     """The transfer of a device array by a CUDA-aware MPI."""
 
-    __slots__ = ("_array", "_arrays")
-
     def __init__(self, array: Array, arrays: ArrayModule):
         self._array, self._arrays = array, arrays
 
@@ -74,8 +72,6 @@ class DirectTransfer:
 
 class StagedTransfer:
     """The transfer of a device array through host memory: of `array`, or of a new array that MPI writes."""
-
-    __slots__ = ("_arrays", "_memory", "_pinned_block", "_spec")
 
     def __init__(self, spec: Spec, array: Array = None):
         self._spec = spec

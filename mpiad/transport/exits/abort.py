@@ -174,5 +174,4 @@ def _report_and_end(foreign: _ForeignHook, args: tuple, error: BaseException, tr
             code, text = code_of(left), traceback.format_exception_only(type(error), error)
         except BaseException as second:  # noqa: BLE001 - the job ends in any case
             text += ["and its hook failed:\n", *traceback.format_exception(type(second), second, second.__traceback__)]
-    rank = MPI.COMM_WORLD.rank
-    end_job(f"mpiad: rank {rank} ended the job by an exception that nobody caught:\n{''.join(text)}", code)
+    end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} ended the job by an exception that nobody caught:\n{''.join(text)}", code)

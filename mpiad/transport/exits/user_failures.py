@@ -239,8 +239,7 @@ class StageFailures:
     def clear(self, members: tuple[int, ...]) -> None:
         """Drop the messages of an abandoned stage on communicators among `members`, before later receives; collective."""
         inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
-        every = self._comm.allgather(list(inside))
-        held = dict(zip(members, map(set, every)))
+        held = dict(zip(members, map(set, self._comm.allgather(list(inside)))))
         for key in sorted(set().union(*held.values())):
             if key in inside and all(key in held[rank] for rank in key[0]):
                 inside[key].renew_beneath()

@@ -192,8 +192,7 @@ _ADVICE = {
 def raise_mismatch(described: list[tuple[Description, int]], group: Group) -> NoReturn:
     """Raise the error for different descriptions, on all ranks of a group."""
     rows = sorted(zip(group.members, described))
-    descriptions = [description for _, (description, _) in rows]
-    compared = zip(*(description.compared for description in descriptions))
+    compared = zip(*(description.compared for _, (description, _) in rows))
     different = [name for name, values in zip(_NAMES, compared) if len(set(values)) > 1]
     if len({starts for _, (_, starts) in rows}) > 1:
         different.append(_STARTS)

@@ -85,8 +85,7 @@ class MessageWait(_Wait):
 
     def _peers(self) -> list[int]:
         members = self.comm.members
-        anyone = [rank for rank in members if rank != members[self.comm.rank]]
-        return anyone if self.peer < 0 else [members[self.peer]]
+        return [rank for rank in members if rank != members[self.comm.rank]] if self.peer < 0 else [members[self.peer]]
 
     def report(self) -> dict[str, Any]:
         """Return the entries of a table of waits."""

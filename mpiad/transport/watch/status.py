@@ -229,8 +229,7 @@ class Responder(StateExchange):
         if waiting is not None:
             seconds = perf_counter() - waiting.began
             return common | {"state": "waits", "wait": waiting.began, "seconds": seconds} | waiting.what.report()
-        frame = sys._current_frames().get(main)
-        return common | {"state": "computes", "place": calls.site_of(frame).text}
+        return common | {"state": "computes", "place": calls.site_of(sys._current_frames().get(main)).text}
 
 
 def _departure(rank: int) -> State | None:

@@ -58,8 +58,6 @@ class Awaited(Protocol):
 class Waiting:
     """A thread's wait. If `endless`, reports show it, but it has no deadline, and `error` isn't set."""
 
-    __slots__ = ("began", "endless", "error", "what")
-
     def __init__(self, what: Awaited, endless: bool = False):
         self.what, self.began, self.endless = what, perf_counter(), endless
         self.error: Exception | None = None
