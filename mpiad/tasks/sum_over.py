@@ -106,7 +106,17 @@ def sum_over(
     """
     division = rank_groups(groups, comm)
     whole, group = channel(division.whole, _CALL), channel(division.comm, _CALL)
-    given = _agreed_items(whole, items, fun, division, (schedule, objective))
+
+    def checked() -> list:
+        check_objective(objective, _CALL)
+        if not callable(fun):
+            raise TypeError(f"{_CALL}: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
+        if schedule not in ("static", "dynamic"):
+            raise ValueError(f"{_CALL}: schedule must be 'static' or 'dynamic', but got {schedule!r:.60}.")
+        return list(items)
+
+    settings = f"{division.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"
+    given = alike_on_all(whole, checked, lambda given: [f"{len(given)} items, {settings}"], _CALL)
     weight = weight_of(objective, group, 0)
     if schedule == "static" or not threads_may_communicate():
         values, error = _run(fun, given, range(division.index, len(given), division.count), division, weight, None)
@@ -118,21 +128,6 @@ def sum_over(
         raise error
     terms = [values.get(k, 0.0) for k in range(len(given))]
     return anp.sum(mpi_allreduce(anp.array(terms, dtype=float), comm=division.whole))
-
-
-def _agreed_items(whole: Channel, items: Iterable[object], fun: object, division: RankGroups, settings: tuple) -> list:
-    schedule, objective = settings
-
-    def checked() -> list:
-        check_objective(objective, _CALL)
-        if not callable(fun):
-            raise TypeError(f"{_CALL}: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
-        if schedule not in ("static", "dynamic"):
-            raise ValueError(f"{_CALL}: schedule must be 'static' or 'dynamic', but got {schedule!r:.60}.")
-        return list(items)
-
-    settings_text = f"{division.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"
-    return alike_on_all(whole, checked, lambda given: [f"{len(given)} items, {settings_text}"], _CALL)
 
 
 def _run(
