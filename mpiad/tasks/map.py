@@ -439,9 +439,20 @@ def mpi_map(
 
 def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
     """Check the arguments on all ranks; return an iterator over the items, which is empty except on the root."""
-    own_error, given = None, iter(())
+    (root, _, _, batch), own_error, given = settings, None, iter(())
     try:
-        given = _checked(user_channel, fun, items, settings)
+        root_of(root, user_channel, "mpi_map")
+        if not callable(fun):
+            raise TypeError(f"mpi_map: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
+        positive_count(batch, "mpi_map: batch")
+        if user_channel.rank == root:
+            try:
+                given = iter(items)
+            except TypeError:
+                got = f"{type(items).__name__} {items!r:.60}"
+                raise TypeError(f"mpi_map: items must be iterable on the root, but got {got}.") from None
+            except Exception as error:  # noqa: BLE001 - `items.__iter__` is the user's code
+                given = _raising(error)
     except (TypeError, ValueError) as error:
         own_error = error
     # This uses the group's communicator, since the user's communicator doesn't work after a process has died.
@@ -457,23 +468,6 @@ def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items:
                 f"{group.user_ranks[0]} gave {found[0][0]} and rank {rank} gave {other}."
             )
     return given
-
-
-def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tuple) -> Iterator[Any]:
-    root, _, _, batch = settings
-    root_of(root, user_channel, "mpi_map")
-    if not callable(fun):
-        raise TypeError(f"mpi_map: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
-    positive_count(batch, "mpi_map: batch")
-    if user_channel.rank != root:
-        return iter(())
-    try:
-        return iter(items)
-    except TypeError:
-        got = f"{type(items).__name__} {items!r:.60}"
-        raise TypeError(f"mpi_map: items must be iterable on the root, but got {got}.") from None
-    except Exception as error:  # noqa: BLE001 - `items.__iter__` is the user's code
-        return _raising(error)
 
 
 def _raising(error: Exception) -> Iterator[object]:
