@@ -367,6 +367,8 @@ class Run:
     def entries(self) -> tuple[Array, Array, Array, Array]:
         """The m saved values inside steps: trajectories (ascending), indices, step numbers and fractions of steps."""
         ids, place = np.nonzero(self.save_step >= 0)
+        # The times of `sol(t)` may be in any order; `_by_visits` needs those of a step next to each other.
+        place = place[np.lexsort((self.save_step[ids, place], ids))]
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
         for first, steps in self.shares:
