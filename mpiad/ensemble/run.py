@@ -471,6 +471,7 @@ class Run:
         return mask
 
     @cached_property
-    def ends_at_events(self) -> Array:
-        """The trajectories, not ended by events, whose states an event has changed at the end of tspan."""
-        return np.flatnonzero(self.cut & ~self.terminated) if self.jumps is not None else np.empty(0, int)
+    def without_last_step(self) -> Array:
+        """The trajectories without a step to the end of tspan: tspan is empty, or an event has changed the state there."""
+        stepless = self.batch.start == self.batch.end if self.jumps is None else self.cut
+        return np.flatnonzero(stepless & self.live & ~self.terminated)
