@@ -95,7 +95,10 @@ def test_one_trajectory_by_u0_p_and_tspan(case):
 def test_spans_of_length_zero_by_their_ends(gradient):
     def last(x):  # start, ends of two trajectories, and u0: the first trajectory takes no step
         tspan = anp.stack([anp.stack([x[0], x[1]]), anp.stack([x[0], x[2]])])
-        members = lambda problem, i, repeat: remake(problem, u0=x[3:], tspan=(tspan[i - 1, 0], tspan[i - 1, 1]))
+
+        def members(problem, i, repeat):
+            return remake(problem, u0=x[3:], tspan=(tspan[i - 1, 0], tspan[i - 1, 1]))
+
         problem = EnsembleProblem(ODEProblem(lambda u, p, t: [p[0] * t * u[0]], [1.0], (0.0, 1.0), [0.8]), members)
         sol = solve(problem, trajectories=2, gradient=gradient, rtol=1e-10, atol=1e-12)
         return sol.u_end[0, 0] ** 2 * sol.u_end[1, 0] + sol.u[0, -1, 0]
