@@ -83,7 +83,7 @@ def cotangents_at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: boo
         run.add_saved(u0, seeds.saved, at_start=False)
     slots = 0 if run.jumps is None else int(run.jumps.slot.max()) + 1
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found, ids = Cotangents(u0, start, end, leaves, run.zeros(slots, batch.size)), run.ends_at_events
+    found, ids = Cotangents(u0, start, end, leaves, run.zeros(slots, batch.size)), run.without_last_step
     if run.jumps is not None and seeds.reached is not None:
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
     if timed and ids.size:

@@ -335,7 +335,7 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
                 states = replaced(states, sweep.ids, u)
             if run.jumps and timed:
                 shift = replaced(shift, sweep.ids, own.shift)
-        ids = run.ends_at_events
+        ids = run.without_last_step
         if timed and ids.size:
             states = replaced(states, ids, replay.ended(ids, states[:, ids], inputs._replace(shift=shift).of(run, ids)))
         results = [rows.array(initial, states), anp.transpose(states)]

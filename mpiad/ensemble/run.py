@@ -367,6 +367,8 @@ class Run:
     def entries(self) -> tuple[Array, Array, Array, Array]:
         """The m saved values inside steps: trajectories (ascending), indices, step numbers and fractions of steps."""
         ids, place = np.nonzero(self.save_step >= 0)
+        # The times of `sol(t)` may be in any order; `_by_visits` needs those of a step next to each other.
+        place = place[np.lexsort((self.save_step[ids, place], ids))]
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
         for first, steps in self.shares:
@@ -469,6 +471,7 @@ class Run:
         return mask
 
     @cached_property
-    def ends_at_events(self) -> Array:
-        """The trajectories, not ended by events, whose states an event has changed at the end of tspan."""
-        return np.flatnonzero(self.cut & ~self.terminated) if self.jumps is not None else np.empty(0, int)
+    def without_last_step(self) -> Array:
+        """The trajectories without a step to the end of tspan: tspan is empty, or an event has changed the state there."""
+        stepless = self.batch.start == self.batch.end if self.jumps is None else self.cut
+        return np.flatnonzero(stepless & self.live & ~self.terminated)

@@ -171,6 +171,21 @@ def test_of_one_solution_twice_and_of_higher_order():
     np.testing.assert_allclose(mpiad.hvp(states)(p, p), mpiad.hvp(exact)(p, p), rtol=1e-7)
 
 
+@serial
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_times_of_one_step_apart_from_each_other(gradient):
+    times, weights = np.array([0.2, 0.7, 0.2, 0.21]), np.arange(8.0).reshape(2, 4)
+    problem = ODEProblem(lambda u, p, t: [p[0] * u[0]], [1.0], (0.0, 1.0), [1.0])
+
+    def states(p):
+        sol = solve(EnsembleProblem(problem, p=p), dense_output=True, gradient=gradient, rtol=1e-10, atol=1e-12)
+        return anp.sum(weights * sol(times)[..., 0])
+
+    p = np.array([[0.7], [-0.4]])
+    expected = np.sum(weights * times * np.exp(p * times), axis=1, keepdims=True)
+    np.testing.assert_allclose(mpiad.grad(states)(p), expected, rtol=1e-8)
+
+
 @both
 @pytest.mark.parametrize("gather", [True, False])
 def test_over_the_ranks(gather, rank):

@@ -10,7 +10,7 @@ from ode_systems import lorenz
 from unrolled_steps import CLASSIC, DORMAND_PRINCE, unrolled
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleProblem, EnsembleSerial, EnsembleThreads, ODEProblem, Tsit5, solve
+from mpiad.ensemble import RK4, RK45, EnsembleProblem, EnsembleSerial, EnsembleThreads, ODEProblem, Tsit5, remake, solve
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -88,6 +88,29 @@ def test_one_trajectory_by_u0_p_and_tspan(case):
     close(found[0], value)
     for a, b in zip(found[1], expected):
         close(a, b)
+
+
+@both
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_spans_of_length_zero_by_their_ends(gradient):
+    def last(x):  # start, ends of two trajectories, and u0: the first trajectory takes no step
+        tspan = anp.stack([anp.stack([x[0], x[1]]), anp.stack([x[0], x[2]])])
+
+        def members(problem, i, repeat):
+            return remake(problem, u0=x[3:], tspan=(tspan[i - 1, 0], tspan[i - 1, 1]))
+
+        problem = EnsembleProblem(ODEProblem(lambda u, p, t: [p[0] * t * u[0]], [1.0], (0.0, 1.0), [0.8]), members)
+        sol = solve(problem, trajectories=2, gradient=gradient, rtol=1e-10, atol=1e-12)
+        return sol.u_end[0, 0] ** 2 * sol.u_end[1, 0] + sol.u[0, -1, 0]
+
+    def exact(x):
+        first, second = (x[3] * anp.exp(0.4 * (end**2 - x[0] ** 2)) for end in (x[1], x[2]))
+        return first**2 * second + first
+
+    x, v = np.array([1.0, 1.0, 1.5, 1.2]), np.array([0.3, 0.2, -0.5, 0.4])
+    close(mpiad.grad(last)(x), autograd.grad(exact)(x), 1e-8)
+    close(mpiad.jvp(last, x, v)[1], autograd.grad(exact)(x) @ v, 1e-8)
+    close(mpiad.hvp(last)(x, v), autograd.hessian(exact)(x) @ v, 1e-7)
 
 
 @both
