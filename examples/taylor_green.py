@@ -9,7 +9,8 @@ An incompressible flow in a periodic box obeys the equations of Navier and Stoke
 
 The velocity is stored as its Fourier modes, in which derivatives are products with wavenumbers, and the pressure only
 removes the part with a divergence. The products u × ω are computed at the points of the grid: `mpiad.fft.DistributedFFT`
-transforms 6 fields there and 3 fields back per stage of a Runge-Kutta step, with one all-to-all each (on slabs).
+transforms 6 fields there and 3 fields back per stage of a Runge-Kutta step, with one all-to-all each (on slabs) if the
+fields are small, so that messages are few, and else with one per field.
 
 1. The kinetic energy of the vortex on 64³ points after ten steps is compared with a published value (that of spectralDNS,
    M. Mortensen and H. P. Langtangen, Comput. Phys. Commun. 203, 2016).
