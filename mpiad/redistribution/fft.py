@@ -273,8 +273,8 @@ def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
             f"DistributedFFT: the array must be on the host, but is {named(x)}. mpiad.device.to_host(x) copies it."
         )
     lead, shape = x.shape[: x.ndim - chain.ndim], x.shape[x.ndim - chain.ndim :]
-    count, at_once = math.prod(lead), max(_IN_CACHE // chain.block_bytes, 1)
-    if count <= at_once:
+    count, at_once = math.prod(lead), max(_PART // chain.block_bytes, 1)
+    if count * chain.block_bytes <= _AT_ONCE or count <= at_once:
         return np.ascontiguousarray(chain.applied(x))
     x, out = x.reshape(count, *shape), None
     for start in range(0, count, at_once):
@@ -285,7 +285,7 @@ def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
 
 
 # Larger batches (in bytes per rank) are transformed in parts, since the caches save more time than longer messages do.
-_IN_CACHE = 2 << 20
+_AT_ONCE, _PART = 5 << 20, 1 << 20
 
 
 defvjp(fourier_transform, lambda ans, x, chain: lambda g: fourier_transform(g, chain.transposed))
@@ -616,7 +616,7 @@ class DistributedFFT:
             tuple(part.stop - part.start for part in block) for block in (self.owned, self.owned_spectral)
         )
         self._axes = problem.axes
-        block_bytes = math.prod(problem.physical) * self.dtype.itemsize // group.size + 1
+        block_bytes = math.prod(problem.physical) * self.dtype.itemsize // group.size or 1
         chains = (_Chain(tuple(stages), comm, len(self.shape), block_bytes) for stages in plan.stages(group, comm))
         self._forward, self._backward = chains
 
@@ -627,7 +627,7 @@ class DistributedFFT:
         ----------
         u : array of shape (..., *local_shape) and of dtype `dtype`
             This rank's part of the array. Leading axes are batches; they are transformed with the same number of messages,
-            or, if they are larger than 2 MB per rank, in parts of about this size.
+            or, if they are larger than 5 MB per rank, in parts of about 1 MB.
 
         Returns
         -------

@@ -287,7 +287,8 @@ def test_loops_with_checkpoints(rank_rng, jit):
 def test_large_batches(rank_rng, monkeypatch, shape, axes, real, at_once):
     """Some entries are transformed at a time; arguments stay the same."""
     fft, among = DistributedFFT(shape, axes=axes, real=real), transformed_axes(shape, axes)
-    monkeypatch.setattr(implementation, "_IN_CACHE", at_once * fft._forward.block_bytes)
+    monkeypatch.setattr(implementation, "_AT_ONCE", 0)
+    monkeypatch.setattr(implementation, "_PART", at_once * fft._forward.block_bytes)
     u = random(rank_rng, (2, 3, *shape), fft.dtype)
     part, spectral = (..., *fft.owned), (..., *fft.owned_spectral)
     own = u[part].copy()
