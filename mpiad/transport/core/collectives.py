@@ -167,8 +167,8 @@ def alltoallv(channel: Channel, x: Array, axis: int | None, sent: list[int], rec
     spec = Spec((sum(received), *array.shape[1:]), array.dtype, arrays_of(array))
 
     def exchange(x: Array, out: Array) -> None:
-        counts, arriving = ([n * width for n in lengths] for lengths in (sent, received))
-        starts, places = (list(accumulate(lengths, initial=0)) for lengths in (counts, arriving))
+        counts, arriving = [n * width for n in sent], [n * width for n in received]
+        starts, places = [0, *accumulate(counts)], [0, *accumulate(arriving)]
         if type(x) is np.ndarray and counts[own] == arriving[own]:
             # A copy takes a fraction of the time of a rank's message to itself.
             out.reshape(-1)[places[own] : places[own + 1]] = x.reshape(-1)[starts[own] : starts[own + 1]]
