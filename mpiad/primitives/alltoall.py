@@ -101,7 +101,7 @@ def mpi_alltoall(
 
 def _uneven(x: Array, counts: Sequence[int], axis: int, used: Channel, received: Sequence[int] | None) -> Blocks:
     """Return the parameters of an exchange of blocks with these counts; collective unless `received` is given."""
-    spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * used.size, None
+    error = None
     try:
         require_sendable(x, _CALL)
         spec = spec_like(x)
@@ -110,7 +110,8 @@ def _uneven(x: Array, counts: Sequence[int], axis: int, used: Channel, received:
     except (TypeError, ValueError) as found:
         if received is not None:
             raise
-        error = found  # raised on all ranks by `lengths_of_all`, which exchanges the counts
+        # Raised on all ranks by `lengths_of_all`, which exchanges the counts.
+        spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * used.size, found
     if received is not None:
         arriving = counts_of(received, used.size, _CALL, "received")
     else:

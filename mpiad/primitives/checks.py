@@ -96,7 +96,7 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
     """Return the axis as a nonnegative integer, or None; raise if the array has no such axis."""
     if axis is None:
         return None
-    index = integer_of(axis, call, "axis", "None or an integer")
+    index = axis if type(axis) is int else integer_of(axis, call, "axis", "None or an integer")
     if -ndim <= index < ndim:
         return index % ndim
     raise ValueError(f"{call}: axis must be None or from {-ndim} to {ndim - 1} for {ndim} dimensions, but got {index}.")
@@ -144,7 +144,7 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
     """Return the spec of one rank's part of a divided array."""
     if axis is None:
         return whole._replace(shape=whole.shape[1:])
-    return whole._replace(shape=(*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
+    return Spec((*whole.shape[:axis], length, *whole.shape[axis + 1 :]), whole.dtype, whole.arrays)
 
 
 def pieces_of_all(x: Array, axis: object, used: Channel, root: int | None, call: str) -> Dividing:

@@ -60,16 +60,17 @@ def _at(axis: int, index: Index) -> Index:
 
 @dataclass(frozen=True)
 class _ComplexTransform(_Stage):
-    """A transform of complex numbers; its matrix exp(∓2πi jk / n) is symmetric."""
+    """A transform of complex numbers; its matrix exp(∓2πi jk / n) is symmetric along each axis."""
 
-    axis: int
+    axes: tuple[int, ...]
     norm: str
     is_inverse: bool = False
 
     def __call__(self, x: Array) -> Array:
-        transform = scipy.fft.ifft if self.is_inverse else scipy.fft.fft
-        # An argument of the operator is read-only; other arrays are results of stages.
-        return transform(x, axis=self.axis, norm=self.norm, overwrite_x=x.flags.writeable)
+        transform = scipy.fft.ifftn if self.is_inverse else scipy.fft.fftn
+        # In place, which is faster for strided lines. An argument of the operator is read-only; stages return new arrays.
+        x = x if x.flags.writeable else x.copy()
+        return transform(x, axes=self.axes, norm=self.norm, overwrite_x=True)
 
     def inverse(self) -> _ComplexTransform:
         return replace(self, is_inverse=True)
@@ -77,27 +78,28 @@ class _ComplexTransform(_Stage):
 
 @dataclass(frozen=True)
 class _RealTransform(_Stage):
-    """The transform from n real numbers to n // 2 + 1 modes, its inverse, or the transpose of one of them."""
+    """The transform of real numbers, to n // 2 + 1 modes along the last axis; its inverse, or the transpose of one."""
 
-    axis: int
+    axes: tuple[int, ...]
     n: int
     norm: str
     is_inverse: bool = False
     is_transposed: bool = False
 
     def __call__(self, x: Array) -> Array:
-        axis, norm = self.axis, self.norm
+        axes, norm = self.axes, self.norm
+        shape = [*[x.shape[axis] for axis in axes[:-1]], self.n]
         if not self.is_transposed:
-            return scipy.fft.irfft(x, self.n, axis, norm) if self.is_inverse else scipy.fft.rfft(x, axis=axis, norm=norm)
-        # The transposes are sums over the n // 2 + 1 modes with the same sign; in hfft interior modes count twice.
-        interior = _at(axis, slice(1, (self.n + 1) // 2))
+            return scipy.fft.irfftn(x, shape, axes, norm) if self.is_inverse else scipy.fft.rfftn(x, axes=axes, norm=norm)
+        # The transposes are sums over the n // 2 + 1 modes with the same sign; in hfftn interior modes count twice.
+        interior = _at(axes[-1], slice(1, (self.n + 1) // 2))
         if self.is_inverse:
-            modes: Array = scipy.fft.ihfft(x, axis=axis, norm=norm)
+            modes: Array = scipy.fft.ihfftn(x, axes=axes, norm=norm)
             modes[interior] *= 2
             return modes
         modes = x if x.flags.writeable else x.copy()
         modes[interior] *= 0.5
-        return scipy.fft.hfft(modes, self.n, axis, norm)
+        return scipy.fft.hfftn(modes, shape, axes, norm)
 
     def transposed(self) -> _RealTransform:
         return replace(self, is_transposed=not self.is_transposed)
@@ -166,47 +168,35 @@ class _Exchange(_Stage):
     divided_lengths: Sequence[int]
 
     def __call__(self, x: Array) -> Array:
-        shape, length, own = list(x.shape), x.shape[self.joined], self.divided_lengths[self.rank]
-        shape[self.joined] = shape[self.divided] = 1
-        others = math.prod(shape)
-        sent = [others * length * n for n in self.divided_lengths]
-        received = [others * own * n for n in self.joined_lengths]
-        flat = _packed(x, self.divided, self.divided_lengths)
-        flat = mpi_alltoall(flat, sent, comm=self.comm, received=received)
-        shape[self.joined], shape[self.divided] = sum(self.joined_lengths), own
-        return _unpacked(flat, shape, self.joined, self.joined_lengths)
+        shape = list(x.shape)
+        shape[self.joined], shape[self.divided] = sum(self.joined_lengths), self.divided_lengths[self.rank]
+        out = np.empty(shape, x.dtype)
+        sent, received = _parts(x, self.divided, self.divided_lengths), _parts(out, self.joined, self.joined_lengths)
+        received[self.rank][...] = sent[self.rank]
+        counts, arriving = ([part.size * (r != self.rank) for r, part in enumerate(parts)] for parts in (sent, received))
+        packed = np.empty(sum(counts), x.dtype)
+        for entries, part in _of_others(packed, sent, self.rank):
+            entries[...] = part
+        packed = mpi_alltoall(packed, counts, comm=self.comm, received=arriving)
+        for entries, part in _of_others(packed, received, self.rank):
+            part[...] = entries
+        return out
 
     def transposed(self) -> _Exchange:
         joined, divided = (self.joined, self.joined_lengths), (self.divided, self.divided_lengths)
         return _Exchange(self.comm, self.rank, *divided, *joined)  # the inverse of a permutation
 
 
-def _packed(x: np.ndarray, axis: int, lengths: Sequence[int]) -> np.ndarray:
-    """Return the parts of an array along an axis, one after the other."""
-    if math.prod(x.shape[:axis]) == 1:
-        return np.ascontiguousarray(x).reshape(-1)
-    flat = np.empty(x.size, x.dtype)
-    for part, entries in _parts(x, flat, axis, lengths):
-        entries[...] = part
-    return flat
+def _parts(x: np.ndarray, axis: int, lengths: Sequence[int]) -> list[np.ndarray]:
+    return [x[_at(axis, slice(*ends))] for ends in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
 
 
-def _unpacked(flat: np.ndarray, shape: Sequence[int], axis: int, lengths: Sequence[int]) -> np.ndarray:
-    if math.prod(shape[:axis]) == 1:
-        return flat.reshape(shape)
-    x = np.empty(shape, flat.dtype)
-    for part, entries in _parts(x, flat, axis, lengths):
-        part[...] = entries
-    return x
-
-
-def _parts(x: np.ndarray, flat: np.ndarray, axis: int, lengths: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the parts of an array along an axis, and the same parts in a flat array."""
-    start = position = 0
-    for length in lengths:
-        part = x[_at(axis, slice(start, start + length))]
-        yield part, flat[position : position + part.size].reshape(part.shape)
-        start, position = start + length, position + part.size
+def _of_others(flat: np.ndarray, parts: list[np.ndarray], rank: Rank) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the entries of the parts of all ranks but this one in a flat array, and the parts."""
+    start = 0
+    for part in parts[:rank] + parts[rank + 1 :]:
+        yield flat[start : start + part.size].reshape(part.shape), part
+        start += part.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,10 +253,16 @@ class _Chain:
     stages: tuple[_Stage, ...]
     comm: Comm
     ndim: int  # without batches
+    block_bytes: int  # size of an entry of a batch, about; the same on all ranks
+
+    def applied(self, x: np.ndarray) -> np.ndarray:
+        for stage in self.stages:
+            x = stage(x)
+        return x
 
     @cached_property
     def transposed(self) -> _Chain:
-        return _Chain(tuple(stage.transposed() for stage in reversed(self.stages)), self.comm, self.ndim)
+        return _Chain(tuple(stage.transposed() for stage in reversed(self.stages)), self.comm, self.ndim, self.block_bytes)
 
 
 @custom_operator
@@ -276,29 +272,20 @@ def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
         raise TypeError(
             f"DistributedFFT: the array must be on the host, but is {named(x)}. mpiad.device.to_host(x) copies it."
         )
-    lead = x.shape[: x.ndim - chain.ndim]
-    for _, group in itertools.groupby(chain.stages, lambda stage: isinstance(stage, _Exchange)):
-        stages = tuple(group)
-        x = _applied(x, stages, lead if len(stages) >= _MANY and x.nbytes > _IN_CACHE else ())
-    return np.ascontiguousarray(x)
+    lead, shape = x.shape[: x.ndim - chain.ndim], x.shape[x.ndim - chain.ndim :]
+    count, at_once = math.prod(lead), max(_PART // chain.block_bytes, 1)
+    if count * chain.block_bytes <= _AT_ONCE or count <= at_once:
+        return np.ascontiguousarray(chain.applied(x))
+    x, out = x.reshape(count, *shape), None
+    for start in range(0, count, at_once):
+        part = chain.applied(x[start : start + at_once])
+        out = np.empty((count, *part.shape[1:]), part.dtype) if out is None else out
+        out[start : start + at_once] = part
+    return out.reshape(*lead, *out.shape[1:])
 
 
-# In a larger batch (in bytes), each entry passes a number of successive local stages before the next entry.
-_IN_CACHE, _MANY = 4 << 20, 3
-
-
-def _applied(x: np.ndarray, stages: Sequence[_Stage], lead: Shape) -> np.ndarray:
-    """Return the result of stages, applied to each entry of a batch with axes `lead` by itself."""
-    out: Any = None
-    for index in np.ndindex(lead):
-        entry = x[index]
-        for stage in stages:
-            entry = stage(entry)
-        if not lead:
-            return entry
-        out = np.empty(lead + entry.shape, entry.dtype) if out is None else out
-        out[index] = entry
-    return out
+# Larger batches (in bytes per rank) are transformed in parts, since the caches save more time than longer messages do.
+_AT_ONCE, _PART = 5 << 20, 1 << 20
 
 
 defvjp(fourier_transform, lambda ans, x, chain: lambda g: fourier_transform(g, chain.transposed))
@@ -425,7 +412,12 @@ class _WholeLines:
                 if k and p > 1 and divided != self.divisions[k - 1][g]:
                     lengths = [even_lengths(self.shapes[k][a], p) for a in (axis, divided)]
                     stages.append(_Exchange(comms[g], position[g], axis, lengths[0], divided, lengths[1]))
-            stages += self._along(axis, self.problem.is_real and k == 0)
+            transform, *truncation = self._along(axis, self.problem.is_real and k == 0)
+            if stages and isinstance(stages[-1], (_RealTransform, _ComplexTransform)):
+                stages[-1] = replace(stages[-1], axes=(axis, *stages[-1].axes))  # transforms along all axes in one call
+            else:
+                stages.append(transform)
+            stages += truncation
         truncated = [k for k, stage in enumerate(stages) if isinstance(stage, _Truncation)]
         if truncated:
             # The modes are those of the unpadded array, so sums over more points are scaled; at the end, on the least data.
@@ -437,7 +429,7 @@ class _WholeLines:
     def _along(self, axis: int, real: bool) -> list[_Stage]:
         """Return the transform along an axis, and the truncation to the modes of the unpadded array."""
         norm, n, modes = self.problem.norm, self.problem.physical[axis], self.problem.shape[axis]
-        transform = _RealTransform(axis, n, norm) if real else _ComplexTransform(axis, norm)
+        transform = _RealTransform((axis,), n, norm) if real else _ComplexTransform((axis,), norm)
         if n == modes:
             return [transform]
         low, high, nyquist = (modes + 1) // 2, 0 if real else (modes - 1) // 2, None if modes % 2 else 2.0 if real else 1.0
@@ -504,10 +496,10 @@ class _FourSteps:
         stages = [
             _Reshape((rows[rank] * self.columns,), (rows[rank], self.columns)),
             _Exchange(comm, rank, -2, rows, -1, columns),
-            _ComplexTransform(-2, norm),
+            _ComplexTransform((-2,), norm),
             _Product(table),
             _Exchange(comm, rank, -1, columns, -2, rows),
-            _ComplexTransform(-1, norm),
+            _ComplexTransform((-1,), norm),
             _Truncation(-1, self.columns, needed),
             _Exchange(comm, rank, -2, rows, -1, spectral),
             _Swap(),
@@ -624,7 +616,8 @@ class DistributedFFT:
             tuple(part.stop - part.start for part in block) for block in (self.owned, self.owned_spectral)
         )
         self._axes = problem.axes
-        chains = (_Chain(tuple(stages), comm, len(self.shape)) for stages in plan.stages(group, comm))
+        block_bytes = math.prod(problem.physical) * self.dtype.itemsize // group.size or 1
+        chains = (_Chain(tuple(stages), comm, len(self.shape), block_bytes) for stages in plan.stages(group, comm))
         self._forward, self._backward = chains
 
     def forward(self, u: LocalArray) -> LocalArray:
@@ -633,7 +626,8 @@ class DistributedFFT:
         Parameters
         ----------
         u : array of shape (..., *local_shape) and of dtype `dtype`
-            This rank's part of the array. Leading axes are batches, which are transformed with the same number of messages.
+            This rank's part of the array. Leading axes are batches; they are transformed with the same number of messages,
+            or, if they are larger than 5 MB per rank, in parts of about 1 MB.
 
         Returns
         -------

@@ -283,11 +283,12 @@ def test_loops_with_checkpoints(rank_rng, jit):
 @pytest.mark.parametrize(
     ("shape", "axes"), [((6, 7, 9), None), ((8, 12), None), ((60,), None), ((4, 5, 8), (0, 1))], ids=str
 )
-def test_large_batches(rank_rng, monkeypatch, shape, axes, real):
-    """Each entry passes the local stages by itself; arguments stay the same."""
-    monkeypatch.setattr(implementation, "_IN_CACHE", 0)
-    monkeypatch.setattr(implementation, "_MANY", 1)
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_large_batches(rank_rng, monkeypatch, shape, axes, real, at_once):
+    """Some entries are transformed at a time; arguments stay the same."""
     fft, among = DistributedFFT(shape, axes=axes, real=real), transformed_axes(shape, axes)
+    monkeypatch.setattr(implementation, "_AT_ONCE", 0)
+    monkeypatch.setattr(implementation, "_PART", at_once * fft._forward.block_bytes)
     u = random(rank_rng, (2, 3, *shape), fft.dtype)
     part, spectral = (..., *fft.owned), (..., *fft.owned_spectral)
     own = u[part].copy()
