@@ -126,10 +126,10 @@ def solve(
         Number of trajectories that are solved together, which limits the memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
-        the steps. The default is tangents if a trajectory is differentiated with respect to one number (at most four in a
-        kernel of a small system, none for device arrays without a kernel), tspan isn't differentiated, and there are no
-        events. Otherwise the default is the adjoint. Both give the same result. With events, or with respect to tspan,
-        "tangent" is slow: it repeats the steps once for each differentiated number.
+        the steps. The default is tangents in a kernel of a small system if a trajectory is differentiated with respect to
+        at most four numbers, tspan isn't differentiated, and there are no events, otherwise the adjoint. Both give the same
+        result. With events, or with respect to tspan, "tangent" is slow: it repeats the steps once for each differentiated
+        number.
     checkpoints : int, optional
         For a gradient: store the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
