@@ -1,8 +1,8 @@
 """Reverse mode of a solve: the adjoints of its accepted steps and events, from the last to the first.
 
-Trajectories are columns, which are processed in blocks that fit into the cache. Each visit is traced again from the states
-before it (see `replay`), and transposed at once, so that only the record of one visit is in memory. Cotangents are computed
-separately for each trajectory; only the cotangents of shared parameters are summed over the trajectories.
+Trajectories are columns, which are processed in blocks that fit into the cache. Each visit (a step of several columns, see
+`step_sweep`) is traced again from the states before it (see `replay`), and transposed at once, so that only the record of
+one visit is in memory. Only the cotangents of shared parameters are summed over the trajectories.
 """
 
 from __future__ import annotations

@@ -274,8 +274,6 @@ class DeviceObservers:
 class DeviceRun(Run):
     """A solve on a device, and its closed record (see `Record.close`). Arrays are on the device."""
 
-    few = 0  # gradients are computed by the adjoint, unless tangents are requested
-
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(batch, settings, outcome)
         self.record: Record = outcome.record

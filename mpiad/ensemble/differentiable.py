@@ -132,7 +132,7 @@ class _SolvedRun:
     """A run, and its results as one vector: saved states, final states, and with events the final times and event times."""
 
     def __init__(self, run: Run, u: Array, u_end: Array):
-        self._run, self._settings = run, run.settings
+        self._run = run
         times = (run.event_times.reached, run.event_times.crossed) if run.settings.events else ()
         values = [u, u_end, *times]
         self.layout = Concatenation([spec_like(value) for value in values])
@@ -143,7 +143,7 @@ class _SolvedRun:
     def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> dict[int, Array]:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if self._uses_tangents(argnums, args):
+        if run.settings.gradient == "tangent" or run.outcome.carried is not None:
             parts = self._carried(argnums, args, seeds) or pushed(run, seeds, argnums, args)
             return contracted(run, argnums, args, parts)
         bars = self._adjoint(seeds, [k - LEAVES for k in argnums if k >= LEAVES], not _TIMES.isdisjoint(argnums))
@@ -157,18 +157,6 @@ class _SolvedRun:
         if solver is None or (self._run.jumps is not None and np.iscomplexobj(self._run.batch.u0)):
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
-
-    def _uses_tangents(self, argnums: Sequence[int], args: Sequence[Array]) -> bool:
-        settings, run = self._settings, self._run
-        if settings.gradient is not None:
-            return settings.gradient == "tangent"
-        # If the times of steps depend on the inputs, tangents are slow. The choice must not depend on whether events have
-        # occurred, since then a trajectory's results would depend on other trajectories.
-        if not _TIMES.isdisjoint(argnums) or run.settings.events:
-            return False
-        if run.outcome.solver is not None:
-            return run.outcome.carried is not None
-        return len(numbers_of(run, argnums, args)) <= run.few
 
     def _carried(self, argnums: Sequence[int], args: Sequence[Array], seeds: Seeds) -> list[tuple[Number, Array]] | None:
         """Return the same as `pushed`, from tangents that a kernel has propagated; None if no kernel did this."""

@@ -1,7 +1,8 @@
 """The gradient of a solve by tangents: one per number with respect to which a trajectory is differentiated.
 
 With d initial values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. If
-d + m is small, tangents cost less than an adjoint, whose cost doesn't depend on the number of directions.
+d + m is small, tangents in a kernel cost less than an adjoint, whose cost doesn't depend on the number of directions. By
+arrays, tangents cost at least as much as the adjoint, and are computed on request.
 """
 
 from __future__ import annotations

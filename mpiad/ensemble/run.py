@@ -264,8 +264,6 @@ class Run:
         """The number of steps to differentiate per trajectory: array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    few = 1  # number of directions up to which tangents are at most as expensive as the adjoint
-
     @property
     def n_saved(self) -> int:
         """The number of saved values per trajectory."""

@@ -62,7 +62,7 @@ class Settings(NamedTuple):
     progress: Progress = None
     ends: bool = False  # whether only initial and final states are saved; then `saveat` is empty
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
-    gradient: str | None = None  # {"tangent", "adjoint"}; if None, chosen from the number of directions
+    gradient: str | None = None  # {"tangent", "adjoint"}; by default tangents if a kernel propagates them
     acting: Acting | None = None  # None unless events act
 
     def share(self, rows: slice) -> Settings:

@@ -2,8 +2,8 @@
 
 `solve` checks its options; `_over_ranks` divides an ensemble among ranks, and gathers the results; `_ensemble` solves it
 batch by batch; `_solved` prepares one batch of plain arrays and its settings, for a GPU's kernel (`solved_on_gpu`) or
-`_by_arrays`. There `Compiler` traces f and calls a CPU kernel (`kernel_solver.Solver.solved`), or else the backend's loop
-over steps in NumPy (`working_set.integrate`). Both return an `Outcome`, from which `solution_of` makes the solution.
+`_by_kernel_or_arrays`. There `Compiler` traces f and calls a CPU kernel (`kernel_solver.Solver.solved`), or else the
+backend's loop over steps in NumPy (`working_set.integrate`). Both return an `Outcome`; `solution_of` makes it a solution.
 
 If inputs are traced, the steps are recorded. `differentiable` makes the results a function of the traced inputs: the
 adjoint of a kernel is in `compiled.reverse_sweep`, that of arrays in `adjoint`, and tangents are in `directions`.
@@ -126,10 +126,10 @@ def solve(
         Number of trajectories that are solved together, which limits the memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
-        the steps. The default is tangents if a trajectory is differentiated with respect to one number (at most four in a
-        kernel of a small system, none for device arrays without a kernel), tspan isn't differentiated, and there are no
-        events. Otherwise the default is the adjoint. Both give the same result. With events, or with respect to tspan,
-        "tangent" is slow: it repeats the steps once for each differentiated number.
+        the steps. The default is tangents in a kernel of a small system if a trajectory is differentiated with respect to
+        at most four numbers, tspan isn't differentiated, and there are no events, otherwise the adjoint. Both give the same
+        result. With events, or with respect to tspan, "tangent" is slow: it repeats the steps once for each differentiated
+        number.
     checkpoints : int, optional
         For a gradient: store the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
@@ -293,23 +293,23 @@ def _solved(
     if settings.mass is not None and not is_on_device(batch):
         given, failed = consistent_start(given, settings.mass, settings.rtol, settings.atol)
         batch = given.plain()
-    by_arrays = partial(_by_arrays, options, compiler)
+    solved = partial(_by_kernel_or_arrays, options, compiler)
     if on_gpu:
-        sol = solved_on_gpu(compiler, given, batch, settings, by_arrays)
+        sol = solved_on_gpu(compiler, given, batch, settings, solved)
         if isinstance(sol, DeviceSolution):
             compiler.execution = "kernel: EnsembleGPU"
     else:
-        sol = by_arrays(given, with_states_on_device(batch), settings)
+        sol = solved(given, with_states_on_device(batch), settings)
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
     return sol
 
 
-def _by_arrays(
+def _by_kernel_or_arrays(
     options: SolveOptions, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
-    """Solve a batch on the device of its arrays, or on the host, by a kernel if `compiler` has one."""
+    """Solve a batch by a CPU kernel if `compiler` chooses one, otherwise by arrays, on the host or on their device."""
     run = partial(compiler.run_planned, compiler.plan(batch, settings, given), given=given)
     if options.acting:
         return solved_with_events(run, batch, settings, given, options.dense_output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import autograd.numpy as anp
@@ -154,9 +155,8 @@ def _values_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
     wanted = tuple(names[k - 1] for k in argnums)
 
     def vjp(g: Array) -> list[Array]:
-        found = values_of(_derivative_of(program, True, wanted), *groups, g)
-        stops = np.cumsum([0, *[program.groups[name] for name in wanted]]).tolist()
-        return [found[a:b] for a, b in zip(stops, stops[1:])]
+        found = _applied(values_of, _derivative_of(program, True, wanted), *groups, g)
+        return [found[a:b] for a, b in pairwise(accumulate((program.groups[name] for name in wanted), initial=0))]
 
     return vjp
 

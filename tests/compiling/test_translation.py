@@ -150,6 +150,19 @@ def test_views_share_memory():
         np.testing.assert_array_equal(compiled, python)
 
 
+def test_arguments_that_overlap():
+    """A loop reads what it has just written through another argument, except in linked kernels."""
+    text = "def run(x, y):\n    for i in range(x.size):\n        y[i] = 0.5 * x[i] + 1.0"
+    signature = "void(float64[::1], float64[::1])"
+    function = function_of(*code_of(text, "run", signature), "run", signature)
+    for distance in (0, 1, 3):
+        found, expected = np.arange(1000.0), list(range(1000))
+        function(found[: 1000 - distance], found[distance:])
+        for i in range(1000 - distance):
+            expected[i + distance] = 0.5 * expected[i] + 1.0
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("most", [0, 300])
 @pytest.mark.parametrize("dtype", [float, np.float32])
 def test_lanes_are_computed_as_vectors(dtype, most, monkeypatch):
