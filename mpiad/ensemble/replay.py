@@ -114,10 +114,12 @@ class RosenbrockReplay(StepReplay):
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
         if i == 0:
-            self._entries, self._slope = self._linearized(_like(self.t, self._u))
-            self._lu = self._run.step_matrices.factorized(getval(self._entries) * -getval(self._size))
+            rate, entries, self._slope = self._linearized(_like(self.t, self._u))
+            self._rate, self._entries = rate, entries * self._size
+            self._lu = self._run.step_matrices.factorized(-getval(self._entries))
             return np.zeros_like(getval(self._u))
-        right, coupling = super()._stage(i), table.coupling[i - 1]
+        right = super()._stage(i) if i > 1 or self._rate is None else self._rate
+        coupling = table.coupling[i - 1]
         if mass is None:
             right = self._sum(right, 1.0, coupling)
         elif any(coupling):
@@ -128,16 +130,16 @@ class RosenbrockReplay(StepReplay):
             right = right + row_sums(terms, rows, len(mass))
         if self._slope is not None and table.slopes[i - 1]:
             right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
-        return solved(self._lu, self._run.jacobian.places, self._entries, self._size, right, False)
+        return solved(self._lu, self._run.jacobian.places, self._entries, right, False)
 
-    def _linearized(self, t: Array) -> tuple[Array, Array | None]:
-        """Return the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
+    def _linearized(self, t: Array) -> tuple[Array | None, Array, Array | None]:
+        """Return f, if it is found too, the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None for zero."""
         run, u, jacobian = self._run, self._u, self._run.jacobian
         if jacobian.program is not None:
             rows = _numbers(run, self._leaves, getval(u)) if self._rows is None else self._rows
-            return jacobian.program.parts(u, rows, t)
-        _, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups)
-        return jacobian.chosen(concatenate(products)), slope
+            return None, *jacobian.program.parts(u, rows, t)
+        rate, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups)
+        return rate, jacobian.chosen(concatenate(products)), slope
 
 
 def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:

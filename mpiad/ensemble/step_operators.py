@@ -22,7 +22,7 @@ from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.forward import STACKED_JVPS
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.ensemble.column_lu import Places, sums_by_row
-from mpiad.ensemble.sparse_lu import LU
+from mpiad.ensemble.sparse_lu import LU, BandedLU
 
 
 def _applied(operator: Any, *args: Any) -> Array:
@@ -184,38 +184,38 @@ def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
 
 
 @primitive
-def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool) -> Array:
-    """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
+def solved(lu: LU, places: Places, entries: Array, right: Array, transposed: bool) -> Array:
+    """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; h J has the `entries`, shape (m, n), at `places`."""
     x = right.copy()
     lu.solve(x, transposed)
     return x
 
 
 def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    lu, places, entries, h, _, transposed = args
-    rows, columns = reversed(places) if transposed else places
+    lu, places, entries, _, transposed = args
+    places_of_w = rows, columns = tuple(reversed(places)) if transposed else places
+
+    def outer(x: Array, y: Array) -> Array:
+        plain = isinstance(lu, BandedLU) and not isbox(x) and not isbox(y)
+        return lu.outer(x, y, places_of_w) if plain else x[rows] * y[columns]
 
     def vjp(g: Array) -> list[Array]:
         # From δ(W x) = δr: the cotangent of W is -r̄ xᵀ, and W contains -h J.
-        right = solved(lu, places, entries, h, g, not transposed)
-        by_matrix = right[rows] * ans[columns]
-        found = {2: lambda: by_matrix * h, 3: lambda: anp.sum(by_matrix * entries, axis=0), 4: lambda: right}
-        return [found[k]() for k in argnums]
+        right = solved(lu, places, entries, g, not transposed)
+        return [right if k == 3 else outer(right, ans) for k in argnums]
 
     return vjp
 
 
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    lu, places, entries, h, _, transposed = args
+    lu, places, entries, _, transposed = args
     rows, columns = reversed(places) if transposed else places
     tangents = dict(zip(argnums, gs))
-    change = tangents.get(4)
-    if 2 in tangents or 3 in tangents:
-        moved = h * tangents[2] if 2 in tangents else 0.0
-        moved = moved + tangents[3] * entries if 3 in tangents else moved
-        sums = _applied(row_sums, moved * ans[columns], rows, len(ans))
+    change = tangents.get(3)
+    if 2 in tangents:
+        sums = _applied(row_sums, tangents[2] * ans[columns], rows, len(ans))
         change = sums if change is None else change + sums
-    return _applied(solved, lu, places, entries, h, change, transposed)
+    return _applied(solved, lu, places, entries, change, transposed)
 
 
 for _operator, _vjp, _jvp in (
