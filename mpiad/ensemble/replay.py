@@ -114,31 +114,30 @@ class RosenbrockReplay(StepReplay):
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
         if i == 0:
-            rate, entries, self._slope = self._linearized(_like(self.t, self._u))
-            self._rate, self._entries = rate, entries * self._size
+            self._rate, self._entries, self._slope = self._linearized(_like(self.t, self._u))
             self._lu = self._run.step_matrices.factorized(-getval(self._entries))
             return np.zeros_like(getval(self._u))
         right = super()._stage(i) if i > 1 or self._rate is None else self._rate
-        coupling = table.coupling[i - 1]
-        if mass is None:
-            right = self._sum(right, 1.0, coupling)
-        elif any(coupling):
+        stages, weights = _nonzero(table.coupling[i - 1], self._run.coefficients.real)
+        if mass is not None and stages:
             # Products with M are elementwise, since those of matrices may differ in rounding with the number of columns.
             rows, columns = np.nonzero(mass)
-            before = self._sum(np.zeros_like(getval(self._u)), 1.0, coupling)
+            before = self._sum(np.zeros_like(getval(self._u)), 1.0, table.coupling[i - 1])
             terms = mass[rows, columns].astype(self._size.dtype)[:, None] * before[columns]
-            right = right + row_sums(terms, rows, len(mass))
+            right, stages = right + row_sums(terms, rows, len(mass)), []
         if self._slope is not None and table.slopes[i - 1]:
             right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
-        return solved(self._lu, self._run.jacobian.places, self._entries, right, False)
+        places = self._run.jacobian.places
+        return solved(self._lu, places, self._entries, False, weights, right, *[self._k[j] for j in stages])
 
     def _linearized(self, t: Array) -> tuple[Array | None, Array, Array | None]:
-        """Return f, if it is found too, the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None for zero."""
+        """Return f if it is computed, too; the entries of h ∂f/∂u, shape (m, n); and ∂f/∂t, shape (d, n), None for zero."""
         run, u, jacobian = self._run, self._u, self._run.jacobian
         if jacobian.program is not None:
             rows = _numbers(run, self._leaves, getval(u)) if self._rows is None else self._rows
-            return None, *jacobian.program.parts(u, rows, t)
-        rate, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups)
+            entries, slope = jacobian.program.parts(u, rows, t)
+            return None, entries * self._size, slope
+        rate, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups, self._size)
         return rate, jacobian.chosen(concatenate(products)), slope
 
 

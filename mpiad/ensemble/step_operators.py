@@ -184,38 +184,37 @@ def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, arg
 
 
 @primitive
-def solved(lu: LU, places: Places, entries: Array, right: Array, transposed: bool) -> Array:
-    """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; h J has the `entries`, shape (m, n), at `places`."""
-    x = right.copy()
+def solved(
+    lu: LU, places: Places, entries: Array, transposed: bool, weights: Sequence[Array], right: Array, *k: Array
+) -> Array:
+    """Return x with W x = `right` + Σ w_i k_i, or with Wᵀ x, for W = M/γ - h J; h J has the `entries` at `places`."""
+    x = advanced.fun(right, 1.0, weights, *k) if k else right.copy()
     lu.solve(x, transposed)
     return x
 
 
 def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    lu, places, entries, _, transposed = args
+    lu, places, entries, transposed, weights = args[:5]
     places_of_w = rows, columns = tuple(reversed(places)) if transposed else places
-
-    def outer(x: Array, y: Array) -> Array:
-        plain = isinstance(lu, BandedLU) and not isbox(x) and not isbox(y)
-        return lu.outer(x, y, places_of_w) if plain else x[rows] * y[columns]
 
     def vjp(g: Array) -> list[Array]:
         # From δ(W x) = δr: the cotangent of W is -r̄ xᵀ, and W contains -h J.
-        right = solved(lu, places, entries, g, not transposed)
-        return [right if k == 3 else outer(right, ans) for k in argnums]
+        right = _applied(solved, lu, places, entries, not transposed, (), g)
+        plain = isinstance(lu, BandedLU) and not isbox(right) and not isbox(ans)
+        by_entries = lambda: lu.outer(right, ans, places_of_w) if plain else right[rows] * ans[columns]  # noqa: E731
+        return [by_entries() if i == 2 else right if i == 5 else right * weights[i - 6] for i in argnums]
 
     return vjp
 
 
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    lu, places, entries, _, transposed = args
+    lu, places, entries, transposed, weights = args[:5]
     rows, columns = reversed(places) if transposed else places
-    tangents = dict(zip(argnums, gs))
-    change = tangents.get(3)
-    if 2 in tangents:
-        sums = _applied(row_sums, tangents[2] * ans[columns], rows, len(ans))
-        change = sums if change is None else change + sums
-    return _applied(solved, lu, places, entries, change, transposed)
+    factors = {5: 1.0, **dict(enumerate(weights, 6))}
+    terms = [
+        _applied(row_sums, g * ans[columns], rows, len(ans)) if i == 2 else factors[i] * g for i, g in zip(argnums, gs)
+    ]
+    return _applied(solved, lu, places, entries, transposed, (), sum(terms[1:], terms[0]))
 
 
 for _operator, _vjp, _jvp in (
