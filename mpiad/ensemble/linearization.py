@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval
 

@@ -8,7 +8,7 @@ pattern only, by counted operations: not on the number of trajectories, whose re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
@@ -47,19 +47,12 @@ class BandedLU:
     def __init__(self, matrices: Array, band: Banded):
         self._factors, self._swaps = matrices, np.empty((len(matrices), band.lower, matrices.shape[2]), matrices.dtype)
         self._band = band.order, band.lower, band.upper
-        factorize, self._outer, *self._solve = _compiled(matrices.dtype.name)
+        factorize, self.outer, *self._solve = _compiled(matrices.dtype.name)
         factorize(matrices, self._swaps, *self._band[1:])
 
     def solve(self, x: Array, transposed: bool = False) -> None:
         """Replace right-hand sides, shape (d, n), by the solutions."""
         self._solve[transposed](self._factors, self._swaps, x, *self._band)
-
-    def outer(self, x: Array, y: Array, places: Iterable[Array]) -> Array:
-        """Return the entries of x yᵀ at `places`, shape (m, n)."""
-        rows, columns = map(np.ascontiguousarray, places)
-        out = np.empty_like(x, shape=(len(rows), x.shape[1]))
-        self._outer(out, x, y, rows, columns)
-        return out
 
 
 LU: TypeAlias = "ColumnLU | BandedLU | SparseLU"
@@ -98,9 +91,9 @@ class Banded:
 def _compiled(dtype: str) -> list[Callable[..., None]]:
     matrices, vectors = f"{dtype}[:, :, ::1], {dtype}[:, :, ::1]", f"{dtype}[:, ::1], int64[::1]"
     solve = f"void({matrices}, {vectors}, int64, int64)"
-    outer = f"void({', '.join([f'{dtype}[:, ::1]'] * 3)}, int64[::1], int64[::1])"
-    signatures = {_factorize: f"void({matrices}, int64, int64)", _outer: outer, _substitute: solve}
-    signatures[_substitute_transposed] = solve
+    outer = f"void({dtype}[:, ::1], {vectors}, {vectors})"
+    signatures = {_factorize: f"void({matrices}, int64, int64)", _outer: outer}
+    signatures |= {_substitute: solve, _substitute_transposed: solve}
     return functions_of(__name__, {f.__name__: signature for f, signature in signatures.items()})
 
 
@@ -128,7 +121,7 @@ def _factorize(w: np.ndarray, swaps: np.ndarray, lower: int, upper: int) -> None
             w[k, width, c] = 1 / w[k, width, c] + (w[k, width, c] - w[k, width, c])
 
 
-def _outer(out: np.ndarray, x: np.ndarray, y: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
+def _outer(out: np.ndarray, x: np.ndarray, rows: np.ndarray, y: np.ndarray, columns: np.ndarray) -> None:
     for k in range(out.shape[0]):
         for c in range(out.shape[1]):
             out[k, c] = x[rows[k], c] * y[columns[k], c]

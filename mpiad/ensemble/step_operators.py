@@ -172,20 +172,17 @@ def _stacked_values_jvp(argnums: tuple[int, ...], gs: Sequence[Array], *call: An
     return np.swapaxes(_values_jvp(argnums, [np.swapaxes(np.concatenate(gs, axis=1), 0, 1)], *call), 0, 1)
 
 
-row_sums = primitive(sums_by_row)
-
-
 def _row_sums_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
     return lambda g: [g[args[1]]]
 
 
 def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    return _applied(row_sums, gs[0], *args[1:])
+    return _applied(sums_by_row, gs[0], *args[1:])
 
 
 @primitive
 def solved(
-    lu: LU, places: Places, entries: Array, transposed: bool, weights: Sequence[Array], right: Array, *k: Array
+    lu: LU, transposed: bool, places: Places, entries: Array, weights: list[Array], right: Array, *k: Array
 ) -> Array:
     """Return x with W x = `right` + Σ w_i k_i, or with Wᵀ x, for W = M/γ - h J; h J has the `entries` at `places`."""
     x = advanced.fun(right, 1.0, weights, *k) if k else right.copy()
@@ -194,27 +191,32 @@ def solved(
 
 
 def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    lu, places, entries, transposed, weights = args[:5]
-    places_of_w = rows, columns = tuple(reversed(places)) if transposed else places
+    lu, transposed, places, entries, weights, *_ = args
+    rows, columns = reversed(places) if transposed else places
+
+    def outer(x: Array, y: Array) -> Array:
+        if not isinstance(lu, BandedLU) or isbox(x) or isbox(y):
+            return x[rows] * y[columns]
+        out = np.empty_like(x, shape=(len(rows), x.shape[1]))
+        lu.outer(out, x, rows, y, columns)
+        return out
 
     def vjp(g: Array) -> list[Array]:
         # From δ(W x) = δr: the cotangent of W is -r̄ xᵀ, and W contains -h J.
-        right = _applied(solved, lu, places, entries, not transposed, (), g)
-        plain = isinstance(lu, BandedLU) and not isbox(right) and not isbox(ans)
-        by_entries = lambda: lu.outer(right, ans, places_of_w) if plain else right[rows] * ans[columns]  # noqa: E731
-        return [by_entries() if i == 2 else right if i == 5 else right * weights[i - 6] for i in argnums]
+        right = _applied(solved, lu, not transposed, places, entries, [], g)
+        return [outer(right, ans) if i == 3 else right if i == 5 else right * weights[i - 6] for i in argnums]
 
     return vjp
 
 
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    lu, places, entries, transposed, weights = args[:5]
+    lu, transposed, places, entries, weights, *_ = args
     rows, columns = reversed(places) if transposed else places
-    factors = {5: 1.0, **dict(enumerate(weights, 6))}
-    terms = [
-        _applied(row_sums, g * ans[columns], rows, len(ans)) if i == 2 else factors[i] * g for i, g in zip(argnums, gs)
-    ]
-    return _applied(solved, lu, places, entries, transposed, (), sum(terms[1:], terms[0]))
+    change = 0.0
+    for i, g in zip(argnums, gs):
+        term = _applied(sums_by_row, g * ans[columns], rows, len(ans)) if i == 3 else g if i == 5 else weights[i - 6] * g
+        change = change + term
+    return _applied(solved, lu, transposed, places, entries, [], change)
 
 
 for _operator, _vjp, _jvp in (
@@ -222,7 +224,7 @@ for _operator, _vjp, _jvp in (
     (replaced, _replaced_vjp, _replaced_jvp),
     (advanced, _advanced_vjp, _advanced_jvp),
     (values_of, _values_vjp, _values_jvp),
-    (row_sums, _row_sums_vjp, _row_sums_jvp),
+    (sums_by_row, _row_sums_vjp, _row_sums_jvp),
     (solved, _solved_vjp, _solved_jvp),
 ):
     defvjp_argnums(_operator, _vjp)
