@@ -164,7 +164,7 @@ def _structure_of(batch: Batch) -> _Structure | str:
             if _traced_cost(batch) * (2 + len(groups)) < program.cost:
                 return places, None, groups
         found = jacobian_program(program)
-        return Places(*np.array(found.places, int).reshape(-1, 2).T.copy()), found, None
+        return Places(*np.array(found.places, int).reshape(-1, 2).T), found, None
 
     return _remembered(batch, f"Jacobian, sparse: {sparse}", structure)
 

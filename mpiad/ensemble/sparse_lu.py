@@ -47,7 +47,7 @@ class BandedLU:
     def __init__(self, matrices: Array, band: Banded):
         self._factors, self._swaps = matrices, np.empty((len(matrices), band.lower, matrices.shape[2]), matrices.dtype)
         self._band = band.order, band.lower, band.upper
-        factorize, self.outer, *self._solve = _compiled(matrices.dtype.name)
+        factorize, *self._solve = _compiled(matrices.dtype.name)
         factorize(matrices, self._swaps, *self._band[1:])
 
     def solve(self, x: Array, transposed: bool = False) -> None:
@@ -91,9 +91,7 @@ class Banded:
 def _compiled(dtype: str) -> list[Callable[..., None]]:
     matrices, vectors = f"{dtype}[:, :, ::1], {dtype}[:, :, ::1]", f"{dtype}[:, ::1], int64[::1]"
     solve = f"void({matrices}, {vectors}, int64, int64)"
-    outer = f"void({dtype}[:, ::1], {vectors}, {vectors})"
-    signatures = {_factorize: f"void({matrices}, int64, int64)", _outer: outer}
-    signatures |= {_substitute: solve, _substitute_transposed: solve}
+    signatures = {_factorize: f"void({matrices}, int64, int64)", _substitute: solve, _substitute_transposed: solve}
     return functions_of(__name__, {f.__name__: signature for f, signature in signatures.items()})
 
 
@@ -119,12 +117,6 @@ def _factorize(w: np.ndarray, swaps: np.ndarray, lower: int, upper: int) -> None
                     w[j, width + i - j, c] = other - w[k, width + i - k, c] * pivot
         for c in range(n):
             w[k, width, c] = 1 / w[k, width, c] + (w[k, width, c] - w[k, width, c])
-
-
-def _outer(out: np.ndarray, x: np.ndarray, rows: np.ndarray, y: np.ndarray, columns: np.ndarray) -> None:
-    for k in range(out.shape[0]):
-        for c in range(out.shape[1]):
-            out[k, c] = x[rows[k], c] * y[columns[k], c]
 
 
 def _substitute(w: np.ndarray, swaps: np.ndarray, x: np.ndarray, order: np.ndarray, lower: int, upper: int) -> None:

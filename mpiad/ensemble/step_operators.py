@@ -22,7 +22,7 @@ from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.forward import STACKED_JVPS
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.ensemble.column_lu import Places, sums_by_row
-from mpiad.ensemble.sparse_lu import LU, BandedLU
+from mpiad.ensemble.sparse_lu import LU
 
 
 def _applied(operator: Any, *args: Any) -> Array:
@@ -194,17 +194,10 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
     lu, transposed, places, entries, weights, *_ = args
     rows, columns = reversed(places) if transposed else places
 
-    def outer(x: Array, y: Array) -> Array:
-        if not isinstance(lu, BandedLU) or isbox(x) or isbox(y):
-            return x[rows] * y[columns]
-        out = np.empty_like(x, shape=(len(rows), x.shape[1]))
-        lu.outer(out, x, rows, y, columns)
-        return out
-
     def vjp(g: Array) -> list[Array]:
         # From δ(W x) = δr: the cotangent of W is -r̄ xᵀ, and W contains -h J.
         right = _applied(solved, lu, not transposed, places, entries, [], g)
-        return [outer(right, ans) if i == 3 else right if i == 5 else right * weights[i - 6] for i in argnums]
+        return [right[rows] * ans[columns] if i == 3 else right if i == 5 else right * weights[i - 6] for i in argnums]
 
     return vjp
 
