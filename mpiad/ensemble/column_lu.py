@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from autograd.extend import primitive
 
 from mpiad._typing import Array
 from mpiad.transport.devices.device_arrays import arrays_of
@@ -68,6 +69,7 @@ class Places(NamedTuple):
     columns: Array
 
 
+@primitive
 def sums_by_row(terms: Array, rows: Array, count: int) -> Array:
     """Return the sum of the terms, shape (m, ..., n), of each of `count` rows, by elementwise operations."""
     order = np.argsort(rows, kind="stable")
@@ -81,7 +83,7 @@ def sums_by_row(terms: Array, rows: Array, count: int) -> Array:
 
 
 def products(matrix: Array, x: Array) -> Array:
-    """Return a constant matrix times x, shape (d, ..., n), by elementwise operations, which keep columns independent."""
+    """Return a constant matrix times x, (d, ..., n), which may be traced, by operations that keep columns independent."""
     rows, columns = np.nonzero(matrix)
     values = matrix[rows, columns].astype(x.dtype)
     return sums_by_row(values.reshape(-1, *(1,) * (x.ndim - 1)) * x[columns], rows, len(matrix))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval
 
@@ -58,14 +57,15 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
 
 
 def jacobian_by_tangents(
-    field: Field, u: Array, leaves: Sequence[Any], t: Array, directions: Array | None = None
+    field: Field, u: Array, leaves: Sequence[Any], t: Array, directions: Array | None = None, scale: Array | float = 1.0
 ) -> tuple[Array, list[Array], Array | None]:
     """Return f, the columns of ∂f/∂u, and ∂f/∂t or None if it is zero, each of shape (d, n); arguments may be traced.
 
-    With `directions`, shape (c, d), return the products of ∂f/∂u with these vectors instead of the columns.
+    With `directions`, shape (c, d), return the products of ∂f/∂u with these vectors instead of the columns. Both are
+    multiplied by the `scale`, shape (n,).
     """
     zeros = np.zeros_like(getval(u))
-    units = (np.eye(len(u)) if directions is None else directions).astype(zeros.dtype)[:, :, None] + zeros
+    units = (np.eye(len(u)) if directions is None else directions).astype(zeros.dtype)[:, :, None] * (zeros + scale)
     with restoring_state(), Bundle() as bundle:
         state = bundle.variable(u, [*units, None])
         time = bundle.variable(t, [None] * len(units) + [np.ones_like(getval(t))])
@@ -85,4 +85,4 @@ class Field:
         """Return the derivative of each column, shape (d, n)."""
         value = self._f(u if self._shape else u[0], self._p.of_columns(leaves, self.one_by_one), t)
         rows = value if self._shape and isinstance(value, (list, tuple)) else [value]
-        return rows[0] if len(rows) == 1 and anp.shape(rows[0]) == u.shape else rows_of(getval(u), *rows)
+        return rows[0] if len(rows) == 1 and np.shape(rows[0]) == u.shape else rows_of(getval(u), *rows)

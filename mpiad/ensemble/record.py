@@ -99,11 +99,7 @@ class Steps:
         sweeps, rank = self.counts[ids] - numbers - 1, self.rank[ids]
         position = self._offsets[sweeps] + rank
         self._t[position], self._h[position] = t, h
-        rows = self.d * self._offsets[sweeps] + rank
-        width = self.widths[sweeps]
-        for state in u:
-            self._u[rows] = state
-            rows = rows + width
+        self._u[self.d * self._offsets[sweeps] + rank + np.arange(len(u))[:, None] * self.widths[sweeps]] = u
 
 
 class Log:

@@ -21,11 +21,12 @@ from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.products import jvp
 from mpiad.ensemble.batch import two_at_least
+from mpiad.ensemble.column_lu import products
 from mpiad.ensemble.compiled.trace import packing_of
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.linearization import Field, jacobian_by_tangents
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_operators import advanced, replaced, row_sums, solved, values_of
+from mpiad.ensemble.step_operators import advanced, replaced, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -39,7 +40,7 @@ class StepReplay:
 
     def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array):
         self._run, self._leaves, self._u, self.t, self.h = run, leaves, u, t, h
-        self._size, self._k = _like(h, u), []
+        self._size, self._k, self._arguments = _like(h, u), [], dict[int, Array]()
         self._rows = None if run.program is None else _numbers(run, leaves, getval(u))  # the parameters
         for i in range(run.tableau.stages - 1):
             self._k.append(self._stage(i))
@@ -52,7 +53,12 @@ class StepReplay:
 
     def argument(self, i: int) -> Array:
         """Return the argument of stage i; the argument of the last stage is the new state."""
-        return self._sum(self._u, self._size, self._run.tableau.a[i - 1] if i else ())
+        if i not in self._arguments:
+            u, row, rows = self._u, ((), *self._run.tableau.a)[i], self._run.tableau.a
+            if i > 1 and row[:-1] == rows[i - 2]:  # as in stiffly accurate methods, the sum with one more term
+                u, row = self.argument(i - 1), (0.0,) * (i - 1) + row[-1:]
+            self._arguments[i] = self._sum(u, self._size, row)
+        return self._arguments[i]
 
     def _sum(self, u: Array, h: Array | float, weights: tuple[float, ...]) -> Array:
         stages, chosen = _nonzero(weights, self._run.coefficients.real)
@@ -114,30 +120,28 @@ class RosenbrockReplay(StepReplay):
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
         if i == 0:
-            self._entries, self._slope = self._linearized(_like(self.t, self._u))
-            self._lu = self._run.step_matrices.factorized(getval(self._entries) * -getval(self._size))
+            self._rate, self._entries, self._slope = self._linearized(_like(self.t, self._u))
+            self._lu = self._run.step_matrices.factorized(-getval(self._entries))
             return np.zeros_like(getval(self._u))
-        right, coupling = super()._stage(i), table.coupling[i - 1]
-        if mass is None:
-            right = self._sum(right, 1.0, coupling)
-        elif any(coupling):
-            # Products with M are elementwise, since those of matrices may differ in rounding with the number of columns.
-            rows, columns = np.nonzero(mass)
-            before = self._sum(np.zeros_like(getval(self._u)), 1.0, coupling)
-            terms = mass[rows, columns].astype(self._size.dtype)[:, None] * before[columns]
-            right = right + row_sums(terms, rows, len(mass))
+        right = super()._stage(i) if i > 1 or self._rate is None else self._rate
+        stages, weights = _nonzero(table.coupling[i - 1], self._run.coefficients.real)
+        if mass is not None and stages:
+            before = self._sum(np.zeros_like(getval(self._u)), 1.0, table.coupling[i - 1])
+            right, stages = right + products(mass, before), []
         if self._slope is not None and table.slopes[i - 1]:
             right = right + self._size.dtype.type(table.slopes[i - 1]) * self._size * self._slope
-        return solved(self._lu, self._run.jacobian.places, self._entries, self._size, right, False)
+        k = [self._k[j] for j in stages]
+        return solved(self._lu, False, self._run.jacobian.places, self._entries, weights, right, *k)
 
-    def _linearized(self, t: Array) -> tuple[Array, Array | None]:
-        """Return the entries of ∂f/∂u, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
+    def _linearized(self, t: Array) -> tuple[Array | None, Array, Array | None]:
+        """Return f if it is computed, too; the entries of h ∂f/∂u, shape (m, n); and ∂f/∂t, shape (d, n), None for zero."""
         run, u, jacobian = self._run, self._u, self._run.jacobian
         if jacobian.program is not None:
             rows = _numbers(run, self._leaves, getval(u)) if self._rows is None else self._rows
-            return jacobian.program.parts(u, rows, t)
-        _, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups)
-        return jacobian.chosen(concatenate(products)), slope
+            entries, slope = jacobian.program.parts(u, rows, t)
+            return None, entries * self._size, slope
+        rate, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups, self._size)
+        return rate, jacobian.chosen(concatenate(products)), slope
 
 
 def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:

@@ -172,50 +172,44 @@ def _stacked_values_jvp(argnums: tuple[int, ...], gs: Sequence[Array], *call: An
     return np.swapaxes(_values_jvp(argnums, [np.swapaxes(np.concatenate(gs, axis=1), 0, 1)], *call), 0, 1)
 
 
-row_sums = primitive(sums_by_row)
-
-
 def _row_sums_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
     return lambda g: [g[args[1]]]
 
 
 def _row_sums_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    return _applied(row_sums, gs[0], *args[1:])
+    return _applied(sums_by_row, gs[0], *args[1:])
 
 
 @primitive
-def solved(lu: LU, places: Places, entries: Array, h: Array, right: Array, transposed: bool) -> Array:
-    """Return x with W x = `right`, or Wᵀ x = `right`, for W = M/γ - h J; J has the `entries`, shape (m, n), at `places`."""
-    x = right.copy()
+def solved(
+    lu: LU, transposed: bool, places: Places, entries: Array, weights: list[Array], right: Array, *k: Array
+) -> Array:
+    """Return x with W x = `right` + Σ w_i k_i, or with Wᵀ x, for W = M/γ - h J; h J has the `entries` at `places`."""
+    x = advanced.fun(right, 1.0, weights, *k) if k else right.copy()
     lu.solve(x, transposed)
     return x
 
 
 def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    lu, places, entries, h, _, transposed = args
+    lu, transposed, places, entries, weights, *_ = args
     rows, columns = reversed(places) if transposed else places
 
     def vjp(g: Array) -> list[Array]:
         # From δ(W x) = δr: the cotangent of W is -r̄ xᵀ, and W contains -h J.
-        right = solved(lu, places, entries, h, g, not transposed)
-        by_matrix = right[rows] * ans[columns]
-        found = {2: lambda: by_matrix * h, 3: lambda: anp.sum(by_matrix * entries, axis=0), 4: lambda: right}
-        return [found[k]() for k in argnums]
+        right = _applied(solved, lu, not transposed, places, entries, [], g)
+        return [right[rows] * ans[columns] if i == 3 else right if i == 5 else right * weights[i - 6] for i in argnums]
 
     return vjp
 
 
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
-    lu, places, entries, h, _, transposed = args
+    lu, transposed, places, entries, weights, *_ = args
     rows, columns = reversed(places) if transposed else places
-    tangents = dict(zip(argnums, gs))
-    change = tangents.get(4)
-    if 2 in tangents or 3 in tangents:
-        moved = h * tangents[2] if 2 in tangents else 0.0
-        moved = moved + tangents[3] * entries if 3 in tangents else moved
-        sums = _applied(row_sums, moved * ans[columns], rows, len(ans))
-        change = sums if change is None else change + sums
-    return _applied(solved, lu, places, entries, h, change, transposed)
+    change = 0.0
+    for i, g in zip(argnums, gs):
+        term = _applied(sums_by_row, g * ans[columns], rows, len(ans)) if i == 3 else g if i == 5 else weights[i - 6] * g
+        change = change + term
+    return _applied(solved, lu, transposed, places, entries, [], change)
 
 
 for _operator, _vjp, _jvp in (
@@ -223,7 +217,7 @@ for _operator, _vjp, _jvp in (
     (replaced, _replaced_vjp, _replaced_jvp),
     (advanced, _advanced_vjp, _advanced_jvp),
     (values_of, _values_vjp, _values_jvp),
-    (row_sums, _row_sums_vjp, _row_sums_jvp),
+    (sums_by_row, _row_sums_vjp, _row_sums_jvp),
     (solved, _solved_vjp, _solved_jvp),
 ):
     defvjp_argnums(_operator, _vjp)
