@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +20,10 @@ from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
-from mpiad.parallel.adam import Apply, Rule, State, Updated
+from mpiad.parallel.adam import Part, Rule, State, Update, Updated
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas, valid_count
-from mpiad.parallel.parameter_groups import ParameterGroups, is_of_library, prepared
+from mpiad.parallel.parameter_groups import ParameterGroups, prepared
 from mpiad.parallel.parameters import (
     described,
     matching_leaves,
@@ -35,6 +37,7 @@ from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
+from mpiad.programs.signature import form_of
 from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
@@ -105,7 +108,10 @@ def value_and_grad(
     >>> print(loss, gradient)
     1.0 2.0
     """
-    return _evaluation(loss, samples, comm, bucket_bytes)
+    evaluate = _evaluation(loss, samples, comm, bucket_bytes)
+    if isinstance(loss, Jitted):  # with the sums inside the reverse pass as one program, which keeps `comm` and thus its id
+        evaluate = loss.derived((id(comm), samples, bucket_bytes), lambda: evaluate, True)
+    return recoverable("parallel.value_and_grad", comm)(evaluate)
 
 
 class _Checks(NamedTuple):
@@ -120,7 +126,7 @@ def _evaluation(
     loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None,
     known: tuple[Variables, int] | None = None,
 ) -> Function:  # fmt: skip
-    """Return the result of `value_and_grad`, or the evaluation in a step of an `optimizer`; it is compiled if `loss` is."""
+    """Return the result of `value_and_grad`, not compiled, or the evaluation in a step of an `optimizer`."""
     call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
 
     def evaluate(params: Tree, *batch: Tree) -> tuple:
@@ -173,9 +179,7 @@ def _evaluation(
             return total.loss / total.samples, parts, divisor
         return total.loss / total.samples, variables.filled([g[()] for g in parts], lambda leaf: None)
 
-    # Compiled, the evaluation with the sums inside the reverse pass is one program, which keeps `comm` and thus its id.
-    key = id(comm), samples, bucket_bytes, optimizer
-    return recoverable(call, comm)(loss.derived(key, lambda: evaluate, True) if isinstance(loss, Jitted) else evaluate)
+    return evaluate
 
 
 def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Comm = None) -> Callable[..., float]:
@@ -258,7 +262,12 @@ class _Step(NamedTuple):
     params: Tree
     variables: Variables
     specs: list[Spec]
-    update: Apply  # of the inner optimizer
+    update: Update  # of the inner optimizer
+
+    @property
+    def is_by_rules(self) -> bool:
+        """Return whether the update consists of this library's functions only."""
+        return sum(len(part.places) for part in self.update.parts) == len(self.variables.places)
 
 
 class DistributedOptimizer:
@@ -474,17 +483,21 @@ class DistributedOptimizer:
             step = self._prepared(used, state, params, call)
             count = count_samples(samples, params, batch, call)
         self._checks = self._due_checks(step, None if self.skip_nonfinite else batch)
-        is_compiled = isinstance(loss, Jitted)
-        known = None if is_compiled else (step.variables, count)
+        known = None if isinstance(loss, Jitted) else (step.variables, count)
+        evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, self, known)
         with restoring_state(), suspended():
-            evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, self, known)
+            if isinstance(loss, Jitted):
+                made = self._by_program(step, loss, batch, evaluate, samples) if self.accumulate == 1 else None
+                if made is not None:
+                    return made
+                evaluate = loss.derived(self._key(step, samples), lambda: evaluate, True)
             mean, parts, divisor = evaluate(params, *batch)
             if self.skip_nonfinite and not math.isfinite(mean):
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             self._checks = _Checks()
             if self.accumulate > 1:
-                return *self._reduced(step, parts, count, is_compiled), mean
-            return *self._apply(step, parts, divisor, is_compiled), mean
+                return *self._reduced(step, parts, count, loss), mean
+            return *self._apply(step, parts, divisor), mean
 
     def _prepared(self, used: Channel, state: State, params: Tree, call: str) -> _Step:
         """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
@@ -533,7 +546,7 @@ class DistributedOptimizer:
 
         return _Checks(compare, batch, self.own is None or len(step.variables.shared) < len(step.variables.places))
 
-    def _reduced(self, step: _Step, parts: list[Array], count: int, is_compiled: bool = False) -> Updated:
+    def _reduced(self, step: _Step, parts: list[Array], count: int, loss: Function | None = None) -> Updated:
         """Add gradients to the accumulated ones; if an update is due, sum them over the ranks, and make it."""
         used, state, shared = step.used, step.state, step.variables.shared
         if self.accumulate > 1:
@@ -552,28 +565,97 @@ class DistributedOptimizer:
                 divisor = total.samples if self.reduction == "mean" else 1
                 for k, g in zip(shared, sums.wait(divisor)):
                     parts[k] = g
-            return self._apply(step, parts, divisor, is_compiled)
+            made = self._by_program(step, loss, (divisor, *parts)) if isinstance(loss, Jitted) else None
+            return self._apply(step, parts, divisor) if made is None else made[:2]
 
-    def _apply(self, step: _Step, parts: list[Array], divisor: float, is_compiled: bool = False) -> Updated:
+    def _apply(self, step: _Step, parts: list[Array], divisor: float) -> Updated:
         """Make an update by reduced gradients, of which own ones aren't divided yet."""
         self._checks = _Checks()  # which may keep parameters and batch in memory
-        new, factor, variables = {**step.state, **self._empty_accumulation}, 1.0, step.variables
-        shared = [parts[k] for k in variables.shared]
-        own = {k: np.true_divide(parts[k], float(divisor)) for k in set(range(len(parts))) - set(variables.shared)}
-        if self.clip_norm is not None or self.skip_nonfinite:
-            norm = norm_of(shared)
-            if self.own is not None:
-                norm = math.hypot(norm, *step.used.data.allgather(norm_of(list(own.values()))))
-            if self.skip_nonfinite and not math.isfinite(norm):
-                return {**new, "skipped": step.state["skipped"] + 1}, step.params
-            factor = clipping(norm, self.clip_norm)
+        new, variables = {**step.state, **self._empty_accumulation}, step.variables
+        parts, factor, norm = self._clipped(step.used, variables.shared, step.specs, parts, divisor)
+        if self.skip_nonfinite and not math.isfinite(norm):
+            return {**new, "skipped": step.state["skipped"] + 1}, step.params
         gradients: list[Any] = [None] * len(variables.leaves)
-        for k, place in enumerate(variables.places):
-            gradients[place] = own.get(k, parts[k])[()]
+        for place, part in zip(variables.places, parts):
+            gradients[place] = part[()]
         # An optimizer of the user may raise on one rank only, after the last message of this step.
-        with nullcontext() if is_of_library(self.optimizer) else raising_together(step.used, Exception):
-            inner, params = step.update(gradients, factor, is_compiled)
+        with nullcontext() if step.is_by_rules else raising_together(step.used, Exception):
+            inner, params = step.update.applied(gradients, factor)
         return {**new, "optimizer": inner}, params
+
+    def _clipped(
+        self, used: Channel, shared: Sequence[int], specs: list[Spec], parts: list[Array], divisor: float
+    ) -> tuple[list[Array], float, float]:
+        """Divide own gradients; return the gradients, the factor by which they are clipped, and their norm, 0 if unused."""
+        own, has_norm = sorted({*range(len(parts))} - {*shared}), self.clip_norm is not None or self.skip_nonfinite
+        if not own and not has_norm:
+            return parts, 1.0, 0.0
+
+        def clipped(divisor: float, *parts: Array) -> tuple[Any, ...]:
+            divided, norm = [np.true_divide(parts[k], float(divisor)) for k in own], 0.0
+            if has_norm:
+                norm = norm_of([parts[k] for k in shared])
+                norm = norm if self.own is None else math.hypot(norm, *used.data.allgather(norm_of(divided)))
+            return *divided, clipping(norm, self.clip_norm), norm, None
+
+        number = Spec((), np.dtype(float))
+        *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=[*[specs[k] for k in own], number, number])
+        found = dict(zip(own, divided))
+        return [found.get(k, part) for k, part in enumerate(parts)], factor, norm
+
+    # Compiled steps: a program for each choice of rules, places of their parameters, and settings.
+
+    def _key(self, step: _Step, samples: Function | None) -> tuple:
+        """Return what a step's program depends on, besides the arrays and numbers that it gets."""
+        settings = self.bucket_bytes, self.reduction, self.accumulate, self.clip_norm, self.skip_nonfinite
+        rules = [(replace(part.rule, learning_rate=1.0), tuple(part.places)) for part in step.update.parts]
+        places = tuple(step.variables.places), tuple(step.variables.shared)
+        return self, id(self.comm), samples, settings, places, form_of(step.params), *rules
+
+    def _by_program(
+        self, step: _Step, loss: Jitted, given: Sequence[Any], evaluate: Function | None = None, samples: Any = None
+    ) -> tuple[State, Tree, float] | None:
+        """Make an update by one compiled program, and return the result of `step`; None if it can't be compiled.
+
+        `given`: the batch for `evaluate`; without `evaluate`, the divisor of own gradients and the reduced gradients.
+        """
+        parts = step.update.parts
+        inputs, build = flatten((step.variables.leaves, [[*part.columns[1:], part.factors] for part in parts]))
+        key = (*self._key(step, samples), evaluate is None)
+        program = loss.derived(key, lambda: self._traceable(step, build, evaluate), True, True)
+        if not step.is_by_rules or program.refused:
+            return None
+        mean, *made = program(*inputs, *given)
+        self._checks = _Checks()
+        new, found = {**step.state, **self._empty_accumulation}, iter(made)
+        if self.skip_nonfinite and not math.isfinite(mean + made[-1]):
+            return {**new, "skipped": step.state["skipped"] + 1}, step.params, mean
+        columns = [[list(islice(found, len(part.places))) for _ in part.columns] for part in parts]
+        inner, params = step.update.finish(columns, [None] * len(step.variables.leaves), 1.0)
+        return {**new, "optimizer": inner}, params, mean
+
+    def _traceable(self, step: _Step, build: Function, evaluate: Function | None) -> Function:
+        """Return the function of arrays and numbers that `_by_program` compiles; it keeps none of the step's arrays."""
+        variables, specs, build_params = step.variables._replace(leaves=[]), step.specs, step.variables.build
+        rules = [(part.rule, part.places) for part in step.update.parts]
+
+        def run(*arguments: Any) -> tuple[Any, ...]:
+            given = iter(arguments)
+            leaves, columns = build(given)
+            if evaluate is None:
+                mean, divisor, *parts = 0.0, *given
+            else:
+                mean, parts, divisor = evaluate(build_params(leaves), *given)
+            used = channel(self.comm, "parallel.value_and_grad")
+            parts, factor, norm = self._clipped(used, variables.shared, specs, parts, divisor)
+            gradients, new = dict(zip(variables.places, parts)), list[Any]()
+            with np.errstate(all="ignore"):  # as in compiled loops; the result may be skipped
+                for (rule, places), (*moments, factors) in zip(rules, columns):
+                    part = Part(rule, places, [[leaves[k] for k in places], *moments], factors)
+                    new += [leaf for column in part.updated(gradients, factor) for leaf in column]
+            return mean, *new, *[norm] * self.skip_nonfinite
+
+        return run
 
 
 def _copied(part: Array) -> Array:
