@@ -243,7 +243,7 @@ GROUPS = ParameterGroups(
         (Adam(0.1), {"clip_norm": 0.7, "accumulate": 2, "own": lambda path: "z" in path}),
         (SGD(0.1), {"reduction": "sum", "own": lambda path: "long" in path}),
     ],
-    ids=str,
+    ids=["schedule", "clipped", "sum", "groups and own", "accumulated", "own"],
 )
 def test_compiled_steps_have_the_bits_of_interpreted_ones(rule, options):
     results = []
@@ -287,7 +287,7 @@ def test_a_step_is_one_program_and_learning_rates_are_numbers_of_it():
 @pytest.mark.parametrize(
     "change",
     [{"reduction": "sum"}, {"clip_norm": 0.01}, {"own": lambda path: "b" in path}, {"optimizer": SGD(0.1, 0.5)}],
-    ids=str,
+    ids=lambda change: next(iter(change)),
 )
 def test_changed_settings_of_an_optimizer_are_those_of_the_next_compiled_step(change):
     results = []
