@@ -123,11 +123,13 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None,
-    known: tuple[Variables, int] | None = None,
+    loss: Function | None, samples: Function | None, comm: Comm, bucket_bytes: int, call: str = "parallel.value_and_grad",
+    optimizer: DistributedOptimizer | None = None, known: tuple[Variables, int] | None = None,
 ) -> Function:  # fmt: skip
-    """Return the result of `value_and_grad`, not compiled, or the evaluation in a step of an `optimizer`."""
-    call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
+    """Return the result of `value_and_grad`, not compiled, or the evaluation in a step of an `optimizer`.
+
+    Without `loss`, it takes the parameters and this rank's gradients, times its number of samples, and only sums them.
+    """
 
     def evaluate(params: Tree, *batch: Tree) -> tuple:
         used = channel(comm, "parallel.value_and_grad")
@@ -138,11 +140,10 @@ def _evaluation(
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
         plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
-        position = (
-            {} if optimizer is not None and optimizer.accumulate > 1 else {k: index for index, k in enumerate(shared)}
-        )
+        accumulates = optimizer is not None and optimizer.accumulate > 1 and loss is not None
+        position = {} if accumulates else {k: index for index, k in enumerate(shared)}
         parts: list[Any] = [None] * len(specs)
-        found = list(parts)
+        found = list(batch) if loss is None else list(parts)
 
         def deliver(k: int, g: Array) -> None:
             parts[k] = conformed(g, specs[k])
@@ -158,7 +159,7 @@ def _evaluation(
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
         sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
         with restoring_state(), suspended(body=False), Sums(used, plan if position else plan_of((), 0)) as sums:
-            if count:
+            if count and loss is not None:
                 floats = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
                 traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=floats))
                 value = getval(traced.build(traced.values))
@@ -168,7 +169,7 @@ def _evaluation(
                 ready = deliver if sums.begin() else None
                 found = run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=ready)
             else:  # the sums are collective, so a rank without samples contributes zeros
-                total = sum_up(depends=False)
+                total = sum_up(depends=loss is None)
             for k in [k for k, part in enumerate(parts) if part is None]:
                 deliver(k, found[k])
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
@@ -263,11 +264,7 @@ class _Step(NamedTuple):
     variables: Variables
     specs: list[Spec]
     update: Update  # of the inner optimizer
-
-    @property
-    def is_by_rules(self) -> bool:
-        """Return whether the update consists of this library's functions only."""
-        return sum(len(part.places) for part in self.update.parts) == len(self.variables.places)
+    samples: Function | None  # see `DistributedOptimizer.step`
 
 
 class DistributedOptimizer:
@@ -342,8 +339,6 @@ class DistributedOptimizer:
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
         self.own, self.skip_nonfinite, self.check_every, self.synchronize = own, skip_nonfinite, check_every, synchronize
-        self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
-        self._skips: dict[str, int] = {"skipped": 0} if skip_nonfinite else {}
         self._calls = 0  # without those that end earlier by an error of any rank, so that all ranks have the same number
         self._checks = _Checks(None, None)  # of the current step
 
@@ -371,7 +366,13 @@ class DistributedOptimizer:
         All ranks of `comm` call it.
         """
         with raising_together(channel(self.comm, "DistributedOptimizer.setup"), Exception):
-            return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
+            return {"optimizer": self.optimizer.setup(params), **self._counters}
+
+    @property
+    def _counters(self) -> dict[str, Any]:
+        """The entries of the state besides the inner optimizer's, before the first step."""
+        accumulation = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
+        return accumulation | ({"skipped": 0} if self.skip_nonfinite else {})
 
     def update(self, state: State, params: Tree, gradient: Tree, samples: int | None = None) -> Updated:
         """Sum the gradients of all ranks, and make one update, the same on all ranks.
@@ -441,8 +442,8 @@ class DistributedOptimizer:
         params : pytree of arrays
         loss : callable
             ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`. If it is a result of `jit`,
-            loss, reverse pass and sums (without accumulation) are one compiled program, and an update of `Adam`, `AdamW`
-            or `SGD` is another one.
+            the step is one compiled program: loss, reverse pass, sums, clipping, and the update of `Adam`, `AdamW` or
+            `SGD`. With accumulated gradients there are two, of which the second one sums and updates.
         *batch : object
         samples : callable, optional
             As in `value_and_grad`.
@@ -480,36 +481,34 @@ class DistributedOptimizer:
             root_leaves = synchronize(shared, comm=self.comm)
             params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
         with _raising_in_totals(used, call):
-            step = self._prepared(used, state, params, call)
+            step = self._prepared(used, state, params, call, samples)
             count = count_samples(samples, params, batch, call)
         self._checks = self._due_checks(step, None if self.skip_nonfinite else batch)
         known = None if isinstance(loss, Jitted) else (step.variables, count)
-        evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, self, known)
+        evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, call, self, known)
         with restoring_state(), suspended():
+            if self.accumulate == 1:
+                return self._made(step, loss, batch, evaluate)
             if isinstance(loss, Jitted):
-                made = self._by_program(step, loss, batch, evaluate, samples) if self.accumulate == 1 else None
-                if made is not None:
-                    return made
-                evaluate = loss.derived(self._key(step, samples), lambda: evaluate, True)
-            mean, parts, divisor = evaluate(params, *batch)
+                evaluate = loss.derived(self._key(step), lambda: evaluate, True)
+            mean, parts, _ = evaluate(params, *batch)
             if self.skip_nonfinite and not math.isfinite(mean):
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             self._checks = _Checks()
-            if self.accumulate > 1:
-                return *self._reduced(step, parts, count, loss), mean
-            return *self._apply(step, parts, divisor), mean
+            return *self._reduced(step, parts, count, loss), mean
 
-    def _prepared(self, used: Channel, state: State, params: Tree, call: str) -> _Step:
+    def _prepared(self, used: Channel, state: State, params: Tree, call: str, samples: Function | None = None) -> _Step:
         """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
         variables = self._variables(params, call)
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
-        require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
+        require_state(state, ("optimizer", *self._counters), call)
         gradients = state.get("gradient")
         if gradients is not None and [spec_like(g) for g in gradients] != specs:
             got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
             text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
             raise ValueError(f"{call}: the accumulated gradients {text}")
-        return _Step(used, call, state, params, variables, specs, prepared(self.optimizer, state["optimizer"], params))
+        update = prepared(self.optimizer, state["optimizer"], params)
+        return _Step(used, call, state, params, variables, specs, update, samples)
 
     def _variables(self, params: Tree, call: str) -> Variables:
         """Return the trained parameters, without frozen ones, and which of them all ranks share."""
@@ -548,7 +547,7 @@ class DistributedOptimizer:
 
     def _reduced(self, step: _Step, parts: list[Array], count: int, loss: Function | None = None) -> Updated:
         """Add gradients to the accumulated ones; if an update is due, sum them over the ranks, and make it."""
-        used, state, shared = step.used, step.state, step.variables.shared
+        state = step.state
         if self.accumulate > 1:
             # Copies, because the caller may write the next gradient into the same arrays.
             old = state["gradient"]
@@ -557,86 +556,54 @@ class DistributedOptimizer:
             if state["steps"] < self.accumulate:
                 return state, step.params
             count = state["samples"]
-        plan = plan_of(tuple([step.specs[k] for k in shared]), self.bucket_bytes)
+        evaluate = _evaluation(None, None, self.comm, self.bucket_bytes, step.call, self, (step.variables, count))
         with restoring_state(), suspended():
-            total = totals(used, plan, step.variables, step.call, count, checks=(lambda: self._checks, ()))
-            with Sums(used, plan) as sums:
-                sums.add_all([parts[k] for k in shared])
-                divisor = total.samples if self.reduction == "mean" else 1
-                for k, g in zip(shared, sums.wait(divisor)):
-                    parts[k] = g
-            made = self._by_program(step, loss, (divisor, *parts)) if isinstance(loss, Jitted) else None
-            return self._apply(step, parts, divisor) if made is None else made[:2]
+            _, parts, divisor = evaluate(step.params, *parts)
+            return self._made(step, loss, (divisor, *parts))[:2]
 
-    def _apply(self, step: _Step, parts: list[Array], divisor: float) -> Updated:
-        """Make an update by reduced gradients, of which own ones aren't divided yet."""
+    def _made(
+        self, step: _Step, loss: Function | None, given: Sequence[Any], evaluate: Function | None = None
+    ) -> tuple[State, Tree, float]:
+        """Evaluate, make an update, and return the result of `step`; if `loss` is compiled, all of it is one program.
+
+        `given`: the batch for `evaluate`; without `evaluate`, the divisor of own gradients and the reduced gradients.
+        """
+        variables, parts = step.variables, step.update.parts
+        inputs, build = flatten((variables.leaves, [[*part.columns[1:], part.factors] for part in parts]))
+        others = set(variables.places).difference(*[part.places for part in parts])
+        run = self._update_of(step, build, sorted(others), evaluate)
+        if isinstance(loss, Jitted):
+            run = loss.derived((*self._key(step), evaluate is None), lambda: run, True, True)
+        mean, *made = run(*inputs, *given)
         self._checks = _Checks()  # which may keep parameters and batch in memory
-        new, variables = {**step.state, **self._empty_accumulation}, step.variables
-        parts, factor, norm = self._clipped(step.used, variables.shared, step.specs, parts, divisor)
-        if self.skip_nonfinite and not math.isfinite(norm):
-            return {**new, "skipped": step.state["skipped"] + 1}, step.params
-        gradients: list[Any] = [None] * len(variables.leaves)
-        for place, part in zip(variables.places, parts):
-            gradients[place] = part[()]
+        found, new = iter(made), {"optimizer": step.state["optimizer"], **self._counters}
+        columns = [[list(islice(found, len(part.places))) for _ in part.columns] for part in parts]
+        gradients = [next(found) if k in others else None for k in range(len(variables.leaves))]
+        factor, norm = found if self._has_norm else (1.0, 0.0)
+        if self.skip_nonfinite:
+            is_skipped = not math.isfinite(mean + norm)
+            new["skipped"] = step.state["skipped"] + is_skipped
+            if is_skipped:
+                return new, step.params, mean
         # An optimizer of the user may raise on one rank only, after the last message of this step.
-        with nullcontext() if step.is_by_rules else raising_together(step.used, Exception):
-            inner, params = step.update.applied(gradients, factor)
-        return {**new, "optimizer": inner}, params
+        with raising_together(step.used, Exception) if others else nullcontext():
+            new["optimizer"], params = step.update.finish(columns, gradients, float(factor))
+        return new, params, mean
 
-    def _clipped(
-        self, used: Channel, shared: Sequence[int], specs: list[Spec], parts: list[Array], divisor: float
-    ) -> tuple[list[Array], float, float]:
-        """Divide own gradients; return the gradients, the factor by which they are clipped, and their norm, 0 if unused."""
-        own, has_norm = sorted({*range(len(parts))} - {*shared}), self.clip_norm is not None or self.skip_nonfinite
-        if not own and not has_norm:
-            return parts, 1.0, 0.0
-
-        def clipped(divisor: float, *parts: Array) -> tuple[Any, ...]:
-            divided, norm = [np.true_divide(parts[k], float(divisor)) for k in own], 0.0
-            if has_norm:
-                norm = norm_of([parts[k] for k in shared])
-                norm = norm if self.own is None else math.hypot(norm, *used.data.allgather(norm_of(divided)))
-            return *divided, clipping(norm, self.clip_norm), norm, None
-
-        number = Spec((), np.dtype(float))
-        *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=[*[specs[k] for k in own], number, number])
-        found = dict(zip(own, divided))
-        return [found.get(k, part) for k, part in enumerate(parts)], factor, norm
-
-    # Compiled steps: a program for each choice of rules, places of their parameters, and settings.
-
-    def _key(self, step: _Step, samples: Function | None) -> tuple:
+    def _key(self, step: _Step) -> tuple:
         """Return what a step's program depends on, besides the arrays and numbers that it gets."""
         settings = self.bucket_bytes, self.reduction, self.accumulate, self.clip_norm, self.skip_nonfinite
         rules = [(replace(part.rule, learning_rate=1.0), tuple(part.places)) for part in step.update.parts]
         places = tuple(step.variables.places), tuple(step.variables.shared)
-        return self, id(self.comm), samples, settings, places, form_of(step.params), *rules
+        return self, id(self.comm), step.samples, settings, places, form_of(step.params), *rules
 
-    def _by_program(
-        self, step: _Step, loss: Jitted, given: Sequence[Any], evaluate: Function | None = None, samples: Any = None
-    ) -> tuple[State, Tree, float] | None:
-        """Make an update by one compiled program, and return the result of `step`; None if it can't be compiled.
+    @property
+    def _has_norm(self) -> bool:
+        return self.clip_norm is not None or self.skip_nonfinite
 
-        `given`: the batch for `evaluate`; without `evaluate`, the divisor of own gradients and the reduced gradients.
-        """
-        parts = step.update.parts
-        inputs, build = flatten((step.variables.leaves, [[*part.columns[1:], part.factors] for part in parts]))
-        key = (*self._key(step, samples), evaluate is None)
-        program = loss.derived(key, lambda: self._traceable(step, build, evaluate), True, True)
-        if not step.is_by_rules or program.refused:
-            return None
-        mean, *made = program(*inputs, *given)
-        self._checks = _Checks()
-        new, found = {**step.state, **self._empty_accumulation}, iter(made)
-        if self.skip_nonfinite and not math.isfinite(mean + made[-1]):
-            return {**new, "skipped": step.state["skipped"] + 1}, step.params, mean
-        columns = [[list(islice(found, len(part.places))) for _ in part.columns] for part in parts]
-        inner, params = step.update.finish(columns, [None] * len(step.variables.leaves), 1.0)
-        return {**new, "optimizer": inner}, params, mean
-
-    def _traceable(self, step: _Step, build: Function, evaluate: Function | None) -> Function:
-        """Return the function of arrays and numbers that `_by_program` compiles; it keeps none of the step's arrays."""
-        variables, specs, build_params = step.variables._replace(leaves=[]), step.specs, step.variables.build
+    def _update_of(self, step: _Step, build: Function, others: list[int], evaluate: Function | None) -> Function:
+        """Return the function of arrays and numbers that `_made` runs or compiles; it keeps none of the step's arrays."""
+        (_, places, build_params, shared), specs = step.variables, step.specs
         rules = [(part.rule, part.places) for part in step.update.parts]
 
         def run(*arguments: Any) -> tuple[Any, ...]:
@@ -646,16 +613,36 @@ class DistributedOptimizer:
                 mean, divisor, *parts = 0.0, *given
             else:
                 mean, parts, divisor = evaluate(build_params(leaves), *given)
-            used = channel(self.comm, "parallel.value_and_grad")
-            parts, factor, norm = self._clipped(used, variables.shared, specs, parts, divisor)
-            gradients, new = dict(zip(variables.places, parts)), list[Any]()
-            with np.errstate(all="ignore"):  # as in compiled loops; the result may be skipped
-                for (rule, places), (*moments, factors) in zip(rules, columns):
-                    part = Part(rule, places, [[leaves[k] for k in places], *moments], factors)
-                    new += [leaf for column in part.updated(gradients, factor) for leaf in column]
-            return mean, *new, *[norm] * self.skip_nonfinite
+            parts, *clipping = self._clipped(channel(self.comm, "parallel.value_and_grad"), shared, specs, parts, divisor)
+            gradients, new = {k: part[()] for k, part in zip(places, parts)}, list[Any]()
+            # As in compiled loops there are no warnings about updates that are skipped.
+            with np.errstate(all="ignore") if self.skip_nonfinite else nullcontext():
+                for (rule, own), (*moments, factors) in zip(rules, columns):
+                    part = Part(rule, own, [[leaves[k] for k in own], *moments], factors)
+                    new += [leaf for column in part.updated(gradients, clipping[0]) for leaf in column]
+            return mean, *new, *[gradients[k] for k in others], *(clipping if self._has_norm else [])
 
         return run
+
+    def _clipped(
+        self, used: Channel, shared: Sequence[int], specs: list[Spec], parts: list[Array], divisor: float
+    ) -> tuple[list[Array], float, float]:
+        """Divide own gradients; return the gradients, the factor by which they are clipped, and their norm, 0 if unused."""
+        own = sorted({*range(len(parts))} - {*shared})
+        if not own and not self._has_norm:
+            return parts, 1.0, 0.0
+
+        def clipped(divisor: float, *parts: Array) -> tuple[Any, ...]:
+            divided, norm = [np.true_divide(parts[k], float(divisor)) for k in own], 0.0
+            if self._has_norm:
+                norm = norm_of([parts[k] for k in shared])
+                norm = norm if self.own is None else math.hypot(norm, *used.data.allgather(norm_of(divided)))
+            return *divided, clipping(norm, self.clip_norm), norm, None
+
+        number = Spec((), np.dtype(float))
+        *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=[*[specs[k] for k in own], number, number])
+        found = dict(zip(own, divided))
+        return [found.get(k, part) for k, part in enumerate(parts)], factor, norm
 
 
 def _copied(part: Array) -> Array:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from mpiad._typing import Array, Tree
-from mpiad.parallel.adam import Rule, State, Update, Updated
+from mpiad.parallel.adam import SGD, Adam, AdamW, State, Update, Updated
 from mpiad.parallel.parameters import matching_leaves, require_optimizer, require_state
 from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects
 
@@ -137,9 +137,8 @@ class ParameterGroups:
 
 
 def prepared(optimizer: Any, state: Tree, params: Tree) -> Update:
-    """Return an optimizer's update: that of `prepare` if its `update` is one of this library's."""
-    # A subclass with an update of its own may have another state.
-    if getattr(type(optimizer), "update", None) in (Rule.update, ParameterGroups.update):
+    """Return an optimizer's update: that of `prepare` if its class is one of this library's."""
+    if type(optimizer) in (SGD, Adam, AdamW, ParameterGroups):
         return optimizer.prepare(state, params)
     build = flatten(params)[1]
 
