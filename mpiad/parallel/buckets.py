@@ -90,6 +90,12 @@ class Sums:
             self._begun = True
             self._messages += opaque_step(_start, self._channel, self._next(), specs=())
 
+    def add_all(self, arrays: list[Array]) -> None:
+        """Add all arrays, and complete the sums."""
+        self._arrays = list(arrays)
+        for _ in self._plan.buckets:
+            self._messages += _reduce(self._channel, self._next())
+
     def _next(self) -> list[Array]:
         """Return the arrays of the next bucket."""
         indices = self._plan.buckets[len(self._messages)].indices

@@ -48,6 +48,8 @@ from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.resources import vdot
 from mpiad.transport.watch import watch_settings
 
+_NUMBER = Spec((), np.dtype(float))
+
 
 def value_and_grad(
     loss: Function,
@@ -142,8 +144,8 @@ def _evaluation(
         plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
         accumulates = optimizer is not None and optimizer.accumulate > 1 and loss is not None
         position = {} if accumulates else {k: index for index, k in enumerate(shared)}
-        parts: list[Any] = [None] * len(specs)
-        found = list(batch) if loss is None else list(parts)
+        parts: list[Any] = list(batch) if loss is None else [None] * len(specs)
+        found: list[Any] = [None] * len(specs)
 
         def deliver(k: int, g: Array) -> None:
             parts[k] = conformed(g, specs[k])
@@ -164,21 +166,23 @@ def _evaluation(
                 traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=floats))
                 value = getval(traced.build(traced.values))
                 # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums.
-                total = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
+                count_of_all, mean = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
                 # With this seed, the gradient is that of the sum of the losses instead of their mean.
                 ready = deliver if sums.begin() else None
                 found = run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=ready)
             else:  # the sums are collective, so a rank without samples contributes zeros
-                total = sum_up(depends=loss is None)
+                count_of_all, mean = sum_up(depends=loss is None)
+            if loss is None:
+                sums.add_all([parts[k] for k in shared])
             for k in [k for k, part in enumerate(parts) if part is None]:
                 deliver(k, found[k])
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
-            divisor = total.samples if optimizer is None or optimizer.reduction == "mean" else 1
+            divisor = count_of_all if optimizer is None or optimizer.reduction == "mean" else 1
             for k, g in zip(position, sums.wait(divisor)):
                 parts[k] = g
         if optimizer is not None:  # own and accumulated gradients aren't divided yet
-            return total.loss / total.samples, parts, divisor
-        return total.loss / total.samples, variables.filled([g[()] for g in parts], lambda leaf: None)
+            return mean, parts, divisor
+        return mean, variables.filled([g[()] for g in parts], lambda leaf: None)
 
     return evaluate
 
@@ -229,8 +233,8 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
         find = partial(variables_of, required=False)
         variables, count = _examined(used, call, find, samples, params, batch)
         with restoring_state(), suspended():
-            total = totals(used, plan_of((), 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
-        return total.loss / total.samples
+            found = loss(params, *batch) if count else 0.0
+            return totals(used, plan_of((), 0), variables, call, count, loss=found)[1]
 
     return evaluate
 
@@ -549,9 +553,9 @@ class DistributedOptimizer:
         """Add gradients to the accumulated ones; if an update is due, sum them over the ranks, and make it."""
         state = step.state
         if self.accumulate > 1:
-            # Copies, because the caller may write the next gradient into the same arrays.
-            old = state["gradient"]
-            parts = list(map(_copied, parts)) if old is None else list(map(np.add, old, parts))
+            # New arrays, because the caller may write the next gradient into the same ones.
+            old = state["gradient"] or [spec.zeros() for spec in step.specs]
+            parts = list(map(np.add, old, parts))
             state = {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
             if state["steps"] < self.accumulate:
                 return state, step.params
@@ -639,14 +643,10 @@ class DistributedOptimizer:
                 norm = norm if self.own is None else math.hypot(norm, *used.data.allgather(norm_of(divided)))
             return *divided, clipping(norm, self.clip_norm), norm, None
 
-        number = Spec((), np.dtype(float))
-        *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=[*[specs[k] for k in own], number, number])
+        specs = [*[specs[k] for k in own], _NUMBER, _NUMBER]
+        *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=specs)
         found = dict(zip(own, divided))
         return [found.get(k, part) for k, part in enumerate(parts)], factor, norm
-
-
-def _copied(part: Array) -> Array:
-    return part.copy() if hasattr(part, "copy") else np.array(part)
 
 
 def clipping(norm: float, max_norm: float | None) -> float:
@@ -674,19 +674,12 @@ def norm_of(arrays: list[Array]) -> float:
         return math.hypot(*norms)
 
 
-class Totals(NamedTuple):
-    """Sums over all ranks: samples and losses."""
-
-    samples: float
-    loss: float
-
-
 def totals(
     used: Channel, plan: Plan, variables: Variables, call: str, count: int, loss: Array = 0.0,
     problem: PendingError | None = None, depends: bool = True,
     checks: tuple[Callable[..., _Checks], Sequence[Any]] = (_Checks, ()),
-) -> Totals:  # fmt: skip
-    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match.
+) -> tuple[float, float]:  # fmt: skip
+    """Return the number of all ranks' samples and the mean loss; raise a `problem`, or if parameters don't match.
 
     `depends`: whether this rank's loss depends on the parameters; `checks`: a function that returns further checks, and its
     arguments.
@@ -731,8 +724,8 @@ def totals(
             compare()
         return total, sum_of_losses, None
 
-    *found, _ = opaque_step(summed, loss, *checked, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
-    return Totals(*found)
+    total, sum_of_losses, _ = opaque_step(summed, loss, *checked, specs=[_NUMBER, _NUMBER])
+    return total, sum_of_losses / total
 
 
 def _paths(variables: Variables) -> list[str]:
