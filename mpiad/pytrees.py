@@ -244,16 +244,11 @@ def join(parts: Sequence[Array]) -> Array:
 
 def split(whole: Array, shapes: Iterable[Shape]) -> list[Array]:
     """Split a flat array into consecutive parts of these shapes: views, or numbers for the shape ()."""
-    parts, start = [], 0
+    parts, stop = [], 0
     for shape in shapes:
-        if shape:
-            stop = start + (shape[0] if len(shape) == 1 else math.prod(shape))
-            part = whole[start:stop]
-            parts.append(part if len(shape) == 1 else part.reshape(shape))
-        else:
-            stop = start + 1
-            parts.append(whole[start])
-        start = stop
+        start, stop = stop, stop + math.prod(shape)
+        part = whole[start:stop] if shape else whole[start]
+        parts.append(part.reshape(shape) if len(shape) > 1 else part)
     return parts
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
+from mpiad.differentiation.trace import Variables
 from mpiad.parallel.parameters import matching_leaves, require_state
-from mpiad.programs.function import Jitted
 from mpiad.programs.traced_array import TracedArray
 from mpiad.pytrees import flatten, is_variable, join, map_leaves, places_by_kind, refuse_objects, split
 
@@ -25,8 +24,47 @@ State: TypeAlias = dict[str, Any]
 """Numbers and pytrees by name."""
 Updated: TypeAlias = tuple[State, Tree]
 """State and parameters after an update."""
-Apply: TypeAlias = Callable[..., Updated]
-"""A prepared update, a function of the gradient's leaves, of a factor of them, and of whether it is a compiled program."""
+
+
+class Part(NamedTuple):
+    """Parameters that are updated by one rule."""
+
+    rule: Rule
+    places: list[int]  # their indices among all leaves
+    columns: list[list[Array]]  # the parameters, and each moment of them
+    factors: list[float]  # see `Rule.factors`
+
+    def updated(self, gradients: Sequence[Array], scale: float = 1.0) -> list[list[Array]]:
+        """Return the new columns; `gradients`: of all leaves, multiplied by `scale`."""
+        # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries.
+        params, *moments = self.columns
+        columns = [params, [gradients[k] for k in self.places], *moments]
+        out, groups, short = list(map(list, self.columns)), list[list[int]](), list[int]()
+        for index, leaf in enumerate(params):
+            is_short = not isinstance(leaf, TracedArray) and (type(leaf) is not np.ndarray or leaf.size < _MIN_LONG_SIZE)
+            short.append(index) if is_short else groups.append([index])
+        for indices in groups + places_by_kind(params, short):
+            inputs = [join([column[k] for k in indices]) for column in columns]
+            shapes = [np.shape(params[k]) for k in indices]
+            for new, flat in zip(out, _applied(self.rule, inputs, self.factors, scale)):
+                for index, part in zip(indices, split(flat, shapes)):
+                    new[index] = part
+        return out
+
+
+class Update(NamedTuple):
+    """A prepared update: parameters of this module's rules, and a function that finishes the update.
+
+    ``finish(columns, gradients, scale)`` returns state and parameters, given the new columns of each part. The gradients of
+    all leaves, which it multiplies by `scale`, are for parameters that belong to no part.
+    """
+
+    parts: list[Part]
+    finish: Callable[[list[list[list[Array]]], Sequence[Array], float], Updated]
+
+    def applied(self, gradients: list[Array], scale: float = 1.0) -> Updated:
+        """Return the new state and parameters."""
+        return self.finish([part.updated(gradients, scale) for part in self.parts], gradients, scale)
 
 
 @dataclass(frozen=True)
@@ -82,22 +120,24 @@ class Rule:
 
         return {"updates": 0, **{name: map_leaves(start, params) for name in self.moments}}
 
-    def prepare(self, state: State, params: Tree) -> Apply:
-        """Return the update as a function; raise a TypeError or ValueError for a state or schedule that can't be used."""
+    def prepare(self, state: State, params: Tree) -> Update:
+        """Return the update; raise a TypeError or ValueError for a state or schedule that can't be used."""
         call, (leaves, build) = type(self).__name__, flatten(params)
         require_state(state, ("updates", *self.moments), call)
+        places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         moments = [matching_leaves(state[name], params, leaves, call, f"state[{name!r}]") for name in self.moments]
+        trees = [Variables(column, places, build) for column in (leaves, *moments)]
         updates = state["updates"]
         # A file may have made `updates` a number of NumPy; see `__post_init__`.
         factors = [float(x) if isinstance(x, np.floating) else x for x in self.factors(rate_at(self, updates), updates)]
 
-        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> Updated:
-            new, *others = map(build, _updated(self, [leaves, gradients, *moments], factors, scale, compiled))
-            return {"updates": updates + 1, **dict(zip(self.moments, others, strict=True))}, new
+        def finish(new: list[list[list[Array]]], gradients: Sequence[Array], scale: float) -> Updated:
+            updated, *others = [tree.filled(column) for tree, column in zip(trees, new[0])]
+            return {"updates": updates + 1, **dict(zip(self.moments, others))}, updated
 
-        return apply
+        return Update([Part(self, places, [[tree.leaves[k] for k in places] for tree in trees], factors)], finish)
 
-    def update(self, state: State, params: Tree, gradient: Tree, compiled: bool = False) -> Updated:
+    def update(self, state: State, params: Tree, gradient: Tree) -> Updated:
         """Return the state and the parameters after one update; the arguments are unchanged.
 
         Parameters
@@ -108,8 +148,6 @@ class Rule:
             Leaves that aren't floats remain unchanged. The gradient is that of `value_and_grad`: with respect to a complex
             parameter a + ib it is ∂/∂a - i ∂/∂b, whose conjugate is the direction of steepest ascent. A complex parameter
             is updated like the two real ones a and b.
-        compiled : bool
-            Whether the update is a compiled program; the results have the same bits.
 
         Returns
         -------
@@ -120,62 +158,37 @@ class Rule:
         TypeError, ValueError
             If the gradient or the state doesn't match the parameters, or the state is another optimizer's.
         """
-        apply = self.prepare(state, params)
-        gradients = matching_leaves(gradient, params, flatten(params)[0], type(self).__name__)
-        return apply(gradients, compiled=compiled)
+        update = self.prepare(state, params)
+        return update.applied(matching_leaves(gradient, params, flatten(params)[0], type(self).__name__))
 
 
-def _updated(
-    rule: Rule, columns: list[list[Array]], factors: list[float], scale: float, compiled: bool
-) -> list[list[Array]]:
-    """Apply a formula to the leaves of pytrees, in few calls; return the new parameters and moments."""
-    # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries.
-    out, groups, short = [list(columns[0]), *map(list, columns[2:])], list[list[int]](), list[int]()
-    for index, leaf in enumerate(columns[0]):
-        plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
-        if plain and leaf.size >= _MIN_LONG_SIZE:
-            groups.append([index])
-        elif plain or is_variable(leaf):
-            short.append(index)
-    for indices in groups + places_by_kind(columns[0], short):
-        inputs = [join([column[k] for k in indices]) for column in columns]
-        shapes = [np.shape(columns[0][k]) for k in indices]
-        for new, flat in zip(out, _applied(rule, inputs, factors, scale, compiled)):
-            for index, part in zip(indices, split(flat, shapes)):
-                new[index] = part
-    return out
-
-
-def _applied(rule: Rule, inputs: list[Array], factors: list[float], scale: float, compiled: bool) -> list[Array]:
+def _applied(rule: Rule, inputs: list[Array], factors: list[float], scale: float) -> list[Array]:
     """Apply a formula to flat arrays: parameters, the gradient, which is multiplied by `scale`, and moments."""
-    dtype, on_host = inputs[0].dtype, type(inputs[0]) is np.ndarray
+    # All replicas must have the same bits, whether they run a program or interpret the formula.
+    dtype, is_traced = inputs[0].dtype, isinstance(inputs[0], TracedArray)
     if dtype.kind == "c":
         inputs[1] = inputs[1].conj()
-        if isinstance(inputs[0], TracedArray):  # programs have no views of another dtype
-            found = _applied(rule, [np.concatenate([x.real, x.imag]) for x in inputs], factors, scale, compiled)
+        if is_traced:  # programs have no views of another dtype
+            found = _applied(rule, [np.concatenate([x.real, x.imag]) for x in inputs], factors, scale)
             return [x[: x.size // 2] + 1j * x[x.size // 2 :] for x in found]
         inputs = [x.view(x.real.dtype) for x in inputs]
-    if compiled and on_host and dtype.isnative:
-        program = _program(replace(rule, learning_rate=1.0), inputs[0].size, dtype)
-        return [x.view(dtype) for x in program(*inputs, *factors, scale)]
-    outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1]
-    if on_host:  # blocks, whose temporaries fit into the cache
-        for start in range(0, len(inputs[0]), _BLOCK_SIZE):
-            x, g, *moments = [part[start : start + _BLOCK_SIZE] for part in inputs]
-            out = [part[start : start + _BLOCK_SIZE] for part in outputs]
-            rule.formula(x, g if scale == 1.0 else scale * g, *moments, *factors, out=out)
+    if is_traced and not dtype.isnative:
+        inputs[0].recorder.refuse("it updates parameters in another byte order")
+    if isinstance(scale, TracedArray):
+        scale = scale.astype(inputs[1].dtype)
+    outputs = [np.empty_like(x) for k, x in enumerate(inputs) if k != 1 and not is_traced]
+
+    def computed(part: slice) -> tuple[Array, ...]:
+        x, g, *moments = [x[part] for x in inputs]
+        g = scale * g if isinstance(scale, TracedArray) or scale != 1.0 else g
+        return rule.formula(x, g, *moments, *factors, out=[x[part] for x in outputs] or [None] * len(inputs))
+
+    if type(inputs[0]) is np.ndarray:
+        for start in range(0, len(inputs[0]), _BLOCK_SIZE):  # blocks, whose temporaries fit into the cache
+            computed(slice(start, start + _BLOCK_SIZE))
     else:
-        x, g, *moments = inputs
-        rule.formula(x, g if scale == 1.0 else scale * g, *moments, *factors, out=outputs)
+        outputs = list(computed(slice(None)))
     return [x.view(dtype) for x in outputs] if dtype.kind == "c" else outputs
-
-
-@lru_cache(512)
-def _program(rule: Rule, size: int, dtype: np.dtype) -> Jitted:
-    # All replicas must have the same bits, whether they run this program or interpret the formula. There is a function for
-    # each size and dtype, because calls of a jitted function are slow if it has more than a few programs.
-    out: list[None] = [None] * (1 + len(rule.moments))
-    return Jitted(lambda x, g, *others: rule.formula(x, others[-1] * g, *others[:-1], out=out), exact=True)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +20,10 @@ from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import PendingError, problem_with, raise_everywhere
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import NotFiniteError, UnfinishedMessagesError
-from mpiad.parallel.adam import Apply, Rule, State, Updated
+from mpiad.parallel.adam import Part, Rule, State, Update, Updated
 from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, plan_of
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas, valid_count
-from mpiad.parallel.parameter_groups import ParameterGroups, is_of_library, prepared
+from mpiad.parallel.parameter_groups import ParameterGroups, prepared
 from mpiad.parallel.parameters import (
     described,
     matching_leaves,
@@ -35,6 +37,7 @@ from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.function import Jitted
+from mpiad.programs.signature import form_of
 from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
@@ -44,6 +47,8 @@ from mpiad.transport.core.tracing import opaque_step, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.resources import vdot
 from mpiad.transport.watch import watch_settings
+
+_NUMBER = Spec((), np.dtype(float))
 
 
 def value_and_grad(
@@ -105,7 +110,10 @@ def value_and_grad(
     >>> print(loss, gradient)
     1.0 2.0
     """
-    return _evaluation(loss, samples, comm, bucket_bytes)
+    evaluate = _evaluation(loss, samples, comm, bucket_bytes)
+    if isinstance(loss, Jitted):  # with the sums inside the reverse pass as one program, which keeps `comm` and thus its id
+        evaluate = loss.derived((id(comm), samples, bucket_bytes), lambda: evaluate, True)
+    return recoverable("parallel.value_and_grad", comm)(evaluate)
 
 
 class _Checks(NamedTuple):
@@ -117,11 +125,13 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function, samples: Function | None, comm: Comm, bucket_bytes: int, optimizer: DistributedOptimizer | None = None,
-    known: tuple[Variables, int] | None = None,
+    loss: Function | None, samples: Function | None, comm: Comm, bucket_bytes: int, call: str = "parallel.value_and_grad",
+    optimizer: DistributedOptimizer | None = None, known: tuple[Variables, int] | None = None,
 ) -> Function:  # fmt: skip
-    """Return the result of `value_and_grad`, or the evaluation in a step of an `optimizer`; it is compiled if `loss` is."""
-    call = "parallel.value_and_grad" if optimizer is None else "DistributedOptimizer.step"
+    """Return the result of `value_and_grad`, not compiled, or the evaluation in a step of an `optimizer`.
+
+    Without `loss`, it takes the parameters and this rank's gradients, times its number of samples, and only sums them.
+    """
 
     def evaluate(params: Tree, *batch: Tree) -> tuple:
         used = channel(comm, "parallel.value_and_grad")
@@ -132,11 +142,10 @@ def _evaluation(
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
         plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
-        position = (
-            {} if optimizer is not None and optimizer.accumulate > 1 else {k: index for index, k in enumerate(shared)}
-        )
-        parts: list[Any] = [None] * len(specs)
-        found = list(parts)
+        accumulates = optimizer is not None and optimizer.accumulate > 1 and loss is not None
+        position = {} if accumulates else {k: index for index, k in enumerate(shared)}
+        parts: list[Any] = list(batch) if loss is None else [None] * len(specs)
+        found: list[Any] = [None] * len(specs)
 
         def deliver(k: int, g: Array) -> None:
             parts[k] = conformed(g, specs[k])
@@ -152,30 +161,30 @@ def _evaluation(
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
         sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
         with restoring_state(), suspended(body=False), Sums(used, plan if position else plan_of((), 0)) as sums:
-            if count:
+            if count and loss is not None:
                 floats = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
                 traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=floats))
                 value = getval(traced.build(traced.values))
                 # If any rank's loss is invalid, `totals` raises on all ranks, before any of them starts sums.
-                total = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
+                count_of_all, mean = sum_up(loss=value, problem=traced.problem, depends=traced.places[0] >= 0)
                 # With this seed, the gradient is that of the sum of the losses instead of their mean.
                 ready = deliver if sums.begin() else None
                 found = run_backward(traced.recording, seeds_of_term(traced, count), len(specs), ready=ready)
             else:  # the sums are collective, so a rank without samples contributes zeros
-                total = sum_up(depends=False)
+                count_of_all, mean = sum_up(depends=loss is None)
+            if loss is None:
+                sums.add_all([parts[k] for k in shared])
             for k in [k for k, part in enumerate(parts) if part is None]:
                 deliver(k, found[k])
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
-            divisor = total.samples if optimizer is None or optimizer.reduction == "mean" else 1
+            divisor = count_of_all if optimizer is None or optimizer.reduction == "mean" else 1
             for k, g in zip(position, sums.wait(divisor)):
                 parts[k] = g
         if optimizer is not None:  # own and accumulated gradients aren't divided yet
-            return total.loss / total.samples, parts, divisor
-        return total.loss / total.samples, variables.filled([g[()] for g in parts], lambda leaf: None)
+            return mean, parts, divisor
+        return mean, variables.filled([g[()] for g in parts], lambda leaf: None)
 
-    # Compiled, the evaluation with the sums inside the reverse pass is one program, which keeps `comm` and thus its id.
-    key = id(comm), samples, bucket_bytes, optimizer
-    return recoverable(call, comm)(loss.derived(key, lambda: evaluate, True) if isinstance(loss, Jitted) else evaluate)
+    return evaluate
 
 
 def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Comm = None) -> Callable[..., float]:
@@ -224,8 +233,8 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
         find = partial(variables_of, required=False)
         variables, count = _examined(used, call, find, samples, params, batch)
         with restoring_state(), suspended():
-            total = totals(used, plan_of((), 0), variables, call, count, loss=loss(params, *batch) if count else 0.0)
-        return total.loss / total.samples
+            found = loss(params, *batch) if count else 0.0
+            return totals(used, plan_of((), 0), variables, call, count, loss=found)[1]
 
     return evaluate
 
@@ -258,7 +267,8 @@ class _Step(NamedTuple):
     params: Tree
     variables: Variables
     specs: list[Spec]
-    update: Apply  # of the inner optimizer
+    update: Update  # of the inner optimizer
+    samples: Function | None  # see `DistributedOptimizer.step`
 
 
 class DistributedOptimizer:
@@ -333,8 +343,6 @@ class DistributedOptimizer:
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
         self.own, self.skip_nonfinite, self.check_every, self.synchronize = own, skip_nonfinite, check_every, synchronize
-        self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
-        self._skips: dict[str, int] = {"skipped": 0} if skip_nonfinite else {}
         self._calls = 0  # without those that end earlier by an error of any rank, so that all ranks have the same number
         self._checks = _Checks(None, None)  # of the current step
 
@@ -362,7 +370,13 @@ class DistributedOptimizer:
         All ranks of `comm` call it.
         """
         with raising_together(channel(self.comm, "DistributedOptimizer.setup"), Exception):
-            return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation, **self._skips}
+            return {"optimizer": self.optimizer.setup(params), **self._counters}
+
+    @property
+    def _counters(self) -> dict[str, Any]:
+        """The entries of the state besides the inner optimizer's, before the first step."""
+        accumulation = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
+        return accumulation | ({"skipped": 0} if self.skip_nonfinite else {})
 
     def update(self, state: State, params: Tree, gradient: Tree, samples: int | None = None) -> Updated:
         """Sum the gradients of all ranks, and make one update, the same on all ranks.
@@ -432,8 +446,8 @@ class DistributedOptimizer:
         params : pytree of arrays
         loss : callable
             ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`. If it is a result of `jit`,
-            loss, reverse pass and sums (without accumulation) are one compiled program, and an update of `Adam`, `AdamW`
-            or `SGD` is another one.
+            the step is one compiled program: loss, reverse pass, sums, clipping, and the update of `Adam`, `AdamW` or
+            `SGD`. With accumulated gradients there are two, of which the second one sums and updates.
         *batch : object
         samples : callable, optional
             As in `value_and_grad`.
@@ -471,32 +485,34 @@ class DistributedOptimizer:
             root_leaves = synchronize(shared, comm=self.comm)
             params = build([root_leaves.get(path, leaf) for path, leaf in zip(paths, leaves)])
         with _raising_in_totals(used, call):
-            step = self._prepared(used, state, params, call)
+            step = self._prepared(used, state, params, call, samples)
             count = count_samples(samples, params, batch, call)
         self._checks = self._due_checks(step, None if self.skip_nonfinite else batch)
-        is_compiled = isinstance(loss, Jitted)
-        known = None if is_compiled else (step.variables, count)
+        known = None if isinstance(loss, Jitted) else (step.variables, count)
+        evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, call, self, known)
         with restoring_state(), suspended():
-            evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, self, known)
-            mean, parts, divisor = evaluate(params, *batch)
+            if self.accumulate == 1:
+                return self._made(step, loss, batch, evaluate)
+            if isinstance(loss, Jitted):
+                evaluate = loss.derived(self._key(step), lambda: evaluate, True)
+            mean, parts, _ = evaluate(params, *batch)
             if self.skip_nonfinite and not math.isfinite(mean):
                 return {**state, "skipped": state["skipped"] + 1}, params, mean
             self._checks = _Checks()
-            if self.accumulate > 1:
-                return *self._reduced(step, parts, count, is_compiled), mean
-            return *self._apply(step, parts, divisor, is_compiled), mean
+            return *self._reduced(step, parts, count, loss), mean
 
-    def _prepared(self, used: Channel, state: State, params: Tree, call: str) -> _Step:
+    def _prepared(self, used: Channel, state: State, params: Tree, call: str, samples: Function | None = None) -> _Step:
         """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
         variables = self._variables(params, call)
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
-        require_state(state, ("optimizer", *self._empty_accumulation, *self._skips), call)
+        require_state(state, ("optimizer", *self._counters), call)
         gradients = state.get("gradient")
         if gradients is not None and [spec_like(g) for g in gradients] != specs:
             got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
             text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
             raise ValueError(f"{call}: the accumulated gradients {text}")
-        return _Step(used, call, state, params, variables, specs, prepared(self.optimizer, state["optimizer"], params))
+        update = prepared(self.optimizer, state["optimizer"], params)
+        return _Step(used, call, state, params, variables, specs, update, samples)
 
     def _variables(self, params: Tree, call: str) -> Variables:
         """Return the trained parameters, without frozen ones, and which of them all ranks share."""
@@ -533,51 +549,104 @@ class DistributedOptimizer:
 
         return _Checks(compare, batch, self.own is None or len(step.variables.shared) < len(step.variables.places))
 
-    def _reduced(self, step: _Step, parts: list[Array], count: int, is_compiled: bool = False) -> Updated:
+    def _reduced(self, step: _Step, parts: list[Array], count: int, loss: Function | None = None) -> Updated:
         """Add gradients to the accumulated ones; if an update is due, sum them over the ranks, and make it."""
-        used, state, shared = step.used, step.state, step.variables.shared
+        state = step.state
         if self.accumulate > 1:
-            # Copies, because the caller may write the next gradient into the same arrays.
-            old = state["gradient"]
-            parts = list(map(_copied, parts)) if old is None else list(map(np.add, old, parts))
+            # New arrays, because the caller may write the next gradient into the same ones.
+            old = state["gradient"] or [spec.zeros() for spec in step.specs]
+            parts = list(map(np.add, old, parts))
             state = {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
             if state["steps"] < self.accumulate:
                 return state, step.params
             count = state["samples"]
-        plan = plan_of(tuple([step.specs[k] for k in shared]), self.bucket_bytes)
+        evaluate = _evaluation(None, None, self.comm, self.bucket_bytes, step.call, self, (step.variables, count))
         with restoring_state(), suspended():
-            total = totals(used, plan, step.variables, step.call, count, checks=(lambda: self._checks, ()))
-            with Sums(used, plan) as sums:
-                sums.add_all([parts[k] for k in shared])
-                divisor = total.samples if self.reduction == "mean" else 1
-                for k, g in zip(shared, sums.wait(divisor)):
-                    parts[k] = g
-            return self._apply(step, parts, divisor, is_compiled)
+            _, parts, divisor = evaluate(step.params, *parts)
+            return self._made(step, loss, (divisor, *parts))[:2]
 
-    def _apply(self, step: _Step, parts: list[Array], divisor: float, is_compiled: bool = False) -> Updated:
-        """Make an update by reduced gradients, of which own ones aren't divided yet."""
+    def _made(
+        self, step: _Step, loss: Function | None, given: Sequence[Any], evaluate: Function | None = None
+    ) -> tuple[State, Tree, float]:
+        """Evaluate, make an update, and return the result of `step`; if `loss` is compiled, all of it is one program.
+
+        `given`: the batch for `evaluate`; without `evaluate`, the divisor of own gradients and the reduced gradients.
+        """
+        variables, parts = step.variables, step.update.parts
+        inputs, build = flatten((variables.leaves, [[*part.columns[1:], part.factors] for part in parts]))
+        others = set(variables.places).difference(*[part.places for part in parts])
+        run = self._update_of(step, build, sorted(others), evaluate)
+        if isinstance(loss, Jitted):
+            run = loss.derived((*self._key(step), evaluate is None), lambda: run, True, True)
+        mean, *made = run(*inputs, *given)
         self._checks = _Checks()  # which may keep parameters and batch in memory
-        new, factor, variables = {**step.state, **self._empty_accumulation}, 1.0, step.variables
-        shared = [parts[k] for k in variables.shared]
-        own = {k: np.true_divide(parts[k], float(divisor)) for k in set(range(len(parts))) - set(variables.shared)}
-        if self.clip_norm is not None or self.skip_nonfinite:
-            norm = norm_of(shared)
-            if self.own is not None:
-                norm = math.hypot(norm, *step.used.data.allgather(norm_of(list(own.values()))))
-            if self.skip_nonfinite and not math.isfinite(norm):
-                return {**new, "skipped": step.state["skipped"] + 1}, step.params
-            factor = clipping(norm, self.clip_norm)
-        gradients: list[Any] = [None] * len(variables.leaves)
-        for k, place in enumerate(variables.places):
-            gradients[place] = own.get(k, parts[k])[()]
+        found, new = iter(made), {"optimizer": step.state["optimizer"], **self._counters}
+        columns = [[list(islice(found, len(part.places))) for _ in part.columns] for part in parts]
+        gradients = [next(found) if k in others else None for k in range(len(variables.leaves))]
+        factor, norm = found if self._has_norm else (1.0, 0.0)
+        if self.skip_nonfinite:
+            is_skipped = not math.isfinite(mean + norm)
+            new["skipped"] = step.state["skipped"] + is_skipped
+            if is_skipped:
+                return new, step.params, mean
         # An optimizer of the user may raise on one rank only, after the last message of this step.
-        with nullcontext() if is_of_library(self.optimizer) else raising_together(step.used, Exception):
-            inner, params = step.update(gradients, factor, is_compiled)
-        return {**new, "optimizer": inner}, params
+        with raising_together(step.used, Exception) if others else nullcontext():
+            new["optimizer"], params = step.update.finish(columns, gradients, float(factor))
+        return new, params, mean
 
+    def _key(self, step: _Step) -> tuple:
+        """Return what a step's program depends on, besides the arrays and numbers that it gets."""
+        settings = self.bucket_bytes, self.reduction, self.accumulate, self.clip_norm, self.skip_nonfinite
+        rules = [(replace(part.rule, learning_rate=1.0), tuple(part.places)) for part in step.update.parts]
+        places = tuple(step.variables.places), tuple(step.variables.shared)
+        return self, id(self.comm), step.samples, settings, places, form_of(step.params), *rules
 
-def _copied(part: Array) -> Array:
-    return part.copy() if hasattr(part, "copy") else np.array(part)
+    @property
+    def _has_norm(self) -> bool:
+        return self.clip_norm is not None or self.skip_nonfinite
+
+    def _update_of(self, step: _Step, build: Function, others: list[int], evaluate: Function | None) -> Function:
+        """Return the function of arrays and numbers that `_made` runs or compiles; it keeps none of the step's arrays."""
+        (_, places, build_params, shared), specs = step.variables, step.specs
+        rules = [(part.rule, part.places) for part in step.update.parts]
+
+        def run(*arguments: Any) -> tuple[Any, ...]:
+            given = iter(arguments)
+            leaves, columns = build(given)
+            if evaluate is None:
+                mean, divisor, *parts = 0.0, *given
+            else:
+                mean, parts, divisor = evaluate(build_params(leaves), *given)
+            parts, *clipping = self._clipped(channel(self.comm, "parallel.value_and_grad"), shared, specs, parts, divisor)
+            gradients, new = {k: part[()] for k, part in zip(places, parts)}, list[Any]()
+            # As in compiled loops there are no warnings about updates that are skipped.
+            with np.errstate(all="ignore") if self.skip_nonfinite else nullcontext():
+                for (rule, own), (*moments, factors) in zip(rules, columns):
+                    part = Part(rule, own, [[leaves[k] for k in own], *moments], factors)
+                    new += [leaf for column in part.updated(gradients, clipping[0]) for leaf in column]
+            return mean, *new, *[gradients[k] for k in others], *(clipping if self._has_norm else [])
+
+        return run
+
+    def _clipped(
+        self, used: Channel, shared: Sequence[int], specs: list[Spec], parts: list[Array], divisor: float
+    ) -> tuple[list[Array], float, float]:
+        """Divide own gradients; return the gradients, the factor by which they are clipped, and their norm, 0 if unused."""
+        own = sorted({*range(len(parts))} - {*shared})
+        if not own and not self._has_norm:
+            return parts, 1.0, 0.0
+
+        def clipped(divisor: float, *parts: Array) -> tuple[Any, ...]:
+            divided, norm = [np.true_divide(parts[k], float(divisor)) for k in own], 0.0
+            if self._has_norm:
+                norm = norm_of([parts[k] for k in shared])
+                norm = norm if self.own is None else math.hypot(norm, *used.data.allgather(norm_of(divided)))
+            return *divided, clipping(norm, self.clip_norm), norm, None
+
+        specs = [*[specs[k] for k in own], _NUMBER, _NUMBER]
+        *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=specs)
+        found = dict(zip(own, divided))
+        return [found.get(k, part) for k, part in enumerate(parts)], factor, norm
 
 
 def clipping(norm: float, max_norm: float | None) -> float:
@@ -605,19 +674,12 @@ def norm_of(arrays: list[Array]) -> float:
         return math.hypot(*norms)
 
 
-class Totals(NamedTuple):
-    """Sums over all ranks: samples and losses."""
-
-    samples: float
-    loss: float
-
-
 def totals(
     used: Channel, plan: Plan, variables: Variables, call: str, count: int, loss: Array = 0.0,
     problem: PendingError | None = None, depends: bool = True,
     checks: tuple[Callable[..., _Checks], Sequence[Any]] = (_Checks, ()),
-) -> Totals:  # fmt: skip
-    """Sum samples and losses over the ranks; raise on all ranks a `problem`, or if their parameters don't match.
+) -> tuple[float, float]:  # fmt: skip
+    """Return the number of all ranks' samples and the mean loss; raise a `problem`, or if parameters don't match.
 
     `depends`: whether this rank's loss depends on the parameters; `checks`: a function that returns further checks, and its
     arguments.
@@ -662,8 +724,8 @@ def totals(
             compare()
         return total, sum_of_losses, None
 
-    *found, _ = opaque_step(summed, loss, *checked, specs=[Spec((), np.dtype(float))] * len(Totals._fields))
-    return Totals(*found)
+    total, sum_of_losses, _ = opaque_step(summed, loss, *checked, specs=[_NUMBER, _NUMBER])
+    return total, sum_of_losses / total
 
 
 def _paths(variables: Variables) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from mpiad._typing import Array, Tree
-from mpiad.parallel.adam import Apply, Rule, State, Updated
+from mpiad.parallel.adam import SGD, Adam, AdamW, State, Update, Updated
 from mpiad.parallel.parameters import matching_leaves, require_optimizer, require_state
 from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects
 
@@ -67,23 +68,27 @@ class ParameterGroups:
         refuse_objects(params, "params", f"{_CALL}.setup")
         return {name: self.groups[name].setup(part) for name, part in self._parts(params).items()}
 
-    def prepare(self, state: State, params: Tree) -> Apply:
-        """Return the update as a function; raise a TypeError or ValueError for a state or schedule that can't be used."""
-        parts, paths = self._parts(params), leaf_paths(params, "params")
+    def prepare(self, state: State, params: Tree) -> Update:
+        """Return the update; raise a TypeError or ValueError for a state or schedule that can't be used."""
+        parts, (leaves, build) = self._parts(params), flatten(params)
         require_state(state, parts, _CALL)
+        paths = leaf_paths(params, "params")
+        place_of = {path: k for k, path in enumerate(paths)}
         updates = {name: prepared(self.groups[name], state[name], part) for name, part in parts.items()}
-        leaves, build = flatten(params)
+        places = {name: [place_of[path] for path in sorted(part)] for name, part in parts.items()}
 
-        def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> Updated:
-            found, new, updated = dict(zip(paths, gradients)), {}, dict(zip(paths, leaves))
+        def finish(new: list[list[list[Array]]], gradients: Sequence[Array], scale: float) -> Updated:
+            states, updated, columns = {}, dict(zip(paths, leaves)), iter(new)
             for name, update in updates.items():
-                new[name], changed = update([found[path] for path in sorted(parts[name])], scale, compiled)
+                of_group = [gradients[k] for k in places[name]]
+                states[name], changed = update.finish(list(islice(columns, len(update.parts))), of_group, scale)
                 updated |= changed
-            return new, build(list(updated.values()))
+            return states, build(list(updated.values()))
 
-        return apply
+        found = [(places[name], part) for name, update in updates.items() for part in update.parts]
+        return Update([part._replace(places=[own[k] for k in part.places]) for own, part in found], finish)
 
-    def update(self, state: State, params: Tree, gradient: Tree, compiled: bool = False) -> Updated:
+    def update(self, state: State, params: Tree, gradient: Tree) -> Updated:
         """Return the state and the parameters after one update of each group.
 
         Parameters
@@ -92,8 +97,6 @@ class ParameterGroups:
             The result of `setup` or of the last update.
         params, gradient : pytree of arrays
             As in `Adam.update`; gradients with respect to frozen leaves are ignored.
-        compiled : bool
-            Whether updates of `Adam`, `AdamW` and `SGD` are compiled programs.
 
         Returns
         -------
@@ -104,10 +107,10 @@ class ParameterGroups:
         TypeError, ValueError
             As in `setup` and `Adam.update`.
         """
-        apply = self.prepare(state, params)
+        update = self.prepare(state, params)
         named = zip(leaf_paths(params, "params"), flatten(params)[0])
         expected = [None if is_variable(leaf) and self.is_frozen(path) else leaf for path, leaf in named]
-        return apply(matching_leaves(gradient, params, expected, _CALL), compiled=compiled)
+        return update.applied(matching_leaves(gradient, params, expected, _CALL))
 
     def group(self, path: str) -> str:
         """Return the name of a leaf's group; raise a ValueError if there is no such group."""
@@ -133,23 +136,14 @@ class ParameterGroups:
         return {name: part for name, part in parts.items() if self.groups[name] is not None}
 
 
-def is_of_library(optimizer: Any) -> bool:
-    """Return whether an update consists of this library's functions only, also those of all groups."""
-    update = getattr(type(optimizer), "update", None)
-    if update is ParameterGroups.update:
-        return all(rule is None or is_of_library(rule) for rule in optimizer.groups.values())
-    return update is Rule.update
-
-
-def prepared(optimizer: Any, state: Tree, params: Tree) -> Apply:
-    """Return an optimizer's update as a function: that of `prepare` if its `update` is one of this library's."""
-    # A subclass with an update of its own may have another state.
-    if getattr(type(optimizer), "update", None) in (Rule.update, ParameterGroups.update):
+def prepared(optimizer: Any, state: Tree, params: Tree) -> Update:
+    """Return an optimizer's update: that of `prepare` if its class is one of this library's."""
+    if type(optimizer) in (SGD, Adam, AdamW, ParameterGroups):
         return optimizer.prepare(state, params)
     build = flatten(params)[1]
 
-    def apply(gradients: list[Array], scale: float = 1.0, compiled: bool = False) -> tuple[Tree, Tree]:
+    def finish(_new: Any, gradients: Sequence[Array], scale: float) -> Updated:
         scaled = gradients if scale == 1.0 else [g if g is None else g * scale for g in gradients]
-        return optimizer.update(state, params, build(scaled))
+        return optimizer.update(state, params, build(list(scaled)))
 
-    return apply
+    return Update([], finish)

@@ -309,11 +309,11 @@ class Jitted:
             (len(entry.replays.schedule.program.nodes) for entry in self._cache.entries.values() if entry), default=0
         )
 
-    def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
+    def derived(self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False) -> Jitted:
         """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""
         made = self._derived.pop(key, None)
         if made is None:
-            made = Jitted(make(), self.strict and not optional)
+            made = Jitted(make(), self.strict and not optional, exact)
             made._cache.warned = optional
         self._derived[key] = made
         if len(self._derived) > _MOST_DERIVED:

@@ -59,7 +59,7 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
     if not kwargs and LEAF_TYPES.issuperset(map(type, args)):  # the most common case
         leaves, build, form = list(args), lambda new: (tuple(new), {}), len(args)
     else:
-        (leaves, build), form = flatten((args, kwargs)), _form((args, kwargs))
+        (leaves, build), form = flatten((args, kwargs)), form_of((args, kwargs))
     traced: list[int] = []
     key: list[Any] = [form]
     for place, leaf in enumerate(leaves):
@@ -76,11 +76,11 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
     return Arguments(leaves, build, traced, tuple(key), form, args, kwargs)
 
 
-def _form(tree: Tree) -> Hashable:
+def form_of(tree: Tree) -> Hashable:
     """Return the structure of a pytree as nested tuples."""
     if isinstance(tree, dict):
-        return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
+        return type(tree), tuple(tree), tuple([form_of(part) for part in tree.values()])
     if isinstance(tree, (list, tuple)):
-        return type(tree), tuple([_form(part) for part in tree])
+        return type(tree), tuple([form_of(part) for part in tree])
     fields = FIELDS.get(type(tree))
-    return fields and (type(tree), tuple([_form(getattr(tree, name)) for name in fields]))
+    return fields and (type(tree), tuple([form_of(getattr(tree, name)) for name in fields]))

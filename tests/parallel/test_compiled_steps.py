@@ -17,13 +17,15 @@ from mpiad.extend import custom_operator, defadjoint
 from mpiad.parallel import (
     SGD,
     Adam,
+    AdamW,
     DistributedDataContainer,
     DistributedOptimizer,
     ParameterGroups,
-    adam,
     buckets,
     value_and_grad,
 )
+from mpiad.parallel.adam import Rule
+from mpiad.pytrees import flatten
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -40,11 +42,11 @@ def loss(p, x, y):
 
 
 def programs(jitted):
-    """Return the number of programs of a jitted loss's evaluation; fail if some call was interpreted."""
-    (evaluation,) = jitted._derived.values()
-    assert not evaluation.refused
-    assert None not in evaluation._cache.entries.values()
-    return len(evaluation._cache.entries)
+    """Return the numbers of programs of the functions derived from a jitted loss; fail if some call was interpreted."""
+    for derived in jitted._derived.values():
+        assert not derived.refused
+        assert None not in derived._cache.entries.values()
+    return [len(derived._cache.entries) for derived in jitted._derived.values()]
 
 
 def floats(p):
@@ -111,7 +113,9 @@ def test_steps_with_a_compiled_loss_follow_the_training_in_one_process(options):
     np.testing.assert_allclose(losses, expected, rtol=1e-11)
     agrees(p, exact)
     assert has_the_same_bits_on_all_ranks(p)
-    assert programs(jitted) == 3  # the number among the parameters is a float at first, and then NumPy's
+    # The number among the parameters is a float at first, and then NumPy's. With accumulated gradients, another program
+    # makes the updates, and gets no batch.
+    assert programs(jitted) == ([3, 2] if "accumulate" in options else [3])
 
 
 @pytest.mark.parametrize("form", ["jit of the gradient", "gradient of jit", "in a step of the user's"])
@@ -137,7 +141,7 @@ def test_gradients_of_all_samples_are_compiled(form):
         agrees({**g, "depth": 2}, by_p)
     assert g["depth"] is None
     assert isinstance(g["w2"][1], np.float64)
-    assert programs(jitted) == 1 if form == "gradient of jit" else not call.refused
+    assert programs(jitted) == [1] if form == "gradient of jit" else not call.refused
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
@@ -196,14 +200,125 @@ def test_compiled_and_interpreted_ranks_train_together():
     assert has_the_same_bits_on_all_ranks(p)
 
 
-def test_updates_are_compiled_and_programs_of_many_optimizers_are_not_kept():
+def test_programs_of_many_optimizers_are_not_kept():
     jitted, (x, y) = mpiad.jit(loss), next(batches())
     for k in range(20):
         optimizer = DistributedOptimizer(Adam(1e-3 * (k + 1), epsilon=1e-5))
         optimizer.step(optimizer.setup(START), START, jitted, x, y)
     assert len(jitted._derived) == 16
-    update = adam._program(Adam(1.0, epsilon=1e-5), 26, np.dtype(float))  # for the 26 trained numbers of START
-    assert list(map(bool, update._cache.entries.values())) == [True]
+
+
+SINGLE = np.linspace(-1, 1, 9, dtype=np.float32)
+MIXED = {"single": SINGLE, "z": (1 + 2j) * np.ones((2, 3)), "long": np.linspace(-1, 1, 9_000), "n": 3, "number": 0.5}
+
+
+def linear(p, gradients):
+    """Return a loss whose gradient is given, so that compiled and interpreted steps sum equal gradients."""
+    return sum([anp.sum(anp.real(p[key] * g)) for key, g in gradients.items()])
+
+
+def samples(p, gradients):
+    return 1 + COMM.rank
+
+
+def given_gradients(k):
+    rng = np.random.default_rng([k, COMM.rank])
+    draw = {key: rng.normal(size=np.shape(MIXED[key])) for key in ("single", "z", "long", "number")}
+    return {**draw, "single": draw["single"].astype(np.float32), "z": draw["z"] * (0.3 - 1j)}
+
+
+GROUPS = ParameterGroups(
+    {"a": AdamW(0.1, weight_decay=0.3), "b": SGD(lambda k: 0.1 / (1 + k), 0.9, True), "frozen": None},
+    lambda path: {"z": "b", "n": "b", "l": "frozen"}.get(path[8], "a"),
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        (Adam(lambda k: 1e-2 / (1 + k)), {}),
+        (AdamW(0.1), {"clip_norm": 0.7, "skip_nonfinite": True}),
+        (SGD(0.1, 0.5, True, 0.2), {"reduction": "sum", "bucket_bytes": 64}),
+        (GROUPS, {"clip_norm": 3.0, "own": lambda path: "single" in path or "z" in path, "check_every": 2}),
+        (Adam(0.1), {"clip_norm": 0.7, "accumulate": 2, "own": lambda path: "z" in path}),
+        (SGD(0.1), {"reduction": "sum", "own": lambda path: "long" in path}),
+    ],
+    ids=["schedule", "clipped", "sum", "groups and own", "accumulated", "own"],
+)
+def test_compiled_steps_have_the_bits_of_interpreted_ones(rule, options):
+    results = []
+    for fun in (linear, mpiad.jit(linear)):
+        optimizer, p = DistributedOptimizer(rule, **options), MIXED
+        state, means = optimizer.setup(p), []
+        for k in range(6):
+            state, p, mean = optimizer.step(state, p, fun, given_gradients(k), samples=samples)
+            means.append(mean)
+        results.append((p, state, means))
+    (one, one_state, one_means), (two, two_state, two_means) = results
+    np.testing.assert_allclose(one_means, two_means, rtol=1e-6)  # a part of the loss is in single precision
+    for expected, found in zip(*[flatten(part)[0] for part in ((one, one_state), (two, two_state))], strict=True):
+        assert np.shape(found) == np.shape(expected)
+        if isinstance(expected, (float, np.ndarray)):
+            assert found.dtype == expected.dtype
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    assert (two["long"] is MIXED["long"]) == (rule is GROUPS) and two["n"] == 3
+    assert len(programs(fun)) == (2 if "accumulate" in options else 1)
+
+
+def test_a_step_is_one_program_and_learning_rates_are_numbers_of_it():
+    rates, p, fun = iter(np.linspace(0.1, 0.9, 6)), np.ones(3), mpiad.jit(lambda w, x: anp.mean((w - x) ** 2))
+    optimizer = DistributedOptimizer(Adam(lambda k: next(rates)), clip_norm=0.1)
+    state = optimizer.setup(p)
+    for _ in range(4):
+        state, p, _ = optimizer.step(state, p, fun, np.zeros(3))
+    (program,) = fun._derived.values()
+    first, second = (state["optimizer"][name] for name in ("first", "second"))
+    loops = program.program(p, first, second, 0.1, 0.2, np.zeros(3)).loops
+    assert programs(fun) == [1]
+    order = [line.split()[0] for line in loops.splitlines()]
+    assert [name for name in order if name != "loop"] == ["summed", "_reduce", "_finish", "clipped"]
+    assert order[-1] == "loop"
+    for rate in (0.5, 0.25):  # of another optimizer
+        optimizer.optimizer = Adam(rate)
+        state, p, _ = optimizer.step(state, p, fun, np.zeros(3))
+    assert programs(fun) == [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"reduction": "sum"}, {"clip_norm": 0.01}, {"own": lambda path: "b" in path}, {"optimizer": SGD(0.1, 0.5)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_changed_settings_of_an_optimizer_are_those_of_the_next_compiled_step(change):
+    results = []
+    for fun in (loss, mpiad.jit(loss)):
+        optimizer, p, (x, y) = DistributedOptimizer(SGD(0.1, 0.9), clip_norm=0.5), START, next(batches())
+        state = optimizer.setup(p)
+        for k in range(4):
+            state, p, _ = optimizer.step(state, p, fun, x, y)
+            if k == 1:
+                vars(optimizer).update(change)
+        results.append(p)
+    agrees(results[1], results[0])
+
+
+class SignDescent(Rule):
+    """A rule of the user, whose class isn't followed by `jit`."""
+
+    moments = ()
+
+    def formula(self, x, g, *others, out):
+        return (np.subtract(x, others[0] * np.sign(g), out=out[0]),)
+
+
+def test_a_rule_of_the_user_is_interpreted_and_its_gradient_compiled():
+    optimizer, fun = DistributedOptimizer(SignDescent(0.25)), mpiad.jit(lambda w, x: anp.sum(w * w * x))
+    p = np.array([1.0, -1.0])
+    state = optimizer.setup(p)
+    for _ in range(3):
+        state, p, _ = optimizer.step(state, p, fun, np.ones(2))
+    assert p.tolist() == [0.25, -0.25]
+    assert programs(fun) == [1]
 
 
 @primitive

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpiad import grad, jit
-from mpiad.parallel import SGD, Adam, AdamW, ParameterGroups
+from mpiad.parallel import SGD, Adam, AdamW, DistributedOptimizer, ParameterGroups
 
 pytestmark = pytest.mark.serial
 
@@ -98,13 +98,26 @@ def test_dtypes_stay_and_compiled_updates_have_the_same_bits(rule, dtype):
     """Settings and numbers of updates may be NumPy's, which would otherwise decide about the precision."""
     for x in (np.linspace(-1, 1, 9).astype(dtype), np.linspace(-1, 1, 60_000).astype(dtype)[::2].reshape(300, 100).T):
         before, g = rule.setup(x) | {"updates": np.int64(3)}, (3 * x).astype(dtype)
-        results = [rule.update(before, x, g, compiled) for compiled in (False, True)]
         clipped = rule.update(before, x, (0.3 * g).astype(dtype))
-        results += [clipped, *(rule.prepare(before, x)([g], 0.3, compiled) for compiled in (False, True))]
+        results = [clipped, rule.prepare(before, x).applied([g], 0.3), rule.update(before, x, g)]
+        for fun in (of_gradient, jit(of_gradient)):
+            optimizer = DistributedOptimizer(rule)
+            state, new, _ = optimizer.step({"optimizer": before}, x, fun, g, samples=one)
+            results.append((state["optimizer"], new))
         leaves = [[new, *(state[name] for name in rule.moments)] for state, new in results]
-        for one, two in [*zip(*leaves[:2]), *zip(leaves[2], leaves[3]), *zip(leaves[2], leaves[4])]:
-            assert one.dtype == two.dtype == x.dtype
-            assert one.tobytes() == two.tobytes()
+        for first, second in [*zip(*leaves[:2]), *zip(*leaves[2:4]), *zip(leaves[2], leaves[4])]:
+            assert first.dtype == second.dtype == x.dtype
+            assert first.tobytes() == second.tobytes()
+
+
+def of_gradient(x, g):
+    """Return a loss that has the gradient g."""
+    return anp.sum(anp.real(x * g))
+
+
+def one(x, g):
+    """Return the number of samples by which the gradient isn't multiplied."""
+    return 1
 
 
 @pytest.mark.parametrize("rule", [SGD(0.05, 0.5, True, 0.1), AdamW(0.1)])
@@ -243,11 +256,12 @@ def test_200_steps_are_those_of_pytorch(rule, expected):
     ],
 )
 def test_200_steps_of_complex_parameters_are_those_of_pytorch(rule, expected, compiled):
-    z = np.array([1.0 + 1j, -2.0j])
-    state = rule.setup(z)
+    z, optimizer, fun = np.array([1.0 + 1j, -2.0j]), DistributedOptimizer(rule), jit(of_gradient)
+    state = optimizer.setup(z)
     for k in range(200):
         noise = np.random.default_rng(k).normal(size=(2, 2))
-        state, z = rule.update(state, z, (H @ z).conj() - (noise[0] + 1j * noise[1]), compiled)
+        g = (H @ z).conj() - (noise[0] + 1j * noise[1])
+        state, z = optimizer.step(state, z, fun, g, samples=one)[:2] if compiled else optimizer.update(state, z, g)
     np.testing.assert_allclose(z, expected, rtol=1e-12)
 
 

@@ -288,10 +288,12 @@ def test_errors_name_the_leaf_that_differs_not_own_or_frozen_ones():
 ONES = (np.ones(3),)
 
 
-def step_with(p=None, loss=quadratic, batch=ONES, state=None, samples=None, **options):
+def step_with(p=None, loss=quadratic, batch=ONES, state=None, samples=None, changed=(), **options):
     p = {"w": np.ones(3)} if p is None else p
     optimizer = DistributedOptimizer(options.pop("rule", SGD(0.1)), **options)
-    return optimizer.step(optimizer.setup({"w": np.ones(3)}) if state is None else state, p, loss, *batch, samples=samples)
+    state = optimizer.setup({"w": np.ones(3)}) if state is None else state
+    vars(optimizer).update(changed)
+    return optimizer.step(state, p, loss, *batch, samples=samples)
 
 
 class Unregistered(LookupError):
@@ -394,6 +396,36 @@ WRONG = {
         lambda: DistributedOptimizer(
             ParameterGroups({"a": SGD(0.1)}, lambda path: {}["x"] if ONLY_LAST else "a")
         ).setup({"a": 1.0}), KeyError, "x",
+    ),
+    "unknown group": (
+        lambda: step_with(rule=ParameterGroups({"a": SGD(0.1)}, lambda path: "c"), state={"optimizer": {"a": {}}}),
+        ValueError, r"ParameterGroups: group_of\(.*\['w'\].*must return one of \['a'\], but returned 'c'.*on rank 0",
+    ),
+    "unknown group on one rank": (
+        lambda: step_with(
+            rule=ParameterGroups({"w": SGD(0.1)}, lambda path: None if ONLY_LAST else "w"),
+            state={"optimizer": {"w": {"updates": 0}}},
+        ), ValueError, rf"group_of\(.*must return one of \['w'\], but returned None.*on rank {LAST}",
+    ),
+    "unknown group of a compiled step": (
+        lambda: step_with(
+            rule=ParameterGroups({"w": SGD(0.1)}, lambda path: "v" if ONLY_LAST else "w"), loss=mpiad.jit(quadratic),
+            state={"optimizer": {"w": {"updates": 0}}},
+        ), ValueError, rf"group_of\(.*must return one of \['w'\], but returned 'v'.*on rank {LAST}",
+    ),
+    "unknown group in setup": (
+        lambda: DistributedOptimizer(
+            ParameterGroups({"a": SGD(0.1)}, lambda path: "b" if ONLY_LAST else "a")
+        ).setup({"a": 1.0}), ValueError, r"group_of\(.*must return one of \['a'\], but returned 'b'",
+    ),
+    "unknown group in update": (
+        lambda: DistributedOptimizer(ParameterGroups({"a": SGD(0.1)}, lambda path: "b" if ONLY_LAST else "a")).update(
+            {"optimizer": {"a": {"updates": 0}}}, np.ones(2), np.ones(2)
+        ), ValueError, rf"group_of\(.*must return one of \['a'\], but returned 'b'.*on rank {LAST}",
+    ),
+    "accumulation that begins later": (
+        lambda: step_with(changed={"accumulate": 2}), TypeError,
+        "the state must be a dict of .*'gradient', 'optimizer', 'samples', 'steps'.* got .*'optimizer'",
     ),
     "traced batch": (
         lambda: mpiad.grad(lambda x: value(quadratic)({"w": np.ones(3)}, x[: 3 * ONLY_LAST]), objective="sum")(np.ones(3)),
