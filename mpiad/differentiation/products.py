@@ -131,12 +131,11 @@ def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:
 
 def _shaped(g: Array, value: Array, call: str, lead: tuple[int, ...] = ()) -> Array:
     """Convert a cotangent or tangent to the dtype of `value`; raise a TypeError if the shapes after `lead` differ."""
-    spec, given = spec_like(value), spec_like(g).shape
-    lead = lead if is_variable(g) else ()
-    if given != lead + spec.shape:
-        got = given[len(lead) :]
+    spec, shape = spec_like(value), spec_like(g).shape
+    got = shape[len(lead) :] if is_variable(g) else shape  # other values are the same in all directions
+    if got != spec.shape:
         raise TypeError(f"{call}: expected shape {spec.shape}, like the value or argument, but got {got}.")
-    return conform(g, given, spec.dtype, spec.arrays)
+    return conform(g, lead + spec.shape, spec.dtype, spec.arrays)
 
 
 def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
