@@ -136,8 +136,7 @@ def _pulled(matvec: Function, indices: tuple[int, ...]) -> Function:
     def pulled(left: LocalArray, u: LocalArray, params: tuple) -> list[Array]:
         leaves, build = flatten(params)
         operator = _Operator(matvec, build, leaves, left.shape, False)
-        variables = [leaves[k] for k in indices]
-        return make_vjp(lambda x: operator.product(u, x, indices, False))(variables)[0](left)
+        return make_vjp(lambda x: operator.product(u, x, indices, False))([leaves[k] for k in indices])[0](left)
 
     return pulled
 

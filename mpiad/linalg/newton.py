@@ -70,9 +70,9 @@ def find_root(
     system.require_finite(np.array(norm), f, "the residual at u0")
     system.note(np.array([norm]))
     target, forcing = max(settings.rtol * norm, settings.atol), _FIRST_FORCING
-    # If the last step was poor, every fourth solution by the factors of a sparse Jacobian, which entries may miss, is
-    # verified by a product; after a failed search or verification, every solution.
-    verifies = is_poor = False
+    # Products verify a solution by the factors of a sparse Jacobian, in which entries may be missing, after a step that
+    # didn't halve the residual, unless they have just verified the last one.
+    trusted = True
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
@@ -80,13 +80,12 @@ def find_root(
         tolerance = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
         linearized = linear(system.block(u), tolerance)
-        is_direct = linearized.has_inverse and not (verifies or is_poor and system.iterations % 4 == 0)
+        is_direct = linearized.has_inverse and trusted
         step = _newton_step(system, linearized, METHODS[settings.method], u, f, is_direct)
         before = norm
         accepted = _search(system, u, step, norm, tolerance)
-        is_poor = accepted is None or accepted[2] > 0.5 * norm
-        verifies |= linearized.has_inverse and (linearized.iterations > 0 or is_direct and accepted is None)
-        if accepted is None and is_direct:
+        trusted = accepted is not None and (accepted[2] <= 0.5 * norm or not (is_direct or linearized.iterations))
+        if is_direct and accepted is None:
             continue
         if accepted is not None:
             u, f, norm = accepted
@@ -262,17 +261,14 @@ def newton(
     error = error or _jacobian_error(stop_gradient(u0), preconditioner, settings, pattern)
     settings = agree_on(settings, error, preconditioner)
     leaves, build = flatten(params)
-    size, compiled = channel(comm, _CALL).size, None
-    if isinstance(residual, Jitted):
-        compiled = residual.derived(_CALL, lambda: _product_of(residual.fun), True)
+    compiled = residual.derived(_CALL, lambda: _product_of(residual.fun), True) if isinstance(residual, Jitted) else None
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
         is_block = len(np.shape(v)) > len(np.shape(u))
-        if compiled is None or tracing.tape is not None or is_block and size > 1:
-            # On several ranks, products with a block share messages.
-            fun = lambda w: residual(w, *params)  # noqa: E731
-            return linearize(fun)(u).jvp(v, batch=True) if is_block else make_jvp(fun)(u)(v)[1]
-        return stack([compiled(each, u, *params) for each in v]) if is_block else compiled(v, u, *params)
+        if compiled is not None and tracing.tape is None:
+            return stack([compiled(each, u, *params) for each in v]) if is_block else compiled(v, u, *params)
+        fun = lambda w: residual(w, *params)  # noqa: E731
+        return linearize(fun)(u).jvp(v, batch=True) if is_block else make_jvp(fun)(u)(v)[1]
 
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])

@@ -21,7 +21,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,24 +39,20 @@ class SparseFactors:
     """The factors of a square CSR or CSC matrix; raises a ValueError if the matrix, called `name`, is singular."""
 
     def __init__(self, matrix: Any, name: str):
-        rows = matrix.tocsr()
-        self._order = known = next((order for order in [*_latest] if order.fits(rows)), None)
-        columns = rows.tocsc() if known is None else known.permuted(rows.data)
-        order = known or _Order(rows, columns)
+        columns = matrix.tocsc()
+        ordering = "MMD_AT_PLUS_A" if _has_diagonal_pivots(matrix.tocsr(), columns) else None
         try:
-            # Panels of one column took the least time for stencils in two dimensions, up to 256 x 256 unknowns.
-            self._factors: Any = splu(columns, "NATURAL" if known else order.name, panel_size=1)
+            # Panels of one column take the least time for stencils in two dimensions, at least up to 256 x 256 unknowns.
+            self._factors: Any = splu(columns, ordering, panel_size=1)
         except RuntimeError as error:
             text = f"{name} can't be factorized: {error}."
             # The null vector, by one inverse iteration with a small shift, is largest in the unknowns that cause this.
             shift = 1e-10 * max(float(np.abs(matrix.data).max(initial=0.0)), 1.0)
             start = np.random.default_rng(0).standard_normal(matrix.shape[0]).astype(matrix.dtype)
             with contextlib.suppress(RuntimeError):
-                vector = splu((rows + shift * scipy.sparse.eye_array(matrix.shape[0])).tocsc()).solve(start)
+                vector = splu((columns + shift * scipy.sparse.eye_array(matrix.shape[0])).tocsc()).solve(start)
                 text += f" The null vector is largest in row {int(np.abs(vector).argmax())}."
             raise ValueError(text) from error
-        if known is None:
-            order.places, _latest[:] = self._factors.perm_c.copy(), [order]  # a view would keep the factors
         self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), itertools.count()
         self._block_solver: _BlockSolver | None = None
 
@@ -68,55 +63,21 @@ class SparseFactors:
         if not len(rows):
             return rows.copy()
         if len(rows) > 1 and rows.dtype == self._dtype == np.float64 and next(self._solves) >= _FIRST_SOLVES:
-            self._block_solver = self._block_solver or _BlockSolver(self._factors, self._order)
+            self._block_solver = self._block_solver or _BlockSolver(self._factors)
             return self._block_solver(rows, kind)
-        if self._order is not None:
-            return self._factors.solve(rows.take(self._order.unknowns, 1).T, kind).T.take(self._order.places, 1)
         return self._factors.solve(np.ascontiguousarray(rows).T, kind).T
 
 
-class _Order:
-    """The order of elimination of the unknowns; `places` is set by the first of the matrices with the same pattern."""
-
-    places: np.ndarray
-
-    def __init__(self, rows: Any, columns: Any):
-        self._pattern = pattern = rows.indptr, rows.indices
-        self._is_symmetric = all(map(np.array_equal, pattern, (columns.indptr, columns.indices)))
-        self.name = self._name_for(rows)
-
-    def _name_for(self, rows: Any) -> str:
-        # If SuperLU takes pivots on the diagonal, the minimum degree ordering of the pattern leads to about half of the
-        # entries of COLAMD for stencils in two dimensions: COLAMD allows for any choice of the pivots.
-        diagonal, sums = np.abs(rows.diagonal()), np.bincount(rows.indices, np.abs(rows.data), rows.shape[0])
-        is_dominant = diagonal.all() and (sums <= (2.0 + 1e-6) * diagonal).all()  # in each column, up to rounding
-        return "MMD_AT_PLUS_A" if self._is_symmetric and is_dominant else "COLAMD"
-
-    def fits(self, rows: Any) -> bool:
-        """Return whether SuperLU would choose this order for a CSR matrix."""
-        return all(map(np.array_equal, self._pattern, (rows.indptr, rows.indices))) and self.name == self._name_for(rows)
-
-    def permuted(self, values: np.ndarray) -> Any:
-        """Return the matrix with these values, with rows and columns in this order."""
-        entries, *pattern = self._entries
-        return scipy.sparse.csc_array((values[entries], *pattern), (len(self.places),) * 2)
-
-    @cached_property
-    def unknowns(self) -> np.ndarray:
-        """The unknowns in this order."""
-        return np.argsort(self.places)
-
-    @cached_property
-    def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each entry of the permuted matrix, in CSC format, its number in the pattern; and the permuted pattern."""
-        starts, indices = self._pattern
-        row, column = np.repeat(self.places, np.diff(starts)), self.places[indices]
-        entries = np.lexsort((row, column))
-        ends = np.cumsum(np.bincount(column, minlength=len(self.places)))
-        return entries, row[entries], np.concatenate([[0], ends]).astype(row.dtype)
-
-
-_latest: list[_Order] = []  # of the last pattern
+def _has_diagonal_pivots(rows: Any, columns: Any) -> bool:
+    """Return whether a matrix, in both formats, has a symmetric pattern, and is diagonally dominant in each column."""
+    # Then SuperLU takes pivots on the diagonal, and the minimum degree ordering of the pattern leads to about half the
+    # entries that COLAMD leads to for stencils in two dimensions: COLAMD allows for any choice of the pivots.
+    diagonal = np.abs(columns.diagonal())
+    is_symmetric = np.array_equal(rows.indptr, columns.indptr) and np.array_equal(rows.indices, columns.indices)
+    if not (is_symmetric and diagonal.all()):
+        return False
+    sums = np.add.reduceat(np.abs(columns.data), columns.indptr[:-1])
+    return bool((sums <= (2.0 + 1e-6) * diagonal).all())  # dominance may hold up to rounding
 
 
 class _Triangle(NamedTuple):
@@ -148,12 +109,11 @@ class _Triangle(NamedTuple):
 class _BlockSolver:
     """Solves for several right-hand sides with SuperLU's factors."""
 
-    def __init__(self, factors: Any, order: _Order | None):
+    def __init__(self, factors: Any):
         matrices = factors.L, factors.U.T.tocsc()
         places = _places(*matrices)
         lower, upper = (_Triangle.of(matrix, places) for matrix in matrices)
-        unknowns = slice(None) if order is None else order.places
-        into, out_of = (places[permutation[unknowns]] for permutation in (factors.perm_r, factors.perm_c))
+        into, out_of = (places[permutation] for permutation in (factors.perm_r, factors.perm_c))
         self._arrays = {"N": [*lower, *upper, into, out_of], "T": [*upper, *lower, out_of, into]}
         # The unused block of a kind (see `compiling.cache`), its number of right-hand sides, and its arrays.
         self._unused: dict[str, tuple[np.ndarray, int, list[np.ndarray]]] = {}

@@ -30,17 +30,8 @@ def matrix_of(kind, rng):
 
 @pytest.mark.parametrize("kind", ["grid", "indefinite", "random", "diagonal"])
 def test_solutions(kind, rng):
-    matrix = matrix_of(kind, rng).tocsc()
-    sparse_factors._latest.clear()
-    check_solutions(SparseFactors(matrix, "A"), matrix.toarray(), rng)
-    first = SparseFactors(matrix, "A")._factors.L.nnz
-    matrix.data *= rng.uniform(0.9, 1.1, matrix.nnz)
-    factors = SparseFactors(matrix, "A")  # in the order that was found for the first matrix
-    assert factors._order is not None and factors._factors.L.nnz <= 1.1 * first
-    check_solutions(factors, matrix.toarray(), rng)
-
-
-def check_solutions(factors, dense, rng):
+    matrix = matrix_of(kind, rng)
+    factors, dense = SparseFactors(matrix.tocsc(), "A"), matrix.toarray()
     for count in (0, 1, 2, 5, 33, 70):  # the compiled loop takes 32 at a time
         rows = rng.standard_normal((count, len(dense)))
         for name, whole in (("N", dense), ("T", dense.T)):
@@ -56,8 +47,7 @@ def test_fill_of_a_dominant_matrix():
     matrix = scipy.sparse.kronsum(line, line, format="csc")
     for shift, largest in ((0.1, 0.7), (-0.5, 1.0)):
         shifted = (matrix + shift * scipy.sparse.eye_array(1600)).tocsc()
-        for _ in range(2):  # computed, and kept
-            assert SparseFactors(shifted, "A")._factors.L.nnz <= largest * splu(shifted).L.nnz
+        assert SparseFactors(shifted, "A")._factors.L.nnz <= largest * splu(shifted).L.nnz
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(np.float32, 1e-4), (np.complex128, 1e-9)])
