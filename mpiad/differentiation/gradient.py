@@ -16,7 +16,7 @@ from mpiad.differentiation.objective import check_objective, problem_with, reduc
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_derivative, trace_backwards, variables_of
 from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.replication import require_replicated
@@ -152,8 +152,8 @@ def several_cotangents_of_variables(
 ) -> list[Array]:
     """Return the cotangents of the variables for several sets of seeds, stacked along a new first axis; keep the record."""
     cotangents = run_backward_together(traced.recording, seeds, len(variables.places))
-    leaves = [variables.leaves[place] for place in variables.places]
-    return [stack([_writable(g, leaf) for g in several]) for several, leaf in zip(zip(*cotangents), leaves)]
+    specs = [spec_like(variables.leaves[place]) for place in variables.places]
+    return [stack([conformed(g, spec) for g in several]) for several, spec in zip(zip(*cotangents), specs)]
 
 
 def _writable(g: Array, leaf: Array) -> Array:

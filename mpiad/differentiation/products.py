@@ -109,16 +109,17 @@ def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: 
     # With `batch`, arrays in `g` have a first axis for several directions; a ValueError is raised if lengths differ.
     if not batch:
         return cotangents_of_variables(record[0], _seeds(g, record[0], call), record[1], keep=True)
-    leaves, build = flatten(g)
-    shapes = [spec_like(leaf).shape for leaf in leaves if is_variable(leaf)]
+    shapes = [spec_like(leaf).shape for leaf in flatten(g)[0] if is_variable(leaf)]
     if () in shapes:
         raise ValueError(f"{call}: with batch=True each array needs a first axis for the directions, but got a number.")
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
-    directions = [build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves]) for k in range(counts.pop())]
-    seeds = [_seeds(each, record[0], call) for each in directions]
-    return several_cotangents_of_variables(record[0], seeds, record[1])
+    lead = (counts.pop(),)
+    seeds = _seeds(g, record[0], call, lead)
+    return several_cotangents_of_variables(
+        record[0], [[(place, each[k]) for place, each in seeds] for k in range(*lead)], record[1]
+    )
 
 
 def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:
@@ -128,13 +129,13 @@ def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:
     return leaves
 
 
-def _shaped(g: Array, value: Array, call: str) -> Array:
-    """Convert a cotangent or tangent to the dtype of `value`; raise a TypeError if the shapes differ."""
-    spec = spec_like(value)
-    if spec_like(g).shape != spec.shape:
-        got = spec_like(g).shape
+def _shaped(g: Array, value: Array, call: str, lead: tuple[int, ...] = ()) -> Array:
+    """Convert a cotangent or tangent to the dtype of `value`; raise a TypeError if the shapes after `lead` differ."""
+    spec, shape = spec_like(value), spec_like(g).shape
+    got = shape[len(lead) :] if is_variable(g) else shape  # other values are the same in all directions
+    if got != spec.shape:
         raise TypeError(f"{call}: expected shape {spec.shape}, like the value or argument, but got {got}.")
-    return conform(g, *spec)
+    return conform(g, lead + spec.shape, spec.dtype, spec.arrays)
 
 
 def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
@@ -308,12 +309,13 @@ class Linearization:
         return outputs.filled(_reverse_pass((traced, outputs), v, batch, "jvp"), no_derivative)
 
 
-def _seeds(given: Tree, traced: Traced, call: str) -> list[tuple[int, Array]]:
+def _seeds(given: Tree, traced: Traced, call: str, lead: tuple[int, ...] = ()) -> list[tuple[int, Array]]:
     name, of = ("v", "argument") if call == "jvp" else ("the cotangent", "value")
     triples = zip(_leaves_of(given, len(traced.values), f"{call}: {name}", of), traced.values, traced.places)
     # The shape of a direction is checked even if the function doesn't depend on its variable; others have no value.
     known = [x for x in triples if x[2] >= 0 or call == "jvp" and x[1] is not None]
-    return [(place, seed) for place, seed in ((place, _shaped(g, value, call)) for g, value, place in known) if place >= 0]
+    shaped = [(place, _shaped(g, value, call, lead)) for g, value, place in known]
+    return [pair for pair in shaped if pair[0] >= 0]
 
 
 def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]:

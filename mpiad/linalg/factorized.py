@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -39,6 +40,7 @@ from mpiad.linalg.vectors import block_error
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
+from mpiad.programs.function import Jitted
 from mpiad.pytrees import flatten
 from mpiad.transport import MAX, Channel, channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
@@ -63,12 +65,16 @@ class _Operator(NamedTuple):
     shape: tuple[int, ...]
     takes_batches: bool
 
-    def product(self, u: Array, variables: list[Array], indices: tuple[int, ...], transposed: bool) -> Array:
-        """Return A u or Aᵀ u for blocks (..., *shape); `variables` replace the leaves at `indices`."""
+    def params(self, variables: Sequence[Array], indices: tuple[int, ...]) -> tuple:
+        """Return the params, in which `variables` replace the leaves at `indices`."""
         leaves = list(self.leaves)
         for k, x in zip(indices, variables):
             leaves[k] = x
-        params = tuple(self.build(leaves))
+        return tuple(self.build(leaves))
+
+    def product(self, u: Array, variables: Sequence[Array], indices: tuple[int, ...], transposed: bool) -> Array:
+        """Return A u or Aᵀ u for blocks (..., *shape); `variables` and `indices` as in `params`."""
+        params = self.params(variables, indices)
 
         def one(block: Array) -> Array:
             if not transposed:
@@ -99,6 +105,10 @@ def _adjoint(ans: LocalArray, b: LocalArray, *variables: Array, use: _Use) -> Ca
         operator, pair = use.factors.operator, (ans, multiplier) if use.transposed else (multiplier, ans)
         count = math.prod(spec_like(ans).shape[: -len(operator.shape) or None])
         left, right = ([u] if operator.takes_batches else list(anp.reshape(u, (count, *operator.shape))) for u in pair)
+        if left and isinstance(operator.matvec, Jitted) and tracing.tape is None:
+            pulled = operator.matvec.derived((_CALL, use.indices), partial(_pulled, operator.matvec.fun, use.indices), True)
+            params = operator.params(variables, use.indices)
+            return [-sum(parts) for parts in zip(*[pulled(*of_one, params) for of_one in zip(left, right)])]
         pull, _ = make_vjp(lambda x: [operator.product(u, x, use.indices, False) for u in right])(list(variables))
         return [-part for part in pull(left)]
 
@@ -118,6 +128,17 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *variables: Array, use: _
         product = lambda x: use.factors.operator.product(x[0], x[1:], use.indices, use.transposed)  # noqa: E731
         residual = residual - change_along(product, ans, variables, gs[1:])
     return back_substitution(residual, *variables, use=use)
+
+
+def _pulled(matvec: Function, indices: tuple[int, ...]) -> Function:
+    """Return a function for `jit`: the cotangents of the params' leaves at `indices`, if `left` is that of A u."""
+
+    def pulled(left: LocalArray, u: LocalArray, params: tuple) -> list[Array]:
+        leaves, build = flatten(params)
+        operator = _Operator(matvec, build, leaves, left.shape, False)
+        return make_vjp(lambda x: operator.product(u, x, indices, False))([leaves[k] for k in indices])[0](left)
+
+    return pulled
 
 
 back_substitution.batched_adjoint = True

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
+from mpiad.device.assembly import stack
 from mpiad.differentiation import linearize, make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
@@ -34,6 +35,7 @@ from mpiad.linalg.system import Settings, System, agree_on, preconditioner_error
 from mpiad.linalg.vectors import block_error
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
+from mpiad.programs.function import Jitted
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed_among
@@ -68,15 +70,23 @@ def find_root(
     system.require_finite(np.array(norm), f, "the residual at u0")
     system.note(np.array([norm]))
     target, forcing = max(settings.rtol * norm, settings.atol), _FIRST_FORCING
+    # Products verify a solution by the factors of a sparse Jacobian, in which entries may be missing, after a step that
+    # didn't halve the residual, unless they have just verified the last one.
+    trusted = True
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
         # Near the root, the linear system isn't solved more accurately than the target requires.
         tolerance = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
-        step = _newton_step(system, linear(system.block(u), tolerance), METHODS[settings.method], u, f)
+        linearized = linear(system.block(u), tolerance)
+        is_direct = linearized.has_inverse and trusted
+        step = _newton_step(system, linearized, METHODS[settings.method], u, f, is_direct)
         before = norm
         accepted = _search(system, u, step, norm, tolerance)
+        trusted = accepted is not None and (accepted[2] <= 0.5 * norm or not (is_direct or linearized.iterations))
+        if is_direct and accepted is None:
+            continue
         if accepted is not None:
             u, f, norm = accepted
             system.note(np.array([norm]))
@@ -102,11 +112,13 @@ def find_root(
     return system.block(u)
 
 
-def _newton_step(system: System, linear: System, method: Method, u: LocalArray, f: LocalArray) -> LocalArray:
-    """Return the solution of the linear system J s = -f."""
+def _newton_step(
+    system: System, linear: System, method: Method, u: LocalArray, f: LocalArray, is_direct: bool
+) -> LocalArray:
+    """Return the solution of the linear system J s = -f; `is_direct`: that of the preconditioner."""
     failure = f"in step {system.iterations + 1} the linear system wasn't solved"
     try:
-        step = system.rows(iterate(method, linear, system.block(-f), None))
+        step = linear.precondition(-f) if is_direct else system.rows(iterate(method, linear, system.block(-f), None))
     except ConvergenceError as error:
         if not agreed_among(error):
             raise
@@ -249,19 +261,14 @@ def newton(
     error = error or _jacobian_error(stop_gradient(u0), preconditioner, settings, pattern)
     settings = agree_on(settings, error, preconditioner)
     leaves, build = flatten(params)
-    # The last point at which a sparse Jacobian was computed, and the linearization there.
-    last: list[Any] | None = [] if jacobian == "sparse" else None
+    compiled = residual.derived(_CALL, lambda: _product_of(residual.fun), True) if isinstance(residual, Jitted) else None
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
+        is_block = len(np.shape(v)) > len(np.shape(u))
+        if compiled is not None and tracing.tape is None:
+            return stack([compiled(each, u, *params) for each in v]) if is_block else compiled(v, u, *params)
         fun = lambda w: residual(w, *params)  # noqa: E731
-        if len(np.shape(v)) > len(np.shape(u)):
-            at_u = linearize(fun)(u)
-            if last is not None:
-                last[:] = u, at_u
-            return at_u.jvp(v, batch=True)
-        if last and u is last[0] and tracing.tape is None:
-            return last[1].jvp(v)
-        return make_jvp(fun)(u)(v)[1]
+        return linearize(fun)(u).jvp(v, batch=True) if is_block else make_jvp(fun)(u)(v)[1]
 
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])
@@ -271,6 +278,10 @@ def newton(
     linear = linear._replace(preconditioned=settings.preconditioned or jacobian == "sparse")
     system = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), system))
+
+
+def _product_of(residual: Function) -> Function:
+    return lambda v, u, *params: make_jvp(lambda w: residual(w, *params))(u)(v)[1]
 
 
 class NonlinearProblem(NamedTuple):

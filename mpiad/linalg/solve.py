@@ -102,14 +102,11 @@ class Problem(NamedTuple):
         """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = self._functions(params, b, failures.attempt)
-        if getattr(self.preconditioner, "is_updated", False):  # iterations with it aren't compiled
-            return System(apply, precondition, b, self.settings, failures=failures)
-        settings, kind = self.settings, (self.transposed, self.lanes)
-        read = self.matvec, self.preconditioner, *kind, self.preconditioner_transpose
-        operator = Operator(
-            read, params, lambda params: self._functions(params, b, _called), b.shape, settings.comm, settings.side
-        )
-        return System(apply, precondition, b, self.settings, failures=failures, operator=operator)
+        read = self.matvec, self.preconditioner, self.transposed, self.lanes, self.preconditioner_transpose
+        comm, side = self.settings.comm, self.settings.side
+        operator = Operator(read, params, lambda params: self._functions(params, b, _called), b.shape, comm, side)
+        is_updated = getattr(self.preconditioner, "is_updated", False)  # iterations with it aren't compiled
+        return System(apply, precondition, b, self.settings, failures=failures, operator=None if is_updated else operator)
 
     def _functions(self, params: tuple, b: LocalArray, attempt: Function) -> tuple[Function, Function | None]:
         """Return the product and the preconditioner; `attempt`: of the failures."""
