@@ -160,8 +160,7 @@ def _numbers(run: Run, leaves: Sequence[Any], like: Array) -> Array:
 
 def _like(x: Array, u: Array) -> Array:
     """Return real numbers x in the precision of the states u."""
-    real = np.zeros(0, u.dtype).real.dtype
-    return x if x.dtype == real else x.astype(real)
+    return x if x.dtype == u.dtype or x.dtype == (real := np.zeros(0, u.dtype).real.dtype) else x.astype(real)
 
 
 class Inputs(NamedTuple):
