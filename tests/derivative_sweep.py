@@ -560,7 +560,8 @@ The results of these functions are sizes, indices, booleans, step functions or a
 
 {constant}.
 
-`full_like(x, y)` is a constant even if y is traced. Use `full(x.shape, y)` instead.
+`full_like(x, y)` is a constant even if y is traced. Use `full(x.shape, y)` instead. For complex z,
+NumPy 2's `sign(z)` is z / |z|, but its derivative is zero here. Write `z / abs(z)` instead.
 
 ## Functions without a derivative
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound
-from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -30,10 +28,10 @@ def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
 
 
 def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
-    # The operator `**` would convert a number on its left to a NumPy array, even if the exponent is on a device.
+    # The operator `**` would convert a number on its left to a NumPy array, even if the exponent is on a device. At x = 0
+    # the power is infinite for y = 0 and the logarithm for every y, and their products with zero would be NaN.
     if argnum == 0:
-        exponent = anp.where(y, y - 1, 1.0) if anp.shape(y) or not is_device_array(getval(x)) else y - 1
-        return anp.power(x, exponent) * y
+        return anp.power(anp.where((x == 0) & (y == 0), 1, x), y - 1) * y
     return ans * anp.log(anp.where(x, x, 1.0 + 0j if anp.iscomplexobj(ans) else 1.0))
 
 
@@ -50,12 +48,9 @@ def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Arr
         y = y.item()
     if y == 2:
         return lambda g: 2 * g * x
-    if y == 0:
-        # The general rule supports infinite and NaN x, but would convert the exponent of a device array to a NumPy array.
-        return (lambda g: g * 0.0 * x) if is_device_array(getval(x)) else None
     if y == 1:
         return lambda g: g
-    return lambda g: g * y * x ** (y - 1)
+    return None if y == 0 else lambda g: g * y * x ** (y - 1)
 
 
 VJPS = {anp.power: power_vjp}

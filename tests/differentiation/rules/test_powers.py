@@ -3,6 +3,8 @@ import numpy
 import pytest
 from against_autograd import check, random_like
 
+import mpiad
+
 pytestmark = pytest.mark.serial
 
 DTYPES = [numpy.float64, numpy.float32, numpy.complex128, numpy.complex64]
@@ -50,6 +52,27 @@ def test_other_exponents_take_autograds_rule():
 
 def test_traced_scalar_exponent():
     check(lambda y: positive((3,)) ** y, numpy.float64(2.0))
+
+
+@pytest.mark.parametrize("dtype", [numpy.float64, numpy.complex128])
+@pytest.mark.parametrize("n", [0, 1, 2, 0.0, 1.0, numpy.array(0.0), numpy.array([0, 1, 2, 0])], ids=repr)
+def test_zero_base_with_an_exponent_that_jit_takes_as_input(n, dtype):
+    x, v = numpy.array([0.0, 0.0, 0.0, 2.0], dtype), numpy.ones(4, dtype)
+    first = n * numpy.where(numpy.equal(n, 0), 1, x) ** (n - 1.0)
+    second = n * (n - 1) * numpy.where(numpy.less(n, 2), 1, x) ** (n - 2.0)
+    power = lambda x, n: np.sum(np.real(x**n))  # noqa: E731
+    for fun in (power, mpiad.jit(power)):
+        numpy.testing.assert_allclose(mpiad.grad(fun)(x, n), first)
+        numpy.testing.assert_allclose(mpiad.hvp(lambda x, fun=fun: fun(x, n))(x, v), second)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_second_derivatives_by_base_and_exponent_at_exponent_zero(compiled):
+    z, v = numpy.array([[2.0, 0.5], [0.0, 0.0]]), numpy.array([[0.1, 0.2], [0.3, 0.4]])
+    x, (a, b) = z[0], v
+    power = lambda z: np.sum(z[0] ** z[1])  # noqa: E731
+    product = mpiad.hvp(mpiad.jit(power) if compiled else power)(z, v)
+    numpy.testing.assert_allclose(product, [b / x, a / x + b * numpy.log(x) ** 2], rtol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
