@@ -29,7 +29,6 @@ from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_operators import advanced, replaced, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
-from mpiad.transport.devices.device_arrays import is_device_array
 
 # Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2
@@ -303,8 +302,6 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     # Results: saved states, (N, n_saved, d), zero for failures and times not reached; final states, (N, d); with events
     # the final times, (N,), and the times of events, (m,). `due`, shape (times, N): the given times at which events act.
     timed = any(map(isbox, (start, end, due))) or run.times_move
-    if run.xp is not None and not is_device_array(getval(u0)):  # the states of the problem, if only p is on a device
-        u0 = array_to_device(u0, run.xp)
     replay, inputs, rows = Replay(run, timed), Inputs(list(leaves)), _SavedRows(run)
     if timed:
         shifts = [x - getval(x) for x in (start, end)]
