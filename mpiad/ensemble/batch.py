@@ -9,6 +9,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
@@ -213,11 +214,10 @@ def is_on_device(batch: Batch) -> bool:
 
 
 def with_states_on_device(batch: Batch) -> Batch:
-    """Return a batch with the initial states on the device of the parameters, if these are on a device."""
-    xp = next((arrays_of(leaf) for leaf in batch.p.leaves if is_device_array(leaf)), None)
-    if xp is None or is_device_array(batch.u0):
-        return batch
-    return batch._replace(u0=xp.to_device(np.ascontiguousarray(batch.u0)))
+    """Return a batch, which may be traced, with the states on the device of the parameters, if these are on a device."""
+    found = [arrays_of(getval(leaf)) for leaf in batch.p.leaves]
+    xp = next(filter(None, found), None)
+    return batch if xp is None or is_device_array(getval(batch.u0)) else batch._replace(u0=array_to_device(batch.u0, xp))
 
 
 def check_place(batch: Batch) -> None:

@@ -57,15 +57,14 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
 
 
 def jacobian_by_tangents(
-    field: Field, u: Array, leaves: Sequence[Any], t: Array, directions: Array | None = None, scale: Array | float = 1.0
+    field: Field, u: Array, leaves: Sequence[Any], t: Array, directions: Array | None = None
 ) -> tuple[Array, list[Array], Array | None]:
     """Return f, the columns of ∂f/∂u, and ∂f/∂t or None if it is zero, each of shape (d, n); arguments may be traced.
 
-    With `directions`, shape (c, d), return the products of ∂f/∂u with these vectors instead of the columns. Both are
-    multiplied by the `scale`, shape (n,).
+    With `directions`, shape (c, d), return the products of ∂f/∂u with these vectors instead of the columns.
     """
     zeros = np.zeros_like(getval(u))
-    units = (np.eye(len(u)) if directions is None else directions).astype(zeros.dtype)[:, :, None] * (zeros + scale)
+    units = (np.eye(len(u)) if directions is None else directions).astype(zeros.dtype)[:, :, None] + zeros
     with restoring_state(), Bundle() as bundle:
         state = bundle.variable(u, [*units, None])
         time = bundle.variable(t, [None] * len(units) + [np.ones_like(getval(t))])

@@ -29,7 +29,6 @@ from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_operators import advanced, replaced, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
-from mpiad.transport.devices.device_arrays import is_device_array
 
 # Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2
@@ -38,8 +37,9 @@ _ROOT_STEPS = 2
 class StepReplay:
     """One step of several columns."""
 
-    def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array):
-        self._run, self._leaves, self._u, self.t, self.h = run, leaves, u, t, h
+    def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array, exact: bool):
+        # With `exact` the new state is that of the solve to the last bit, and has derivatives up to third order.
+        self._run, self._leaves, self._u, self.t, self.h, self._exact = run, leaves, u, t, h, exact
         self._size, self._k, self._arguments = _like(h, u), [], dict[int, Array]()
         self._rows = None if run.program is None else _numbers(run, leaves, getval(u))  # the parameters
         for i in range(run.tableau.stages - 1):
@@ -55,7 +55,7 @@ class StepReplay:
         """Return the argument of stage i; the argument of the last stage is the new state."""
         if i not in self._arguments:
             u, row, rows = self._u, ((), *self._run.tableau.a)[i], self._run.tableau.a
-            if i > 1 and row[:-1] == rows[i - 2]:  # as in stiffly accurate methods, the sum with one more term
+            if i > 1 and row[:-1] == rows[i - 2] and not self._exact:  # in stiffly accurate methods
                 u, row = self.argument(i - 1), (0.0,) * (i - 1) + row[-1:]
             self._arguments[i] = self._sum(u, self._size, row)
         return self._arguments[i]
@@ -79,7 +79,7 @@ class StepReplay:
             u, h, stages = u[:, columns], h[columns], [k[:, columns] for k in stages]
         return advanced(u, h, weights[used], *stages)
 
-    def event(self, located: LocatedEvent, exact: bool) -> tuple[Array, Array]:
+    def event(self, located: LocatedEvent) -> tuple[Array, Array]:
         """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
         # By the implicit function theorem, one Newton step from the fractions x of the steps gives first derivatives. With
         # `exact`, second and third derivatives are also correct.
@@ -92,9 +92,9 @@ class StepReplay:
         state_at = lambda x: self.inside(self.weights(x), columns)  # noqa: E731
         value = lambda x: condition(state_at(x), p, t + x * h)  # noqa: E731
         # The slope is computed again in each Newton step, so that each step squares the error.
-        for _ in range(_ROOT_STEPS if exact else 1):
+        for _ in range(_ROOT_STEPS if self._exact else 1):
             residual, slope = jvp(value, x, np.ones_like(getval(x)))
-            x = x - (residual - getval(residual)) / (slope if exact else getval(slope))
+            x = x - (residual - getval(residual)) / (slope if self._exact else getval(slope))
         return state_at(x)[:, :count], (t + x * h)[:count]
 
 
@@ -120,7 +120,8 @@ class RosenbrockReplay(StepReplay):
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
         if i == 0:
-            self._rate, self._entries, self._slope = self._linearized(_like(self.t, self._u))
+            self._rate, entries, self._slope = self._linearized(_like(self.t, self._u))
+            self._entries = entries * self._size
             self._lu = self._run.step_matrices.factorized(-getval(self._entries))
             return np.zeros_like(getval(self._u))
         right = super()._stage(i) if i > 1 or self._rate is None else self._rate
@@ -134,13 +135,12 @@ class RosenbrockReplay(StepReplay):
         return solved(self._lu, False, self._run.jacobian.places, self._entries, weights, right, *k)
 
     def _linearized(self, t: Array) -> tuple[Array | None, Array, Array | None]:
-        """Return f if it is computed, too; the entries of h ∂f/∂u, shape (m, n); and ∂f/∂t, shape (d, n), None for zero."""
+        """Return f if it is computed, too; the entries of ∂f/∂u, shape (m, n); and ∂f/∂t, shape (d, n), None for zero."""
         run, u, jacobian = self._run, self._u, self._run.jacobian
         if jacobian.program is not None:
             rows = _numbers(run, self._leaves, getval(u)) if self._rows is None else self._rows
-            entries, slope = jacobian.program.parts(u, rows, t)
-            return None, entries * self._size, slope
-        rate, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups, self._size)
+            return None, *jacobian.program.parts(u, rows, t)
+        rate, products, slope = jacobian_by_tangents(run.field, u, self._leaves, t, jacobian.groups)
         return rate, jacobian.chosen(concatenate(products)), slope
 
 
@@ -207,14 +207,14 @@ class Replay:
         (t, h), leaves = self._times(sweep, visit, inputs), inputs.leaves
         if type(columns) is not slice:
             u, t, h, leaves = u[:, columns], t[columns], h[columns], run.batch.p.chosen(columns, leaves)
-        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h)
+        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h, self._seeds is None)
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
         crossed = True if self._seeds is None else self._seeds.crossed
         for located in sweep.located(visit):
             # If no step ends at an event, its time is needed only for derivatives; on a device the host would have to wait.
             if located.stops or (crossed[located.row].any() if isinstance(crossed, np.ndarray) else crossed is not None):
-                state, time = step.event(located, self._seeds is None)
+                state, time = step.event(located)
                 times.append((located, time))
                 if located.stops:
                     new = replaced(new, located.columns, state)
@@ -302,8 +302,6 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     # Results: saved states, (N, n_saved, d), zero for failures and times not reached; final states, (N, d); with events
     # the final times, (N,), and the times of events, (m,). `due`, shape (times, N): the given times at which events act.
     timed = any(map(isbox, (start, end, due))) or run.times_move
-    if run.xp is not None and not is_device_array(getval(u0)):  # the states of the problem, if only p is on a device
-        u0 = array_to_device(u0, run.xp)
     replay, inputs, rows = Replay(run, timed), Inputs(list(leaves)), _SavedRows(run)
     if timed:
         shifts = [x - getval(x) for x in (start, end)]

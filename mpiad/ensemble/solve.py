@@ -299,7 +299,8 @@ def _solved(
         if isinstance(sol, DeviceSolution):
             compiler.execution = "kernel: EnsembleGPU"
     else:
-        sol = solved(given, with_states_on_device(batch), settings)
+        given = with_states_on_device(given)
+        sol = solved(given, given.plain(), settings)
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)

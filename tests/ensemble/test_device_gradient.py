@@ -117,6 +117,24 @@ def test_start_of_the_problem_stays_on_the_host(gradient):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("gradient", ["tangent", "adjoint"])
+@pytest.mark.parametrize("own", [True, False])
+def test_gradient_by_states_on_the_host_comes_back_to_the_host(gradient, own):
+    u0, p = _inputs()
+
+    def loss(u0, p):
+        problem = ODEProblem(predators, np.ones(2) if own else u0, (0.0, 1.5))
+        ensemble = EnsembleProblem(problem, u0=u0 if own else None, p=p)
+        sol = solve(ensemble, RK45(), EnsembleVectorized(), compile=False, gradient=gradient)
+        return anp.sum(sol.u_end**2)
+
+    start = u0 if own else u0[0]
+    found = mpiad.grad(loss)(start, on_device(p))
+    assert type(found) is np.ndarray
+    np.testing.assert_allclose(found, mpiad.grad(loss)(start, p), rtol=1e-8)
+
+
+@pytest.mark.serial
 def test_a_gradient_costs_no_further_copies():
     u0, p = map(on_device, _inputs())
     loss = _loss(on_device, predators, (0.0, 3.0), RK45(), {"saveat": 0.25})

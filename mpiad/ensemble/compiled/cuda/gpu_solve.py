@@ -64,7 +64,8 @@ def solved_on_gpu(
     if settings.ends:
         settings = settings._replace(ends=False, saveat=batch.both_ends())
     if not on_host:
-        return by_arrays(given, with_states_on_device(batch), settings)
+        given = with_states_on_device(given)
+        return by_arrays(given, given.plain(), settings)
     leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
     on_device = given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
     sol = by_arrays(on_device, on_device.plain(), settings)
