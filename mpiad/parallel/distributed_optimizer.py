@@ -579,11 +579,11 @@ class DistributedOptimizer:
         if isinstance(loss, Jitted):
             leaves, build = flatten(inputs)  # of programs, those of flat arguments are called faster
 
-            def of_flat_arguments(*arguments: Any) -> tuple[Any, ...]:
-                rest = iter(arguments)
-                return run(*build(rest), *rest)
+            key, count = (*self._key(step), evaluate is None), len(leaves)
 
-            key = *self._key(step), evaluate is None
+            def of_flat_arguments(*arguments: Any) -> tuple[Any, ...]:
+                return run(*build(list(arguments[:count])), *arguments[count:])
+
             mean, *made = loss.derived(key, lambda: of_flat_arguments, True, True)(*leaves, *given)
         else:
             mean, *made = run(*inputs, *given)
