@@ -29,7 +29,7 @@ LIMIT = 120
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--python", default=str(HERE.parent / ".venv-peers" / "bin" / "python"), help="the peers' interpreter")
-parser.add_argument("--cases", nargs="+", default=CASES)
+parser.add_argument("--cases", nargs="*", default=CASES, help="none: the projection only")
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--budget", type=float, default=1.0, help="seconds for each side in each round, about")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
@@ -34,16 +34,15 @@ class Part(NamedTuple):
     columns: list[list[Array]]  # the parameters, and each moment of them
     factors: list[float]  # see `Rule.factors`
 
-    def updated(self, gradients: Sequence[Array], scale: float = 1.0) -> list[list[Array]]:
+    def updated(self, gradients: Sequence[Array] | Mapping[int, Array], scale: float = 1.0) -> list[list[Array]]:
         """Return the new columns; `gradients`: of all leaves, multiplied by `scale`."""
         # Small arrays are concatenated, because the overhead of a NumPy call equals the time for a few thousand entries.
         params, *moments = self.columns
         columns = [params, [gradients[k] for k in self.places], *moments]
-        out, groups, short = list(map(list, self.columns)), list[list[int]](), list[int]()
-        for index, leaf in enumerate(params):
-            is_short = not isinstance(leaf, TracedArray) and (type(leaf) is not np.ndarray or leaf.size < _MIN_LONG_SIZE)
-            short.append(index) if is_short else groups.append([index])
-        for indices in groups + places_by_kind(params, short):
+        is_long = [isinstance(x, TracedArray) or type(x) is np.ndarray and x.size >= _MIN_LONG_SIZE for x in params]
+        groups = [[k] for k, alone in enumerate(is_long) if alone]
+        out = list(map(list, self.columns))
+        for indices in groups + places_by_kind(params, [k for k, alone in enumerate(is_long) if not alone]):
             inputs = [join([column[k] for k in indices]) for column in columns]
             shapes = [np.shape(params[k]) for k in indices]
             for new, flat in zip(out, _applied(self.rule, inputs, self.factors, scale)):

@@ -125,7 +125,7 @@ class _Checks(NamedTuple):
 
 
 def _evaluation(
-    loss: Function | None, samples: Function | None, comm: Comm, bucket_bytes: int, call: str = "parallel.value_and_grad",
+    loss: Any, samples: Function | None, comm: Comm, bucket_bytes: int, call: str = "parallel.value_and_grad",
     optimizer: DistributedOptimizer | None = None, known: tuple[Variables, int] | None = None,
 ) -> Function:  # fmt: skip
     """Return the result of `value_and_grad`, not compiled, or the evaluation in a step of an `optimizer`.
@@ -573,12 +573,20 @@ class DistributedOptimizer:
         `given`: the batch for `evaluate`; without `evaluate`, the divisor of own gradients and the reduced gradients.
         """
         variables, parts = step.variables, step.update.parts
-        inputs, build = flatten((variables.leaves, [[*part.columns[1:], part.factors] for part in parts]))
+        inputs = variables.leaves, [[*part.columns[1:], part.factors] for part in parts]
         others = set(variables.places).difference(*[part.places for part in parts])
-        run = self._update_of(step, build, sorted(others), evaluate)
+        run = self._update_of(step, sorted(others), evaluate)
         if isinstance(loss, Jitted):
-            run = loss.derived((*self._key(step), evaluate is None), lambda: run, True, True)
-        mean, *made = run(*inputs, *given)
+            leaves, build = flatten(inputs)  # of programs, those of flat arguments are called faster
+
+            key, count = (*self._key(step), evaluate is None), len(leaves)
+
+            def of_flat_arguments(*arguments: Any) -> tuple[Any, ...]:
+                return run(*build(list(arguments[:count])), *arguments[count:])
+
+            mean, *made = loss.derived(key, lambda: of_flat_arguments, True, True)(*leaves, *given)
+        else:
+            mean, *made = run(*inputs, *given)
         self._checks = _Checks()  # which may keep parameters and batch in memory
         found, new = iter(made), {"optimizer": step.state["optimizer"], **self._counters}
         columns = [[list(islice(found, len(part.places))) for _ in part.columns] for part in parts]
@@ -605,14 +613,12 @@ class DistributedOptimizer:
     def _has_norm(self) -> bool:
         return self.clip_norm is not None or self.skip_nonfinite
 
-    def _update_of(self, step: _Step, build: Function, others: list[int], evaluate: Function | None) -> Function:
+    def _update_of(self, step: _Step, others: list[int], evaluate: Function | None) -> Function:
         """Return the function of arrays and numbers that `_made` runs or compiles; it keeps none of the step's arrays."""
         (_, places, build_params, shared), specs = step.variables, step.specs
         rules = [(part.rule, part.places) for part in step.update.parts]
 
-        def run(*arguments: Any) -> tuple[Any, ...]:
-            given = iter(arguments)
-            leaves, columns = build(given)
+        def run(leaves: list[Any], columns: list[list[Any]], *given: Any) -> tuple[Any, ...]:
             if evaluate is None:
                 mean, divisor, *parts = 0.0, *given
             else:
