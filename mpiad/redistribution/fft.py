@@ -59,35 +59,24 @@ def _at(axis: int, index: Index) -> Index:
 
 
 @dataclass(frozen=True)
-class _ComplexTransform(_Stage):
-    """A transform of complex numbers; its matrix exp(∓2πi jk / n) is symmetric along each axis."""
+class _Transform(_Stage):
+    """The transform of complex numbers, whose matrix exp(∓2πi jk / n) is symmetric; its inverse, or the transpose of one.
+
+    If `n` is given, it is that of n real numbers along the last axis, to n // 2 + 1 modes.
+    """
 
     axes: tuple[int, ...]
     norm: str
-    is_inverse: bool = False
-
-    def __call__(self, x: Array) -> Array:
-        transform = scipy.fft.ifftn if self.is_inverse else scipy.fft.fftn
-        # In place, which is faster for strided lines. An argument of the operator is read-only; stages return new arrays.
-        x = x if x.flags.writeable else x.copy()
-        return transform(x, axes=self.axes, norm=self.norm, overwrite_x=True)
-
-    def inverse(self) -> _ComplexTransform:
-        return replace(self, is_inverse=True)
-
-
-@dataclass(frozen=True)
-class _RealTransform(_Stage):
-    """The transform of real numbers, to n // 2 + 1 modes along the last axis; its inverse, or the transpose of one."""
-
-    axes: tuple[int, ...]
-    n: int
-    norm: str
+    n: int | None = None
     is_inverse: bool = False
     is_transposed: bool = False
 
     def __call__(self, x: Array) -> Array:
         axes, norm = self.axes, self.norm
+        if self.n is None:
+            transform = scipy.fft.ifftn if self.is_inverse else scipy.fft.fftn
+            # In place, which is faster for strided lines. An argument of the operator is read-only; results aren't.
+            return transform(x if x.flags.writeable else x.copy(), axes=axes, norm=norm, overwrite_x=True)
         shape = [*[x.shape[axis] for axis in axes[:-1]], self.n]
         if not self.is_transposed:
             return scipy.fft.irfftn(x, shape, axes, norm) if self.is_inverse else scipy.fft.rfftn(x, axes=axes, norm=norm)
@@ -101,10 +90,10 @@ class _RealTransform(_Stage):
         modes[interior] *= 0.5
         return scipy.fft.hfftn(modes, shape, axes, norm)
 
-    def transposed(self) -> _RealTransform:
+    def transposed(self) -> _Transform:
         return replace(self, is_transposed=not self.is_transposed)
 
-    def inverse(self) -> _RealTransform:
+    def inverse(self) -> _Transform:
         return replace(self, is_inverse=True)
 
 
@@ -272,11 +261,12 @@ def fourier_transform(x: LocalArray, chain: _Chain) -> LocalArray:
         raise TypeError(
             f"DistributedFFT: the array must be on the host, but is {named(x)}. mpiad.device.to_host(x) copies it."
         )
-    lead, shape = x.shape[: x.ndim - chain.ndim], x.shape[x.ndim - chain.ndim :]
+    lead = x.shape[: x.ndim - chain.ndim]
     count, at_once = math.prod(lead), max(_PART // chain.block_bytes, 1)
     if count * chain.block_bytes <= _AT_ONCE or count <= at_once:
         return np.ascontiguousarray(chain.applied(x))
-    x, out = x.reshape(count, *shape), None
+    x = x.reshape(count, *x.shape[len(lead) :])
+    out: Any = None
     for start in range(0, count, at_once):
         part = chain.applied(x[start : start + at_once])
         out = np.empty((count, *part.shape[1:]), part.dtype) if out is None else out
@@ -413,7 +403,7 @@ class _WholeLines:
                     lengths = [even_lengths(self.shapes[k][a], p) for a in (axis, divided)]
                     stages.append(_Exchange(comms[g], position[g], axis, lengths[0], divided, lengths[1]))
             transform, *truncation = self._along(axis, self.problem.is_real and k == 0)
-            if stages and isinstance(stages[-1], (_RealTransform, _ComplexTransform)):
+            if stages and isinstance(stages[-1], _Transform):
                 stages[-1] = replace(stages[-1], axes=(axis, *stages[-1].axes))  # transforms along all axes in one call
             else:
                 stages.append(transform)
@@ -429,7 +419,7 @@ class _WholeLines:
     def _along(self, axis: int, real: bool) -> list[_Stage]:
         """Return the transform along an axis, and the truncation to the modes of the unpadded array."""
         norm, n, modes = self.problem.norm, self.problem.physical[axis], self.problem.shape[axis]
-        transform = _RealTransform((axis,), n, norm) if real else _ComplexTransform((axis,), norm)
+        transform = _Transform((axis,), norm, n if real else None)
         if n == modes:
             return [transform]
         low, high, nyquist = (modes + 1) // 2, 0 if real else (modes - 1) // 2, None if modes % 2 else 2.0 if real else 1.0
@@ -496,10 +486,10 @@ class _FourSteps:
         stages = [
             _Reshape((rows[rank] * self.columns,), (rows[rank], self.columns)),
             _Exchange(comm, rank, -2, rows, -1, columns),
-            _ComplexTransform((-2,), norm),
+            _Transform((-2,), norm),
             _Product(table),
             _Exchange(comm, rank, -1, columns, -2, rows),
-            _ComplexTransform((-1,), norm),
+            _Transform((-1,), norm),
             _Truncation(-1, self.columns, needed),
             _Exchange(comm, rank, -2, rows, -1, spectral),
             _Swap(),
