@@ -261,14 +261,19 @@ def newton(
     error = error or _jacobian_error(stop_gradient(u0), preconditioner, settings, pattern)
     settings = agree_on(settings, error, preconditioner)
     leaves, build = flatten(params)
-    compiled = residual.derived(_CALL, lambda: _product_of(residual.fun), True) if isinstance(residual, Jitted) else None
+
+    def one(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
+        return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
+
+    compiled = residual.derived(_CALL, lambda: one, True) if isinstance(residual, Jitted) else None
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
-        is_block = len(np.shape(v)) > len(np.shape(u))
-        if compiled is not None and tracing.tape is None:
-            return stack([compiled(each, u, *params) for each in v]) if is_block else compiled(v, u, *params)
-        fun = lambda w: residual(w, *params)  # noqa: E731
-        return linearize(fun)(u).jvp(v, batch=True) if is_block else make_jvp(fun)(u)(v)[1]
+        multiply = one if compiled is None or tracing.tape is not None else compiled
+        if len(np.shape(v)) == len(np.shape(u)):
+            return multiply(v, u, *params)
+        if multiply is compiled:
+            return stack([multiply(each, u, *params) for each in v])
+        return linearize(lambda w: residual(w, *params))(u).jvp(v, batch=True)
 
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])
@@ -278,10 +283,6 @@ def newton(
     linear = linear._replace(preconditioned=settings.preconditioned or jacobian == "sparse")
     system = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), system))
-
-
-def _product_of(residual: Function) -> Function:
-    return lambda v, u, *params: make_jvp(lambda w: residual(w, *params))(u)(v)[1]
 
 
 class NonlinearProblem(NamedTuple):
