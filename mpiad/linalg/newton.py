@@ -20,7 +20,7 @@ from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.factorized import KeptFactors, host_error
-from mpiad.linalg.iteration import Method, diagnosis, forcing_term, iterate, rounding_floor
+from mpiad.linalg.iteration import diagnosis, forcing_term, iterate, rounding_floor
 from mpiad.linalg.probing import kind_of, pattern_error
 from mpiad.linalg.solve import (
     METHODS,
@@ -81,7 +81,7 @@ def find_root(
         system.usable = system.block(u)
         linearized = linear(system.block(u), tolerance)
         is_direct = linearized.has_inverse and trusted
-        step = _newton_step(system, linearized, METHODS[settings.method], u, f, is_direct)
+        step = _newton_step(system, linearized, u, f, is_direct)
         before = norm
         accepted = _search(system, u, step, norm, tolerance)
         trusted = accepted is not None and (accepted[2] <= 0.5 * norm or not (is_direct or linearized.iterations))
@@ -112,11 +112,9 @@ def find_root(
     return system.block(u)
 
 
-def _newton_step(
-    system: System, linear: System, method: Method, u: LocalArray, f: LocalArray, is_direct: bool
-) -> LocalArray:
+def _newton_step(system: System, linear: System, u: LocalArray, f: LocalArray, is_direct: bool) -> LocalArray:
     """Return the solution of the linear system J s = -f; `is_direct`: that of the preconditioner."""
-    failure = f"in step {system.iterations + 1} the linear system wasn't solved"
+    failure, method = f"in step {system.iterations + 1} the linear system wasn't solved", METHODS[linear.settings.method]
     try:
         step = linear.precondition(-f) if is_direct else system.rows(iterate(method, linear, system.block(-f), None))
     except ConvergenceError as error:
