@@ -100,7 +100,8 @@ class Problem(NamedTuple):
         apply, precondition = self._functions(params, b, failures.attempt)
         read = self.matvec, self.preconditioner, self.transposed, self.lanes, self.preconditioner_transpose
         comm, side = self.settings.comm, self.settings.side
-        operator = Operator(read, params, lambda params: self._functions(params, b, _called), b.shape, comm, side)
+        called = lambda name, fun, *args, again=None: fun(*args)  # noqa: E731 (`attempt` in a trace)
+        operator = Operator(read, params, lambda params: self._functions(params, b, called), b.shape, comm, side)
         is_updated = getattr(self.preconditioner, "is_updated", False)  # iterations with it aren't compiled
         return System(apply, precondition, b, self.settings, failures=failures, operator=None if is_updated else operator)
 
@@ -145,11 +146,6 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     u = iterate(method, system, b, problem.start)
     system.settle()
     return u
-
-
-def _called(name: str, fun: Function, *args: object, again: object = None) -> Any:
-    """Do what `DeferredFailures.attempt` does, in a trace."""
-    return fun(*args)
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
