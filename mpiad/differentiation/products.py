@@ -117,9 +117,8 @@ def _reverse_pass(record: tuple[Traced, Variables], g: Tree, batch: bool, call: 
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
     lead = (counts.pop(),)
     seeds = _seeds(g, record[0], call, lead)
-    return several_cotangents_of_variables(
-        record[0], [[(place, each[k]) for place, each in seeds] for k in range(*lead)], record[1]
-    )
+    lanes = [[(place, each[k]) for place, each in seeds] for k in range(*lead)]
+    return several_cotangents_of_variables(record[0], lanes, record[1])
 
 
 def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:

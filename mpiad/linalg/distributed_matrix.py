@@ -615,19 +615,11 @@ class Transposed:
     """The transpose of a `DistributedMatrix`, which is its attribute `T`; it has `matvec`, `rmatvec` and `solve`, too."""
 
     def __init__(self, matrix: DistributedMatrix):
-        self.T = matrix
+        self.T, self.matvec, self.rmatvec = matrix, matrix.rmatvec, matrix.matvec
         self.shape, self.local_shape = matrix.shape[::-1], matrix.local_shape[::-1]
 
     def __repr__(self) -> str:
         return f"{self.T!r}.T"
-
-    def matvec(self, x: LocalArray) -> LocalArray:
-        """Return this rank's part of Aᵀ x; see `DistributedMatrix.rmatvec`."""
-        return self.T.rmatvec(x)
-
-    def rmatvec(self, y: LocalArray) -> LocalArray:
-        """Return this rank's part of A y; see `DistributedMatrix.matvec`."""
-        return self.T.matvec(y)
 
     def __matmul__(self, x: LocalArray) -> LocalArray:
         return self.matvec(x)

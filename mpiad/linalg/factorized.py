@@ -131,9 +131,8 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *variables: Array, use: _
 
 
 def _pulled(matvec: Function, indices: tuple[int, ...]) -> Function:
-    """Return a function for `jit`: the cotangents of the params' leaves at `indices`, if `left` is that of A u."""
-
     def pulled(left: LocalArray, u: LocalArray, params: tuple) -> list[Array]:
+        """Return the cotangents of the params' leaves at `indices`, if `left` is that of A u."""
         leaves, build = flatten(params)
         operator = _Operator(matvec, build, leaves, left.shape, False)
         return make_vjp(lambda x: operator.product(u, x, indices, False))([leaves[k] for k in indices])[0](left)

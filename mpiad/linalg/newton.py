@@ -20,7 +20,7 @@ from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.factorized import KeptFactors, host_error
-from mpiad.linalg.iteration import Method, diagnosis, forcing_term, iterate, rounding_floor
+from mpiad.linalg.iteration import diagnosis, forcing_term, iterate, rounding_floor
 from mpiad.linalg.probing import kind_of, pattern_error
 from mpiad.linalg.solve import (
     METHODS,
@@ -81,7 +81,7 @@ def find_root(
         system.usable = system.block(u)
         linearized = linear(system.block(u), tolerance)
         is_direct = linearized.has_inverse and trusted
-        step = _newton_step(system, linearized, METHODS[settings.method], u, f, is_direct)
+        step = _newton_step(system, linearized, u, f, is_direct)
         before = norm
         accepted = _search(system, u, step, norm, tolerance)
         trusted = accepted is not None and (accepted[2] <= 0.5 * norm or not (is_direct or linearized.iterations))
@@ -112,11 +112,9 @@ def find_root(
     return system.block(u)
 
 
-def _newton_step(
-    system: System, linear: System, method: Method, u: LocalArray, f: LocalArray, is_direct: bool
-) -> LocalArray:
+def _newton_step(system: System, linear: System, u: LocalArray, f: LocalArray, is_direct: bool) -> LocalArray:
     """Return the solution of the linear system J s = -f; `is_direct`: that of the preconditioner."""
-    failure = f"in step {system.iterations + 1} the linear system wasn't solved"
+    failure, method = f"in step {system.iterations + 1} the linear system wasn't solved", METHODS[linear.settings.method]
     try:
         step = linear.precondition(-f) if is_direct else system.rows(iterate(method, linear, system.block(-f), None))
     except ConvergenceError as error:
@@ -261,14 +259,19 @@ def newton(
     error = error or _jacobian_error(stop_gradient(u0), preconditioner, settings, pattern)
     settings = agree_on(settings, error, preconditioner)
     leaves, build = flatten(params)
-    compiled = residual.derived(_CALL, lambda: _product_of(residual.fun), True) if isinstance(residual, Jitted) else None
+
+    def one(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
+        return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
+
+    compiled = residual.derived(_CALL, lambda: one, True) if isinstance(residual, Jitted) else None
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
-        is_block = len(np.shape(v)) > len(np.shape(u))
-        if compiled is not None and tracing.tape is None:
-            return stack([compiled(each, u, *params) for each in v]) if is_block else compiled(v, u, *params)
-        fun = lambda w: residual(w, *params)  # noqa: E731
-        return linearize(fun)(u).jvp(v, batch=True) if is_block else make_jvp(fun)(u)(v)[1]
+        multiply = one if compiled is None or tracing.tape is not None else compiled
+        if len(np.shape(v)) == len(np.shape(u)):
+            return multiply(v, u, *params)
+        if multiply is compiled:
+            return stack([multiply(each, u, *params) for each in v])
+        return linearize(lambda w: residual(w, *params))(u).jvp(v, batch=True)
 
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])
@@ -278,10 +281,6 @@ def newton(
     linear = linear._replace(preconditioned=settings.preconditioned or jacobian == "sparse")
     system = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), system))
-
-
-def _product_of(residual: Function) -> Function:
-    return lambda v, u, *params: make_jvp(lambda w: residual(w, *params))(u)(v)[1]
 
 
 class NonlinearProblem(NamedTuple):

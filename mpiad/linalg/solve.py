@@ -82,10 +82,6 @@ class Problem(NamedTuple):
         derived = self.derived(failures)
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
-    def over_lanes(self) -> Problem:
-        """Return the problem for right-hand sides with an additional first axis."""
-        return self._replace(lanes=self.lanes + 1, settings=self.settings._replace(batch=self.settings.batch + 1))
-
     def product(self, all_leaves: Tree) -> LocalArray:
         """Return the product of `matvec` with u, the first leaf; an enclosing trace records the computation."""
         params = self.build(all_leaves[1:])
@@ -104,7 +100,8 @@ class Problem(NamedTuple):
         apply, precondition = self._functions(params, b, failures.attempt)
         read = self.matvec, self.preconditioner, self.transposed, self.lanes, self.preconditioner_transpose
         comm, side = self.settings.comm, self.settings.side
-        operator = Operator(read, params, lambda params: self._functions(params, b, _called), b.shape, comm, side)
+        called = lambda name, fun, *args, again=None: fun(*args)  # noqa: E731 (`attempt` in a trace)
+        operator = Operator(read, params, lambda params: self._functions(params, b, called), b.shape, comm, side)
         is_updated = getattr(self.preconditioner, "is_updated", False)  # iterations with it aren't compiled
         return System(apply, precondition, b, self.settings, failures=failures, operator=None if is_updated else operator)
 
@@ -149,11 +146,6 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     u = iterate(method, system, b, problem.start)
     system.settle()
     return u
-
-
-def _called(name: str, fun: Function, *args: object, again: object = None) -> Any:
-    """Do what `DeferredFailures.attempt` does, in a trace."""
-    return fun(*args)
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
@@ -232,7 +224,9 @@ def solution_of_adjoint(
     """Return the solution λ of Aᵀ λ = g, differentiably; `lanes`: g has a first axis for several systems; collective."""
     if lanes:
         blocks = [g[k : k + _MOST_LANES] for k in range(0, len(g), _MOST_LANES)]
-        return concatenate([solution_of_adjoint(block, leaves, problem.over_lanes(), failures) for block in blocks])
+        settings = problem.settings._replace(batch=problem.settings.batch + 1)
+        of_block = problem._replace(lanes=problem.lanes + 1, settings=settings)
+        return concatenate([solution_of_adjoint(block, leaves, of_block, failures) for block in blocks])
     # For Hermitian A, Aᵀ λ = g is equivalent to A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
         return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))

@@ -126,13 +126,11 @@ def require_together(call: str, **values: Any) -> None:
     """Raise a TypeError unless all untraced arrays are on the host, or all on one device; numbers are ignored."""
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
     for name, value in arrays:
-        if arrays_of(value) != arrays_of(arrays[0][1]):
-            (first, one), (other, two) = (
-                (label, named(x) if is_device_array(x) else f"{type(x).__name__} on the host")
-                for label, x in (arrays[0], (name, value))
-            )
+        first, other = arrays[0]
+        if arrays_of(value) != arrays_of(other):
+            one, two = (named(x) if is_device_array(x) else f"{type(x).__name__} on the host" for x in (other, value))
             raise TypeError(
-                f"{call}: {first} and {other} must be on one device, but {first} is {one} and {other} {two}. Copies are "
+                f"{call}: {first} and {name} must be on one device, but {first} is {one} and {name} {two}. Copies are "
                 "never implicit: see mpiad.device.to_device and to_host."
             )
 

@@ -59,9 +59,13 @@ class Case:
         )
 
 
-@pytest.fixture(params=["auto", "schwarz"])
+@pytest.fixture(params=["auto", "schwarz", "compiled"])
 def case(request, rank_rng):
-    return Case(rank_rng, request.param)
+    case = Case(rank_rng, "auto" if request.param == "compiled" else request.param)
+    if request.param == "compiled":
+        domain = case.domain
+        case.matvec = mpiad.jit(lambda u, k: u + k * stencil(domain.exchange(u)), strict=True)
+    return case
 
 
 def test_solutions_and_batches(case):

@@ -20,6 +20,12 @@ SHAPE = (4, 5)
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 
 
+def burgers(v, x):
+    """The residual of the tests, from a padded block."""
+    u, east, west = v[1:-1, 1:-1], v[1:-1, 2:], v[1:-1, :-2]
+    return x["nu"] * (4 * u - v[:-2, 1:-1] - v[2:, 1:-1] - east - west) + u * (east - west) + x["k"] * u**3 - x["b"]
+
+
 class Burgers:
     """ν(4 u - neighbours) + u (u east - u west) + k u³ = b on all ranks, and with its dense Jacobian in one process."""
 
@@ -42,9 +48,7 @@ class Burgers:
 
     def residual(self, u, x):
         self.evaluations += 1
-        v = self.domain.exchange(u)
-        east, west = v[1:-1, 2:], v[1:-1, :-2]
-        return x["nu"] * (4 * u - v[:-2, 1:-1] - v[2:, 1:-1] - east - west) + u * (east - west) + x["k"] * u**3 - x["b"]
+        return burgers(self.domain.exchange(u), x)
 
     def solved(self, x, **settings):
         return newton(self.residual, np.zeros(self.domain.local_shape), x, rtol=1e-12, **self.settings, **settings)
@@ -124,12 +128,16 @@ def pattern_of(case, kind):
     return whole[numbers][:, order]
 
 
+@pytest.mark.parametrize("form", ["interpreted", "compiled"])
 @pytest.mark.parametrize(
     "settings", [{}, {"reuse": 2}, {"reuse": 50, "method": "bicgstab"}], ids=["new factors", "kept twice", "kept"]
 )
 @pytest.mark.parametrize("kind", ["domain", "matrix"])
-def test_a_sparse_jacobian(case, kind, settings):
+def test_a_sparse_jacobian(case, kind, settings, form):
     u, *expected = case.reference(case.nu, case.k, case.b)
+    if form == "compiled":
+        domain = case.domain
+        case.residual = mpiad.jit(lambda u, x: burgers(domain.exchange(u), x), strict=True)
     case.settings = {"jacobian": "sparse", "pattern": pattern_of(case, kind), **settings}
     np.testing.assert_allclose(case.solved(case.point), case.block(u), **CLOSE)
     case.check(mpiad.grad(case.loss)(case.point), expected)
@@ -178,12 +186,14 @@ def test_an_entry_that_appears_after_the_start(rank, size):
 
     def root(c):
         residual = lambda u, c: u + coupling @ anp.maximum(u - 0.5, 0.0) - c  # noqa: E731
-        return newton(residual, np.zeros(6), c, jacobian="sparse", pattern=diagonal, rtol=1e-12)
+        return newton(residual, np.zeros(6), c, jacobian="sparse", pattern=diagonal, rtol=1e-12, callback=steps.append)
 
+    steps = []
     c = 1.0 + 0.001 * own
     expected = np.linalg.solve(np.eye(6) + coupling, c + 0.5 * coupling.sum(axis=1))
     assert expected.min() > 0.5
     np.testing.assert_allclose(root(c), expected, rtol=1e-9)
+    assert len(steps) <= 6  # the factors alone would reduce the residual slowly
     slope = mpiad.grad(lambda c: anp.sum(root(c) ** 2), objective="sum")(c)
     np.testing.assert_allclose(slope, np.linalg.solve((np.eye(6) + coupling).T, 2.0 * expected), rtol=1e-8)
 

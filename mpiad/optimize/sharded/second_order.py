@@ -12,9 +12,9 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
-from mpiad.differentiation import SecondOrder, linearize
+from mpiad.differentiation import linearize
 from mpiad.optimize.least_squares import LOSSES
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing
@@ -48,7 +48,8 @@ class SecondOrderEvaluation:
             self._derivatives = self._gauss_newton
         else:
             given = program.jac is not None or program.hessp is not None
-            self._derivatives = self._from_user if given else self._by_differentiation
+            by_differentiation = functools.partial(self._differentiated, evaluation.value_at)
+            self._derivatives = self._from_user if given else by_differentiation
 
     def at(self, x: Array) -> Derivatives:
         """Return the derivatives at a point."""
@@ -61,11 +62,9 @@ class SecondOrderEvaluation:
 
         return found._replace(multiply=multiply)
 
-    def _by_differentiation(self, x: Array) -> Derivatives:
-        """Return value, gradient and products from one trace of the program."""
-        return self._as_derivatives(self._evaluation.differentiated(self._evaluation.value_at, self._packing.unpack(x)))
-
-    def _as_derivatives(self, found: SecondOrder) -> Derivatives:
+    def _differentiated(self, fun: Function, x: Array) -> Derivatives:
+        """Return value, gradient and products from one trace of a function."""
+        found = self._evaluation.differentiated(fun, self._packing.unpack(x))
         return Derivatives(
             float(found.value), self._packing.pack_gradient(found.gradient), lambda v: self._multiplied(found.product, v)
         )
@@ -101,7 +100,7 @@ class SecondOrderEvaluation:
             own_value = to_host(stop_gradient(found))
             return found
 
-        other = self._as_derivatives(self._evaluation.differentiated(regularizer_with_value, self._packing.unpack(x)))
+        other = self._differentiated(regularizer_with_value, x)
         gap = abs(float(own_value) - other.value) / max(abs(other.value), sys.float_info.min)
         # `differs` is False if the root's value isn't finite or this rank's is NaN, both possible at trial points.
         differs = gap > _TOLERANCE and self._program.objective == "root"
