@@ -447,7 +447,7 @@ class DistributedOptimizer:
         loss : callable
             ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`. If it is a result of `jit`,
             the step is one compiled program: loss, reverse pass, sums, clipping, and the update of `Adam`, `AdamW` or
-            `SGD`. With accumulated gradients there are two, of which the second one sums and updates.
+            `SGD`. With accumulated gradients, loss and reverse pass are one program, clipping and update another one.
         *batch : object
         samples : callable, optional
             As in `value_and_grad`.
@@ -615,7 +615,7 @@ class DistributedOptimizer:
 
     def _update_of(self, step: _Step, others: list[int], evaluate: Function | None) -> Function:
         """Return the function of arrays and numbers that `_made` runs or compiles; it keeps none of the step's arrays."""
-        (_, places, build_params, shared), specs = step.variables, step.specs
+        _, places, build_params, shared = step.variables
         rules = [(part.rule, part.places) for part in step.update.parts]
 
         def run(leaves: list[Any], columns: list[list[Any]], *given: Any) -> tuple[Any, ...]:
@@ -623,7 +623,7 @@ class DistributedOptimizer:
                 mean, divisor, *parts = 0.0, *given
             else:
                 mean, parts, divisor = evaluate(build_params(leaves), *given)
-            parts, *clipping = self._clipped(channel(self.comm, "parallel.value_and_grad"), shared, specs, parts, divisor)
+            parts, *clipping = self._clipped(channel(self.comm, "parallel.value_and_grad"), shared, parts, divisor)
             gradients, new = {k: part[()] for k, part in zip(places, parts)}, list[Any]()
             # As in compiled loops there are no warnings about updates that are skipped.
             with np.errstate(all="ignore") if self.skip_nonfinite else nullcontext():
@@ -635,7 +635,7 @@ class DistributedOptimizer:
         return run
 
     def _clipped(
-        self, used: Channel, shared: Sequence[int], specs: list[Spec], parts: list[Array], divisor: float
+        self, used: Channel, shared: Sequence[int], parts: list[Array], divisor: float
     ) -> tuple[list[Array], float, float]:
         """Divide own gradients; return the gradients, the factor by which they are clipped, and their norm, 0 if unused."""
         own = sorted({*range(len(parts))} - {*shared})
@@ -649,7 +649,7 @@ class DistributedOptimizer:
                 norm = norm if self.own is None else math.hypot(norm, *used.data.allgather(norm_of(divided)))
             return *divided, clipping(norm, self.clip_norm), norm, None
 
-        specs = [*[specs[k] for k in own], _NUMBER, _NUMBER]
+        specs = [*[on_host(spec_like(parts[k])) for k in own], _NUMBER, _NUMBER]
         *divided, factor, norm, _ = opaque_step(clipped, divisor, *parts, specs=specs)
         found = dict(zip(own, divided))
         return [found.get(k, part) for k, part in enumerate(parts)], factor, norm

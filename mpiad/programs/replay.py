@@ -534,8 +534,8 @@ class Replay:
             self._lines.append(f"if r{b}.shape != {found.shape}: raise Changed(r{b}, {self._bound(made)}, {log})")
         if b in self._in_kernels:
             self._read_argument(b, f"r{b}")
-        else:
-            self._arrays[b] = f"r{b}"
+        else:  # an opaque step may return numbers of Python
+            self._arrays[b] = f"r{b}" if found.shape or found.dtype == object else f"{self._bound(np.asarray)}(r{b})"
 
     def _argument(self, step: Run, x: Any) -> str:
         """Return the expression of an argument of a call."""

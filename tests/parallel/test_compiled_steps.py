@@ -302,6 +302,34 @@ def test_changed_settings_of_an_optimizer_are_those_of_the_next_compiled_step(ch
     agrees(results[1], results[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 3)], ids=str)
+@pytest.mark.parametrize("dtypes", [(float, np.float32), (np.float32, float)], ids=str)
+def test_own_parameters_may_change_shape_and_dtype_between_compiled_steps(sizes, dtypes, options):
+    jitted = mpiad.jit(lambda p, x: anp.mean((p["w"] - x) ** 2) + anp.sum(p["head"] ** 2))
+    pair = [DistributedOptimizer(SGD(0.25), own=lambda path: "head" in path, **options) for _ in range(2)]
+    for size, dtype in zip(sizes, dtypes):
+        p = {"w": np.ones(50_000), "head": np.arange(1, size + 1, dtype=dtype)}  # large, so compiled before the first run
+        for _ in range(2):
+            found, exact = [
+                optimizer.step(optimizer.setup(p), p, fun, np.zeros(50_000))[1]
+                for optimizer, fun in zip(pair, (jitted, jitted.fun))
+            ]
+            assert found["head"].dtype == dtype
+            np.testing.assert_allclose(found["head"], exact["head"], rtol=1e-6)
+    programs(jitted)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.longdouble])
+def test_gradients_without_kernels_for_their_dtype_are_clipped(dtype):
+    optimizer, jitted = DistributedOptimizer(SGD(0.5), clip_norm=1.0), mpiad.jit(lambda w, x: anp.sum((w - x) ** 2))
+    w = np.full(4, 2, dtype)
+    for _ in range(3):  # each step has the length 0.5
+        _, w, _ = optimizer.step(optimizer.setup(w), w, jitted, np.zeros(4, dtype))
+        assert w.dtype == dtype
+    np.testing.assert_allclose(w, np.full(4, 1.25), rtol=1e-6)
+
+
 class SignDescent(Rule):
     """A rule of the user, whose class isn't followed by `jit`."""
 
