@@ -593,7 +593,7 @@ class DistributedOptimizer:
         gradients = [next(found) if k in others else None for k in range(len(variables.leaves))]
         factor, norm = found if self._has_norm else (1.0, 0.0)
         if self.skip_nonfinite:
-            is_skipped = not math.isfinite(mean + norm)
+            is_skipped = not (math.isfinite(mean) and math.isfinite(norm))
             new["skipped"] = step.state["skipped"] + is_skipped
             if is_skipped:
                 return new, step.params, mean

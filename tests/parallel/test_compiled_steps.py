@@ -330,6 +330,14 @@ def test_gradients_without_kernels_for_their_dtype_are_clipped(dtype):
     np.testing.assert_allclose(w, np.full(4, 1.25), rtol=1e-6)
 
 
+def test_a_step_with_finite_loss_and_norm_is_not_skipped_if_their_sum_overflows():
+    optimizer, p, huge = DistributedOptimizer(SGD(1e-308), skip_nonfinite=True), np.ones(1), np.full(1, 1e308 / COMM.size)
+    for fun in (lambda w, x: anp.sum(w * x), mpiad.jit(lambda w, x: anp.sum(w * x))):
+        state, w, _ = optimizer.step(optimizer.setup(p), p, fun, huge)
+        assert state["skipped"] == 0
+        assert w[0] < 1.0
+
+
 class SignDescent(Rule):
     """A rule of the user, whose class isn't followed by `jit`."""
 
