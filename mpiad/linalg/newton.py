@@ -70,8 +70,8 @@ def find_root(
     system.require_finite(np.array(norm), f, "the residual at u0")
     system.note(np.array([norm]))
     target, forcing = max(settings.rtol * norm, settings.atol), _FIRST_FORCING
-    # Products verify a solution by the factors of a sparse Jacobian, in which entries may be missing, after a step that
-    # didn't halve the residual, unless they have just verified the last one.
+    # Entries may be missing in a sparse Jacobian. After a step by its factors alone that didn't reduce the residual to a
+    # tenth, a product verifies the next solution, until one needs no iteration.
     trusted = True
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
@@ -82,9 +82,9 @@ def find_root(
         linearized = linear(system.block(u), tolerance)
         is_direct = linearized.has_inverse and trusted
         step = _newton_step(system, linearized, u, f, is_direct)
-        before = norm
-        accepted = _search(system, u, step, norm, tolerance)
-        trusted = accepted is not None and (accepted[2] <= 0.5 * norm or not (is_direct or linearized.iterations))
+        before, accepted = norm, _search(system, u, step, norm, tolerance)
+        if linearized.has_inverse:
+            trusted = accepted is not None and (accepted[2] <= 0.1 * norm if is_direct else not linearized.iterations)
         if is_direct and accepted is None:
             continue
         if accepted is not None:

@@ -178,11 +178,12 @@ def test_factors_save_products(case, monkeypatch):
 
 
 @pytest.mark.one_rank  # on ranks the gradient is compared with the reference's, which is sharper
-def test_an_entry_that_appears_after_the_start(rank, size):
+@pytest.mark.parametrize("strength", [0.9, 0.4])
+def test_an_entry_that_appears_after_the_start(rank, size, strength):
     """At the start the Jacobian is diagonal. The factors miss later entries, so that the steps take products, too."""
     own = np.arange(6)
     diagonal = scipy.sparse.csr_array((np.ones(6), (own, rank * 6 + own)), shape=(6, size * 6))
-    coupling = 0.9 * np.eye(6)[::-1] * np.where(own < 3, 1.0, -1.0)[:, None]
+    coupling = strength * np.eye(6)[::-1] * np.where(own < 3, 1.0, -1.0)[:, None]
 
     def root(c):
         residual = lambda u, c: u + coupling @ anp.maximum(u - 0.5, 0.0) - c  # noqa: E731
