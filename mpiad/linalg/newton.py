@@ -39,6 +39,7 @@ from mpiad.programs.function import Jitted
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed_among
+from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import opaque, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import DeferredFailures
@@ -69,10 +70,9 @@ def find_root(
     norm = float(system.norms(f)[0])
     system.require_finite(np.array(norm), f, "the residual at u0")
     system.note(np.array([norm]))
-    target, forcing = max(settings.rtol * norm, settings.atol), _FIRST_FORCING
     # Entries may be missing in a sparse Jacobian. After a step by its factors alone that didn't reduce the residual to a
     # tenth, a product verifies the next solution, until one needs no iteration.
-    trusted = True
+    target, forcing, trusted = max(settings.rtol * norm, settings.atol), _FIRST_FORCING, True
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
@@ -263,10 +263,12 @@ def newton(
     def one(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
         return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
 
-    compiled = residual.derived(_CALL, lambda: one, True) if isinstance(residual, Jitted) else None
+    compiled: Any = residual.derived(_CALL, lambda: one, True) if isinstance(residual, Jitted) else None
+    # The messages of interpreted batches and of compiled products differ, so all ranks use the same form.
+    interprets = on_any_rank(channel(comm, _CALL).data, compiled is None or compiled.refused)
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
-        multiply = one if compiled is None or tracing.tape is not None else compiled
+        multiply = one if interprets or tracing.tape is not None else compiled
         if len(np.shape(v)) == len(np.shape(u)):
             return multiply(v, u, *params)
         if multiply is compiled:

@@ -177,6 +177,22 @@ def test_factors_save_products(case, monkeypatch):
     assert case.evaluations - before <= 12
 
 
+def test_a_residual_that_is_not_compiled(case):
+    """A step linearizes it once for all colors, as without `jit`."""
+    residual, counts = case.residual, []
+    case.settings = {"jacobian": "sparse", "pattern": case.domain}
+
+    def branching(u, x):
+        return residual(u, x) if float(mpiad.stop_gradient(u).max()) < 1e9 else u
+
+    compiled = mpiad.jit(branching)
+    for case.residual in branching, compiled, compiled:
+        before = case.evaluations
+        case.solved(case.point)
+        counts.append(case.evaluations - before)
+    assert counts[2] == counts[0] < counts[1]
+
+
 @pytest.mark.one_rank  # on ranks the gradient is compared with the reference's, which is sharper
 @pytest.mark.parametrize("strength", [0.9, 0.4])
 def test_an_entry_that_appears_after_the_start(rank, size, strength):
