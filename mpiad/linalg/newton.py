@@ -203,8 +203,9 @@ def newton(
         Maximum number of iterations per linear system.
     jacobian : {"products", "sparse"}
         With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`; a step
-        linearizes the residual once for all colors. SuperLU factors it, on several ranks in overlapping blocks (see
-        `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab", and no preconditioner may be given.
+        linearizes the residual once for all colors, unless it is compiled by `jit`. SuperLU factors the matrix, on several
+        ranks in overlapping blocks (see `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab", and no preconditioner
+        may be given.
     pattern : Domain, SciPy sparse matrix or array, or pair of integer arrays, optional
         The nonzero entries of a sparse Jacobian, as in `factorized`.
     reuse : int
