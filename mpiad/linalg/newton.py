@@ -39,6 +39,7 @@ from mpiad.programs.function import Jitted
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed_among
+from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import opaque, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import DeferredFailures
@@ -69,10 +70,9 @@ def find_root(
     norm = float(system.norms(f)[0])
     system.require_finite(np.array(norm), f, "the residual at u0")
     system.note(np.array([norm]))
-    target, forcing = max(settings.rtol * norm, settings.atol), _FIRST_FORCING
-    # Products verify a solution by the factors of a sparse Jacobian, in which entries may be missing, after a step that
-    # didn't halve the residual, unless they have just verified the last one.
-    trusted = True
+    # Entries may be missing in a sparse Jacobian. After a step by its factors alone that didn't reduce the residual to a
+    # tenth, a product verifies the next solution, until one needs no iteration.
+    target, forcing, trusted = max(settings.rtol * norm, settings.atol), _FIRST_FORCING, True
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
@@ -82,9 +82,9 @@ def find_root(
         linearized = linear(system.block(u), tolerance)
         is_direct = linearized.has_inverse and trusted
         step = _newton_step(system, linearized, u, f, is_direct)
-        before = norm
-        accepted = _search(system, u, step, norm, tolerance)
-        trusted = accepted is not None and (accepted[2] <= 0.5 * norm or not (is_direct or linearized.iterations))
+        before, accepted = norm, _search(system, u, step, norm, tolerance)
+        if linearized.has_inverse:
+            trusted = accepted is not None and (accepted[2] <= 0.1 * norm if is_direct else not linearized.iterations)
         if is_direct and accepted is None:
             continue
         if accepted is not None:
@@ -203,8 +203,9 @@ def newton(
         Maximum number of iterations per linear system.
     jacobian : {"products", "sparse"}
         With "sparse", a product with the Jacobian for each color of `pattern` yields the matrix, as in `factorized`; a step
-        linearizes the residual once for all colors. SuperLU factors it, on several ranks in overlapping blocks (see
-        `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab", and no preconditioner may be given.
+        linearizes the residual once for all colors, unless it is compiled by `jit`. SuperLU factors the matrix, on several
+        ranks in overlapping blocks (see `AdditiveSchwarz`). `method` must be "gmres" or "bicgstab", and no preconditioner
+        may be given.
     pattern : Domain, SciPy sparse matrix or array, or pair of integer arrays, optional
         The nonzero entries of a sparse Jacobian, as in `factorized`.
     reuse : int
@@ -263,10 +264,12 @@ def newton(
     def one(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
         return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
 
-    compiled = residual.derived(_CALL, lambda: one, True) if isinstance(residual, Jitted) else None
+    compiled: Any = residual.derived(_CALL, lambda: one, True) if isinstance(residual, Jitted) else None
+    # The messages of interpreted batches and of compiled products differ, so all ranks use the same form.
+    interprets = on_any_rank(channel(comm, _CALL).data, compiled is None or compiled.refused)
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
-        multiply = one if compiled is None or tracing.tape is not None else compiled
+        multiply = one if interprets or tracing.tape is not None else compiled
         if len(np.shape(v)) == len(np.shape(u)):
             return multiply(v, u, *params)
         if multiply is compiled:

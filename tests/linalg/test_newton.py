@@ -177,12 +177,29 @@ def test_factors_save_products(case, monkeypatch):
     assert case.evaluations - before <= 12
 
 
+def test_a_residual_that_is_not_compiled(case):
+    """A step linearizes it once for all colors, as without `jit`."""
+    residual, counts = case.residual, []
+    case.settings = {"jacobian": "sparse", "pattern": case.domain}
+
+    def branching(u, x):
+        return residual(u, x) if float(mpiad.stop_gradient(u).max()) < 1e9 else u
+
+    compiled = mpiad.jit(branching)
+    for case.residual in branching, compiled, compiled:
+        before = case.evaluations
+        case.solved(case.point)
+        counts.append(case.evaluations - before)
+    assert counts[2] == counts[0] < counts[1]
+
+
 @pytest.mark.one_rank  # on ranks the gradient is compared with the reference's, which is sharper
-def test_an_entry_that_appears_after_the_start(rank, size):
+@pytest.mark.parametrize("strength", [0.9, 0.4])
+def test_an_entry_that_appears_after_the_start(rank, size, strength):
     """At the start the Jacobian is diagonal. The factors miss later entries, so that the steps take products, too."""
     own = np.arange(6)
     diagonal = scipy.sparse.csr_array((np.ones(6), (own, rank * 6 + own)), shape=(6, size * 6))
-    coupling = 0.9 * np.eye(6)[::-1] * np.where(own < 3, 1.0, -1.0)[:, None]
+    coupling = strength * np.eye(6)[::-1] * np.where(own < 3, 1.0, -1.0)[:, None]
 
     def root(c):
         residual = lambda u, c: u + coupling @ anp.maximum(u - 0.5, 0.0) - c  # noqa: E731
