@@ -231,7 +231,7 @@ class Replay:
 
     def ended(self, ids: Array, u: Array, inputs: Inputs) -> Array:
         """Return final states as functions of the end of tspan; `ids`: trajectories whose states events changed there."""
-        return self._drifted(u, inputs, self._run.batch.end[ids], inputs.lengthening)
+        return self._drifted(u, inputs, self._run.placed(self._run.batch.end[ids]), inputs.lengthening)
 
     def _times(self, sweep: StepSweep, visit: Visit, inputs: Inputs) -> tuple[Array, Array]:
         """Return the start times and sizes of the steps of a visit."""

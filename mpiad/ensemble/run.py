@@ -471,5 +471,5 @@ class Run:
     @cached_property
     def without_last_step(self) -> Array:
         """The trajectories without a step to the end of tspan: tspan is empty, or an event has changed the state there."""
-        stepless = self.batch.start == self.batch.end if self.jumps is None else self.cut
+        stepless = (self.batch.start == self.batch.end) | self.cut
         return np.flatnonzero(stepless & self.live & ~self.terminated)
