@@ -38,7 +38,7 @@ class StepReplay:
     """One step of several columns."""
 
     def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array, exact: bool):
-        # With `exact` the new state is that of the solve to the last bit, and has derivatives up to third order.
+        # With `exact` the sums of the new state are those of the solve, and it has derivatives up to third order.
         self._run, self._leaves, self._u, self.t, self.h, self._exact = run, leaves, u, t, h, exact
         self._size, self._k, self._arguments = _like(h, u), [], dict[int, Array]()
         self._rows = None if run.program is None else _numbers(run, leaves, getval(u))  # the parameters
