@@ -38,7 +38,7 @@ class StepReplay:
     """One step of several columns."""
 
     def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array, exact: bool):
-        # With `exact` the new state is that of the solve to the last bit, and has derivatives up to third order.
+        # With `exact` the sums of the new state are those of the solve, and it has derivatives up to third order.
         self._run, self._leaves, self._u, self.t, self.h, self._exact = run, leaves, u, t, h, exact
         self._size, self._k, self._arguments = _like(h, u), [], dict[int, Array]()
         self._rows = None if run.program is None else _numbers(run, leaves, getval(u))  # the parameters
@@ -231,7 +231,7 @@ class Replay:
 
     def ended(self, ids: Array, u: Array, inputs: Inputs) -> Array:
         """Return final states as functions of the end of tspan; `ids`: trajectories whose states events changed there."""
-        return self._drifted(u, inputs, self._run.batch.end[ids], inputs.lengthening)
+        return self._drifted(u, inputs, self._run.placed(self._run.batch.end[ids]), inputs.lengthening)
 
     def _times(self, sweep: StepSweep, visit: Visit, inputs: Inputs) -> tuple[Array, Array]:
         """Return the start times and sizes of the steps of a visit."""

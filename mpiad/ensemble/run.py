@@ -285,8 +285,9 @@ class Run:
         """The step of each saved value, from 0, or INITIAL, FINAL or NOWHERE: array of int, shape (N, n_saved)."""
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
-            empty_span = (self.batch.start == self.batch.end)[:, None]
-            return np.where(live, np.where(empty_span, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
+            steps, empty_span = np.asarray(self.outcome.save_step), (self.batch.start == self.batch.end)[:, None]
+            steps = np.where(empty_span, np.where(np.arange(steps.shape[1]), FINAL, INITIAL), steps)
+            return np.where(live, steps, NOWHERE)
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
         steps = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
         steps[:, 0] = INITIAL
@@ -471,5 +472,4 @@ class Run:
     @cached_property
     def without_last_step(self) -> Array:
         """The trajectories without a step to the end of tspan: tspan is empty, or an event has changed the state there."""
-        stepless = self.batch.start == self.batch.end if self.jumps is None else self.cut
-        return np.flatnonzero(stepless & self.live & ~self.terminated)
+        return np.flatnonzero(((self.batch.start == self.batch.end) | self.cut) & self.live & ~self.terminated)

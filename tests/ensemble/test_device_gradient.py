@@ -22,6 +22,7 @@ from mpiad.ensemble import (
     ODEProblem,
     Rodas5P,
     Rosenbrock23,
+    remake,
     solve,
 )
 from mpiad.ensemble.device_rounds import Record
@@ -132,6 +133,29 @@ def test_gradient_by_states_on_the_host_comes_back_to_the_host(gradient, own):
     found = mpiad.grad(loss)(start, on_device(p))
     assert type(found) is np.ndarray
     np.testing.assert_allclose(found, mpiad.grad(loss)(start, p), rtol=1e-8)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("gradient", ["tangent", "adjoint"])
+def test_gradient_by_the_ends_of_a_span_of_length_zero(gradient):
+    u0, p = _inputs()
+
+    def last(put):
+        def fun(start, ends):
+            tspan = anp.stack([start + 0 * ends, ends], axis=1)
+            members = lambda problem, i, repeat: remake(  # noqa: E731
+                problem, u0=put(u0[i - 1]), p=put(p[i - 1]), tspan=(tspan[i - 1, 0], tspan[i - 1, 1])
+            )
+            problem = EnsembleProblem(ODEProblem(predators, np.ones(2), (0.0, 1.5), p[0]), members)
+            sol = solve(problem, RK45(), EnsembleVectorized(), compile=False, trajectories=2, gradient=gradient)
+            return anp.sum(sol.u_end**2)
+
+        return fun
+
+    at = 0.5, np.array([0.5, 1.0])
+    for found, expected in zip(mpiad.grad(last(on_device), (0, 1))(*at), mpiad.grad(last(np.asarray), (0, 1))(*at)):
+        assert np.all(expected != 0)
+        np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
 @pytest.mark.serial

@@ -10,7 +10,18 @@ from ode_systems import lorenz
 from unrolled_steps import CLASSIC, DORMAND_PRINCE, unrolled
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleProblem, EnsembleSerial, EnsembleThreads, ODEProblem, Tsit5, remake, solve
+from mpiad.ensemble import (
+    RK4,
+    RK45,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    Event,
+    ODEProblem,
+    Tsit5,
+    remake,
+    solve,
+)
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -111,6 +122,24 @@ def test_spans_of_length_zero_by_their_ends(gradient):
     close(mpiad.grad(last)(x), autograd.grad(exact)(x), 1e-8)
     close(mpiad.jvp(last, x, v)[1], autograd.grad(exact)(x) @ v, 1e-8)
     close(mpiad.hvp(last)(x, v), autograd.hessian(exact)(x) @ v, 1e-7)
+
+
+@both
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_a_span_of_length_zero_beside_a_trajectory_that_an_event_changes(gradient):
+    halved = Event(times=[1.3], affect=lambda u, p, t: [0.5 * u[0]])
+
+    def last(x):
+        def members(problem, i, repeat):
+            return remake(problem, u0=x[2:], tspan=(x[0], x[1] if i == 1 else 1.5))
+
+        problem = EnsembleProblem(ODEProblem(lambda u, p, t: [p[0] * t * u[0]], [1.0], (0.0, 1.0), [0.8]), members)
+        sol = solve(problem, trajectories=2, gradient=gradient, events=halved)
+        return 0.25 * sol.u_end[0, 0] + 0.75 * sol.u[0, -1, 0]
+
+    x = np.array([1.0, 1.0, 1.2])
+    close(mpiad.grad(last)(x), [-0.96, 0.96, 1.0], 1e-12)
+    close(mpiad.jvp(last, x, np.array([0.3, 0.2, 0.4]))[1], 0.304, 1e-12)
 
 
 @both
