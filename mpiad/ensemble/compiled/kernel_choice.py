@@ -22,6 +22,7 @@ from mpiad._typing import Array, Function
 from mpiad.compiling.arguments import signature_in
 from mpiad.compiling.cache import is_cached
 from mpiad.compiling.program import OPERATIONS, Program
+from mpiad.compiling.source import lowered
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
@@ -41,11 +42,12 @@ from mpiad.transport.resources import cores
 # approximates the number of NumPy's calls; for implicit methods also per step, and per entry of the Jacobian.
 _STAGE, _CALLS, _IMPLICIT, _ENTRY = 20e-6, 3e-6, 300e-6, 4e-6
 # For each step of a trajectory: per stage and component, operation or function of the C library, and per entry.
-_COMPONENT, _OPERATION, _FUNCTION, _COLUMN_ENTRY = 8e-9, 0.4e-9, 2e-9, 60e-9
-# Kernels, for each step of a trajectory: per stage and component, operation or function; per entry of the Jacobian.
-_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_ENTRY = 2e-9, 0.1e-9, 10e-9, 1e-9
-# A gradient, in units of the solve.
-_GRADIENT = 5
+_COMPONENT, _OPERATION, _FUNCTION, _COLUMN_ENTRY = 8e-9, 0.4e-9, 4e-9, 60e-9
+# Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per exponential
+# or hyperbolic tangent, which are vector instructions (see `compiling.elementary`); per entry of the Jacobian.
+_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL, _LANE_ENTRY = 2e-9, 0.1e-9, 10e-9, 1e-9, 1e-9
+# A gradient, in units of the solve. The adjoint of a function of the C library needs few more of them.
+_GRADIENT, _LANE_GRADIENT = 5, 2.5
 # The time from an untraced f to a kernel that is on disk (tracing, the kernel's text, the import of LLVM, loading): a
 # constant, and an addition per component of a state. Compile time of a kernel of n lines: _LINES n^1.5.
 _LOADING, _LOADING_COMPONENT, _LINES = 0.04, 0.002, 3e-5
@@ -62,17 +64,20 @@ class Rates(NamedTuple):
 
 
 @lru_cache(64)
-def rates(tableau: Tableau, d: int, program: Program | None) -> Rates:
-    """Return the times of a step, for a typical f if it isn't traced yet."""
-    operations, functions = 4 * d, 0
+def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool) -> Rates:
+    """Return the times of a step, with its adjoint if `gradient`; for a typical f if it isn't traced yet."""
+    operations, functions, exponentials = 4 * d, 0, 0
     if program is not None:
-        called = (OPERATIONS.get(instruction.operation) for instruction in program.instructions)
+        called = [OPERATIONS.get(instruction.operation) for instruction in lowered(program).instructions]
         operations, functions = program.cost, sum(not operation.simple for operation in called if operation is not None)
+        exponentials = called.count(OPERATIONS["exp"]) + called.count(OPERATIONS["tanh"])
     entries = d * d if tableau.implicit else 0
     iteration = tableau.calls * (_STAGE + _CALLS * operations**0.5) + _IMPLICIT * bool(entries) + _ENTRY * entries
     column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions) + _COLUMN_ENTRY * entries
-    lane = tableau.calls * (_LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_FUNCTION * functions)
-    return Rates(iteration, column, lane + _LANE_ENTRY * entries)
+    lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_EXPONENTIAL * exponentials
+    lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials)) + _LANE_ENTRY * entries
+    arrays, kernel = (_GRADIENT, _LANE_GRADIENT) if gradient else (1, 1)
+    return Rates(arrays * iteration, arrays * column, kernel * lane)
 
 
 @dataclass
@@ -251,7 +256,7 @@ class Compiler:
                 self._history = known.get((batch.shape, tableau, given.traced))
                 if self._history is None:
                     loading, d = _LOADING + _LOADING_COMPONENT * len(batch.u0), len(batch.u0)
-                    self._history = History(rates(tableau, d, None), loading, loading)
+                    self._history = History(rates(tableau, d, None, given.traced), loading, loading)
                     known[batch.shape, tableau, given.traced] = self._history
             plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
             if plan is not None:
@@ -269,8 +274,7 @@ class Compiler:
         def saved() -> float:
             iterations, steps = history.iterations + self._solves * longest * batches, self._solves * self._count * mean
             per = history.rates
-            seconds = iterations * per.iteration + (history.steps + steps) * (per.column - per.lane)
-            return seconds * (_GRADIENT if given.traced else 1)
+            return iterations * per.iteration + (history.steps + steps) * (per.column - per.lane)
 
         plan, loading, cost, gain = None, history.loading, history.cost, saved()
         if 0.0 in history.costs.values() or gain >= cost:  # a kernel that has been used may be the one of this solve
@@ -279,7 +283,7 @@ class Compiler:
                 # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
                 history.iterations, history.steps, history.cost, cost = 0.0, 0.0, loading, inf
             else:
-                history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program)
+                history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program, given.traced)
                 cost, gain = history.cost_of(self._solver(plan, batch, _with_acting(settings)), given), saved()
                 history.cost = cost
         if not self._agree(cost, gain, loading):
