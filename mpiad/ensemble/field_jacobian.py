@@ -152,8 +152,10 @@ def field_program(batch: Batch) -> Program | None:
     def faster(own: Batch) -> Program | str:
         most = _traced_cost(own)
         # A program has at least about one operation per number that f uses: a network's needn't be traced.
-        program = program_of(own) if len(own.u0) + packing_of(own.p).size <= most else None
-        return program if program is not None and program.cost <= most else "slow"
+        if len(own.u0) + packing_of(own.p).size > most:
+            return "slow"
+        program = program_of(own)
+        return program if program.cost <= most else "slow"
 
     found = _remembered(batch, "field", faster)
     return found if isinstance(found, Program) else None
