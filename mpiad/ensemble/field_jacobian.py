@@ -146,9 +146,18 @@ _Found = TypeVar("_Found")
 def field_program(batch: Batch) -> Program | None:
     """Return the program of f; None if f can't be traced, or if derivatives of f by arrays take less time."""
     # On a device the comparison of the program with f would copy arrays to the host.
-    if len(batch.u0) + packing_of(batch.p).size > MOST_COMPONENTS or is_on_device(batch) or np.iscomplexobj(batch.u0):
+    if len(batch.u0) > MOST_COMPONENTS or is_on_device(batch) or np.iscomplexobj(batch.u0):
         return None
-    found = _remembered(batch, "field", lambda program, own: program if program.cost <= _traced_cost(own) else "slow")
+
+    def faster(own: Batch) -> Program | str:
+        most = _traced_cost(own)
+        # A program has at least about one operation per number that f uses: a network's needn't be traced.
+        if len(own.u0) + packing_of(own.p).size > most:
+            return "slow"
+        program = program_of(own)
+        return program if program.cost <= most else "slow"
+
+    found = _remembered(batch, "field", faster)
     return found if isinstance(found, Program) else None
 
 
@@ -157,7 +166,8 @@ def _structure_of(batch: Batch) -> _Structure | str:
     # A rank without trajectories has no state at which f could be called.
     sparse = batch.size > 0 and not is_on_device(batch) and len(batch.u0) >= LEAST_SPARSE
 
-    def structure(program: Program, batch: Batch) -> _Structure:
+    def structure(batch: Batch) -> _Structure:
+        program = program_of(batch)
         if sparse:
             places = pattern_of(program)
             groups = groups_of(places, len(batch.u0))
@@ -169,8 +179,8 @@ def _structure_of(batch: Batch) -> _Structure | str:
     return _remembered(batch, f"Jacobian, sparse: {sparse}", structure)
 
 
-def _remembered(batch: Batch, name: str, make: Callable[[Program, Batch], _Found]) -> _Found | str:
-    """Return ``make(program of f, batch on the host)``, or the reason why f can't be traced; the result is cached."""
+def _remembered(batch: Batch, name: str, make: Callable[[Batch], _Found]) -> _Found | str:
+    """Return ``make(batch on the host)``, or the reason why f can't be traced; the result is cached."""
     if is_on_device(batch):  # a few trajectories as host arrays, for which the values of the program and of f are compared
         batch = batch.share(slice(0, 3))
         u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
@@ -178,7 +188,7 @@ def _remembered(batch: Batch, name: str, make: Callable[[Program, Batch], _Found
 
     def find(_: bool) -> _Found | str:
         try:
-            return make(program_of(batch), batch)
+            return make(batch)
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 

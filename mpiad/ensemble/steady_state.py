@@ -465,7 +465,7 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
     started, _ = consistent_start(batch, settings.mass, settings.rtol, settings.atol)
-    outcome = compiler.run(started, settings, started)
+    outcome = compiler.run_planned(compiler.plan(started, settings, started), started, settings, started)
     # NaN ends the search in trajectories whose solve failed.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:

@@ -13,7 +13,17 @@ import pytest
 from ode_systems import lorenz
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, EnsembleSerial, EnsembleThreads, EnsembleVectorized, ODEProblem, remake, solve
+from mpiad.ensemble import (
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    EnsembleVectorized,
+    ODEProblem,
+    remake,
+    run,
+    solve,
+)
+from mpiad.ensemble.field_jacobian import field_program
 
 pytestmark = pytest.mark.serial
 
@@ -45,6 +55,34 @@ def test_both_ways_agree():
                 lambda x, y, way=way: real_loss(x, y, gradient=way), argnum if isinstance(argnum, tuple) else (argnum,)
             )(u0, p)) for way in ("tangent", "adjoint"))  # fmt: skip
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_f_with_many_parameters_has_a_program_but_a_network_has_none(shared, monkeypatch):
+    """With the exact gradients of exp(-p), and a network's matrix, whose numbers outnumber the operations of arrays."""
+    found = []
+
+    def recorded(batch):
+        found.append(field_program(batch))
+        return found[-1]
+
+    monkeypatch.setattr(run, "field_program", recorded)
+    rng = np.random.default_rng(1)
+    p, u0 = rng.uniform(0.5, 1.0, (60,) if shared else (4, 60)), rng.uniform(0.5, 1.5, (4, 60))
+
+    def squares(p, f, u0):
+        problem = EnsembleProblem(ODEProblem(f, u0[0], (0.0, 1.0), p if shared else p[0]), u0=u0, p=None if shared else p)
+        sol = solve(problem, rtol=1e-10, atol=1e-12, compile=False, gradient="adjoint")
+        return anp.sum(sol.u_end**2)
+
+    exact = -2 * u0**2 * np.exp(-2 * p)
+    by_program = mpiad.grad(squares)(p, lambda u, p, t: [-rate * x for rate, x in zip(p, u)], u0)
+    np.testing.assert_allclose(by_program, exact.sum(0) if shared else exact, rtol=1e-8)
+    assert found and all(program is not None for program in found)
+    found.clear()
+    # One product with all numbers of p.
+    mpiad.grad(squares)(p, lambda u, p, t: -anp.reshape(p, (60, -1)) * u, u0)
+    assert found and all(program is None for program in found)
 
 
 def test_shared_parameters_both_ways():

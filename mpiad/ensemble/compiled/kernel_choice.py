@@ -22,6 +22,7 @@ from mpiad._typing import Array, Function
 from mpiad.compiling.arguments import signature_in
 from mpiad.compiling.cache import is_cached
 from mpiad.compiling.program import OPERATIONS, Program
+from mpiad.compiling.source import lowered
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
@@ -41,11 +42,12 @@ from mpiad.transport.resources import cores
 # approximates the number of NumPy's calls; for implicit methods also per step, and per entry of the Jacobian.
 _STAGE, _CALLS, _IMPLICIT, _ENTRY = 20e-6, 3e-6, 300e-6, 4e-6
 # For each step of a trajectory: per stage and component, operation or function of the C library, and per entry.
-_COMPONENT, _OPERATION, _FUNCTION, _COLUMN_ENTRY = 8e-9, 0.4e-9, 2e-9, 60e-9
-# Kernels, for each step of a trajectory: per stage and component, operation or function; per entry of the Jacobian.
-_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_ENTRY = 2e-9, 0.1e-9, 10e-9, 1e-9
-# A gradient, in units of the solve.
-_GRADIENT = 5
+_COMPONENT, _OPERATION, _FUNCTION, _COLUMN_ENTRY = 8e-9, 0.4e-9, 4e-9, 60e-9
+# Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per exponential
+# or hyperbolic tangent, which are vector instructions (see `compiling.elementary`); per entry of the Jacobian.
+_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL, _LANE_ENTRY = 2e-9, 0.1e-9, 10e-9, 1e-9, 1e-9
+# A gradient with its solve, by arrays and by kernels, in units of the solve.
+_GRADIENT, _LANE_GRADIENT = 5, 2.5
 # The time from an untraced f to a kernel that is on disk (tracing, the kernel's text, the import of LLVM, loading): a
 # constant, and an addition per component of a state. Compile time of a kernel of n lines: _LINES n^1.5.
 _LOADING, _LOADING_COMPONENT, _LINES = 0.04, 0.002, 3e-5
@@ -57,22 +59,24 @@ class Rates(NamedTuple):
     """Estimated times in seconds."""
 
     iteration: float  # arrays, per iteration of the loop over steps
-    column: float  # arrays, per step of a trajectory
-    lane: float  # kernels, per step of a trajectory
+    saved: float  # what a kernel saves per step of a trajectory; negative if it is slower
 
 
 @lru_cache(64)
-def rates(tableau: Tableau, d: int, program: Program | None) -> Rates:
-    """Return the times of a step, for a typical f if it isn't traced yet."""
-    operations, functions = 4 * d, 0
+def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool) -> Rates:
+    """Return the times of a step, with its adjoint if `gradient`; for a typical f if it isn't traced yet."""
+    operations, functions, exponentials = 4 * d, 0, 0
     if program is not None:
-        called = (OPERATIONS.get(instruction.operation) for instruction in program.instructions)
-        operations, functions = program.cost, sum(not operation.simple for operation in called if operation is not None)
+        called = [instruction.operation for instruction in lowered(program).instructions]
+        operations, functions = program.cost, sum(not OPERATIONS[name].simple for name in called if name in OPERATIONS)
+        exponentials = called.count("exp") + called.count("tanh")
     entries = d * d if tableau.implicit else 0
     iteration = tableau.calls * (_STAGE + _CALLS * operations**0.5) + _IMPLICIT * bool(entries) + _ENTRY * entries
     column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions) + _COLUMN_ENTRY * entries
-    lane = tableau.calls * (_LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_FUNCTION * functions)
-    return Rates(iteration, column, lane + _LANE_ENTRY * entries)
+    lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_EXPONENTIAL * exponentials
+    lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials)) + _LANE_ENTRY * entries
+    arrays, kernel = (_GRADIENT, _LANE_GRADIENT) if gradient else (1, 1)
+    return Rates(arrays * iteration, arrays * column - kernel * lane)
 
 
 @dataclass
@@ -174,10 +178,6 @@ class Compiler:
         if self._used is not None and self._chosen is None and (kind is None or issubclass(kind, Exception)):
             self._agree(-inf, inf, 0.0)
 
-    def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch, by a kernel if `plan` chooses one."""
-        return self.run_planned(self.plan(batch, settings, given), batch, settings, given)
-
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch, given the result of `plan` for this batch or a similar one."""
         if plan is None:
@@ -193,9 +193,7 @@ class Compiler:
         known = self._last_solver
         if known is not None and known.batch is batch and known.settings is settings:
             return known
-        threads = 1
-        if isinstance(self.backend, EnsembleThreads):
-            threads = len(cores()) if self.backend.threads is None else max(1, self.backend.threads)
+        threads = max(1, self.backend.threads or len(cores())) if isinstance(self.backend, EnsembleThreads) else 1
         self._last_solver = Solver(self.kernels, plan, batch, settings, threads)
         return self._last_solver
 
@@ -217,10 +215,7 @@ class Compiler:
             # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.
             if not known:
                 try_once(batch, settings.events, given.traced)
-            found = problem_of(batch, settings.events, must, self.warn)
-            if known and found is None:
-                try_once(batch, settings.events, given.traced)
-            return found
+            return problem_of(batch, settings.events, must, self.warn)
 
         must = self.compile is True
         trace = partial(remembered, make, batch, settings.events, given.traced, must)
@@ -247,12 +242,10 @@ class Compiler:
             self.execution = f"arrays: a state has more than {MOST_COMPONENTS} components"
         elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
             if self._history is None:
-                tableau, known = settings.alg.tableau, _histories.setdefault(identity_of(batch.f), {})
-                self._history = known.get((batch.shape, tableau, given.traced))
-                if self._history is None:
-                    loading, d = _LOADING + _LOADING_COMPONENT * len(batch.u0), len(batch.u0)
-                    self._history = History(rates(tableau, d, None), loading, loading)
-                    known[batch.shape, tableau, given.traced] = self._history
+                tableau, loading = settings.alg.tableau, _LOADING + _LOADING_COMPONENT * len(batch.u0)
+                new = History(rates(tableau, len(batch.u0), None, given.traced), loading, loading)
+                known = _histories.setdefault(identity_of(batch.f), {})
+                self._history = known.setdefault((batch.shape, tableau, given.traced), new)
             plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
             if plan is not None:
                 return plan
@@ -268,9 +261,7 @@ class Compiler:
 
         def saved() -> float:
             iterations, steps = history.iterations + self._solves * longest * batches, self._solves * self._count * mean
-            per = history.rates
-            seconds = iterations * per.iteration + (history.steps + steps) * (per.column - per.lane)
-            return seconds * (_GRADIENT if given.traced else 1)
+            return iterations * history.rates.iteration + (history.steps + steps) * history.rates.saved
 
         plan, loading, cost, gain = None, history.loading, history.cost, saved()
         if 0.0 in history.costs.values() or gain >= cost:  # a kernel that has been used may be the one of this solve
@@ -279,7 +270,7 @@ class Compiler:
                 # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
                 history.iterations, history.steps, history.cost, cost = 0.0, 0.0, loading, inf
             else:
-                history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program)
+                history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program, given.traced)
                 cost, gain = history.cost_of(self._solver(plan, batch, _with_acting(settings)), given), saved()
                 history.cost = cost
         if not self._agree(cost, gain, loading):

@@ -150,6 +150,28 @@ def test_a_kernel_that_is_slower_isn_t_taken(forgetting, monkeypatch):
     kernel_choice.rates.cache_clear()
 
 
+def network(u, p, t):
+    met = anp.dot(p["outer"], anp.tanh(anp.dot(p["inner"], u)))
+    return [u[0] + met[0], met[1] - u[1]]
+
+
+def test_training_of_a_network_takes_the_kernel_on_disk(forgetting):
+    rng = np.random.default_rng(0)
+    p = {"inner": rng.normal(size=(24, 2)), "outer": 0.1 * rng.normal(size=(2, 24))}
+    solutions = []
+
+    def loss(p, compile):
+        problem = EnsembleProblem(ODEProblem(network, np.ones(2), (0.0, 1.0), p), u0=rng.uniform(0.5, 1.5, (1000, 2)))
+        solutions.append(solve(problem, Tsit5(), compile=compile))
+        return anp.sum(solutions[-1].u_end ** 2)
+
+    mpiad.grad(loss)(p, True)
+    forgetting()
+    for _ in range(20):
+        mpiad.grad(loss)(p, "auto")
+    assert re.fullmatch("aa+dm+", kinds(solutions[1:]))
+
+
 @pytest.mark.usefixtures("free")
 def test_by_backend_and_option():
     assert is_compiled(solve(many(decay)))
