@@ -265,11 +265,11 @@ def newton(
         return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
 
     compiled: Any = residual.derived(_CALL, lambda: one, True) if isinstance(residual, Jitted) else None
-    # The messages of interpreted batches and of compiled products differ, so all ranks use the same form.
-    interprets = on_any_rank(channel(comm, _CALL).data, compiled is None or compiled.refused)
+    # The messages of interpreted batches, for sparse Jacobians only, and of compiled products differ; all use one form.
+    interprets = jacobian == "sparse" and on_any_rank(channel(comm, _CALL).data, compiled is None or compiled.refused)
 
     def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
-        multiply = one if interprets or tracing.tape is not None else compiled
+        multiply = one if interprets or compiled is None or tracing.tape is not None else compiled
         if len(np.shape(v)) == len(np.shape(u)):
             return multiply(v, u, *params)
         if multiply is compiled:
