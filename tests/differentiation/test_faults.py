@@ -52,6 +52,7 @@ CALLS = {
 }
 
 
+@pytest.mark.interpreted  # the trace of a compiled program sends nothing
 @pytest.mark.parametrize("call", CALLS)
 def test_an_exception_between_a_send_and_its_receive(call, rank, size, rank_rng):
     with pytest.raises(InterruptedStep):
@@ -137,6 +138,7 @@ def _failing_adjoint(ans, x):
 defvjp(fragile, _failing_adjoint)
 
 
+@pytest.mark.interpreted  # the trace of a compiled program sends nothing
 def test_an_exception_in_a_reverse_pass(rank, size, rank_rng):
     """It comes after the adjoint of the receive has sent, and before that of the send receives."""
 
@@ -151,6 +153,7 @@ def test_an_exception_in_a_reverse_pass(rank, size, rank_rng):
     check_program(rank, size, rank_rng)
 
 
+@pytest.mark.interpreted  # the trace of a compiled program sends nothing
 def test_an_exception_in_the_reverse_pass_of_an_inner_trace(rank, size, rank_rng):
     def outer(x):
         return anp.sum(mpiad.grad(lambda y: program(fragile(y), rank, size))(x))
@@ -163,6 +166,7 @@ def test_an_exception_in_the_reverse_pass_of_an_inner_trace(rank, size, rank_rng
     check_program(rank, size, rank_rng)
 
 
+@pytest.mark.interpreted  # the trace of a compiled program sends nothing
 def test_only_the_communicators_that_were_used_are_refused(rank, size, rank_rng):
     comm = MPI.COMM_WORLD.Dup()
     mpiad.mpi_init(comm)
@@ -332,6 +336,7 @@ def test_the_trace_counter_is_restored(call, rank, size):
     assert trace_stack.top == before
 
 
+@pytest.mark.also_jitted
 def test_an_inner_exception_that_is_caught_on_all_ranks(rank, size, rank_rng):
     """A step that fails and is done otherwise, in the middle of a trace, whose earlier sums have their adjoints."""
     xs = inputs(rank_rng, size)

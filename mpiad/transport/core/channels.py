@@ -323,9 +323,10 @@ class Channel:
 
     def renew(self) -> None:
         """Replace the duplicates, and drop pending messages; collective."""
+        data = self.data  # first, since this ends the trace of a compiled program
         self.fault = self.fault or "a reset was interrupted."  # valid until the end of this method
         if FAULT_TOLERANT:
-            self.reopen(self.data.Shrink())
+            self.reopen(data.Shrink())
             return
         if _watch is not None:
             _watch.start_anew(self)
