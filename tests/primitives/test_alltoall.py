@@ -94,6 +94,7 @@ def test_another_communicator(rngs, size):
     comm.Free()
 
 
+@pytest.mark.interpreted  # it counts calls
 def test_derivatives_use_the_counts_of_the_call(rank, size, monkeypatch):
     """One exchange of counts, in the call."""
     calls, counts = [], COUNTS[:size, :size]
