@@ -299,8 +299,7 @@ def _solved(
         if isinstance(sol, DeviceSolution):
             compiler.execution = "kernel: EnsembleGPU"
     else:
-        given = with_states_on_device(given)
-        sol = solved(given, given.plain(), settings)
+        sol = solved(given, batch, settings)
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
@@ -311,6 +310,9 @@ def _by_kernel_or_arrays(
     options: SolveOptions, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
     """Solve a batch by a CPU kernel if `compiler` chooses one, otherwise by arrays, on the host or on their device."""
+    moved = with_states_on_device(given)
+    if moved is not given:
+        given, batch = moved, moved.plain()
     run = partial(compiler.run_planned, compiler.plan(batch, settings, given), given=given)
     if options.acting:
         return solved_with_events(run, batch, settings, given, options.dense_output)

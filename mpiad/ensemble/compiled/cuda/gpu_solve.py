@@ -17,7 +17,7 @@ from mpiad.compiling.arguments import is_complex
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import device_for
-from mpiad.ensemble.batch import Batch, is_on_device, with_states_on_device
+from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver, device_rows, sample_batch
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
 from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
@@ -64,8 +64,7 @@ def solved_on_gpu(
     if settings.ends:
         settings = settings._replace(ends=False, saveat=batch.both_ends())
     if not on_host:
-        given = with_states_on_device(given)
-        return by_arrays(given, given.plain(), settings)
+        return by_arrays(given, batch, settings)
     leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
     on_device = given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
     sol = by_arrays(on_device, on_device.plain(), settings)
