@@ -10,6 +10,7 @@ same seed always draws the same programs.
 
 import argparse
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -86,13 +87,22 @@ class Fuzz:
         """Return the smallest failing program that is found in time, and how its job ended."""
         print("looking for the smallest such program", flush=True)
         until = time.monotonic() + self.search
-        while time.monotonic() < until:
-            candidates = simpler(program)
+        candidates, kind = simpler(program), kind_of(failure)
+        while candidates and time.monotonic() < until:
             outcome, place = self.job(candidates, PATIENCE / 3)
             if not outcome.returncode:
                 break
-            program, failure = candidates[place], outcome
+            if kind_of(outcome) == kind:
+                program, failure, candidates = candidates[place], outcome, simpler(candidates[place])
+            else:  # this candidate is invalid, or meets something else
+                candidates = candidates[place + 1 :]
         return program, failure
+
+
+def kind_of(outcome):
+    """Return the name of the first exception that a failed job shows, "" for a job without one, such as one that hangs."""
+    found = re.search(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt)):", outcome.stderr, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def main():

@@ -65,6 +65,32 @@ def test_rules_and_constants_hold_in_all_derivatives(name, rank):
         assert_same(mpiad.make_hvp(compiled)(x)[2](v), curved(x, v), 1e-13)
 
 
+@pytest.mark.parametrize("used", ["both", "one", "none"])
+def test_second_derivatives_with_respect_to_arguments_without_influence(used, rank):
+    x, y = np.linspace(-1.0, 0.5, 5 + rank), np.linspace(0.2, 1.7, 3 + rank)
+    v, w = np.cos(np.arange(x.size) + rank), np.sin(np.arange(y.size) - rank)
+    factor = {"both": 1.0, "one": 1.0 if rank % 2 == 0 else 0.0, "none": 0.0}[used]
+
+    def loss(given):
+        x, y = given
+        found = anp.sum(y) * 3.0
+        if used == "both" or used == "one" and rank % 2 == 0:
+            found = found + anp.sum(anp.sin(y) ** 2)
+        return mpiad.mpi_allreduce(found)
+
+    jitted, curvature = mpiad.jit(loss, strict=True), 2.0 * factor * np.cos(2.0 * y)
+    for given in ((x, y), (2.0 * x, y)):
+        product = mpiad.make_hvp(jitted)(given).product
+        assert_same(product((v, w)), (np.zeros(x.size), curvature * w), 1e-13)
+        both = np.stack([w, 2.0 * w - 1.0])
+        several = product((np.stack([v, -v]), both), batch=True)
+        assert_same(several, (np.zeros((2, x.size)), curvature * both), 1e-13)
+        gradient = 3.0 + factor * np.sin(2.0 * y)
+        point = mpiad.linearize(jitted)(given)
+        assert_same(point.vjp(1.5), (np.zeros(x.size), 1.5 * gradient * mpiad.mpi_size()), 1e-13)
+        assert_same(point.jvp((v, w)), mpiad.mpi_allreduce(gradient @ w), 1e-13)
+
+
 @pytest.mark.unguarded
 def test_first_and_second_derivatives_need_one_trace_of_the_function(rank, monkeypatch):
     traces, arguments = [], Recorder.arguments
