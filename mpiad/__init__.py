@@ -51,6 +51,7 @@ from mpiad.primitives import (
     stop_gradient,
 )
 from mpiad.transport import world as _world
+from mpiad.transport.core import channels as _channels
 
 if TYPE_CHECKING:
     from mpiad.domain import Domain
@@ -100,7 +101,8 @@ _folder = getcwd() if environ.get("MPIAD_TRACE") else ""
 
 
 def _record_on_request() -> None:
-    if _world.any_rank(bool(_path("MPIAD_TRACE"))):
+    # A launcher may not pass the variable on to all ranks.
+    if _channels.on_any_rank(_channels.base(), bool(_path("MPIAD_TRACE"))):
         __getattr__("debug").recording.record_program(_folder)
 
 

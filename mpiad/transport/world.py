@@ -264,11 +264,6 @@ def at_end(end: Callable[[], None]) -> None:
     _ends.append(end)
 
 
-def any_rank(asks: bool) -> bool:
-    """Return whether `asks` is true on any rank; collective. For variables that a launcher may not pass on to all ranks."""
-    return bool(base().allreduce(asks, MPI.LOR))
-
-
 def local_rank() -> int:
     """Return this rank's number among the ranks of its node."""
     if not started():
