@@ -260,7 +260,7 @@ def drawn(seed):
 def test_random_programs(request):
     """With --thorough by all methods in all ways; otherwise by two methods vectorized, and by one in each other way."""
     thorough = request.config.getoption("thorough")
-    count = int(os.environ.get("PROGRAMS") or (500 if thorough else 16))
+    count = int(os.environ.get("PROGRAMS") or (96 if thorough else 16))
     seed, wrong = int(os.environ.get("SEED") or 1), []
     for k in range(-(-count // len(APART))):
         programs = drawn([seed, k])
