@@ -205,6 +205,7 @@ def test_all_other_functions_are_refused_by_name():
 
 
 @pytest.mark.thorough
+@pytest.mark.interpreted  # jitted, a part of the table is tested above
 @pytest.mark.limit(1200)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_whole_table_of_the_reference(seed):
