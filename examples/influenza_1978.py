@@ -49,7 +49,9 @@ def outbreaks(theta, days=DAYS):
     ill = np.exp(theta[:, 2])
     one = ODEProblem(epidemic, numpy.array([BOYS - 1.0, 1.0]), SPAN, GUESS[:2])
     many = EnsembleProblem(one, u0=np.stack([BOYS - ill, ill], axis=1), p=theta[:, :2])
-    return solve(many, ensemblealg=OVER_RANKS, trajectories=len(theta), saveat=days, rtol=1e-7, atol=1e-4)
+    # Always by a kernel: by default the choice depends on the trajectories of each rank, and sums are rounded differently.
+    options = {"compile": True, "saveat": days, "rtol": 1e-7, "atol": 1e-4}
+    return solve(many, ensemblealg=OVER_RANKS, trajectories=len(theta), **options)
 
 
 def in_bed(theta):
