@@ -45,7 +45,7 @@ RUNS = [
         r"relative error of m (\S+)\n.*\n.*true (\S+)", lambda error, truth: error < 0.6 and truth > 0,
     ),
     Small(
-        2, "examples/attention_digits.py", "--epochs 5 --picture picture.png",
+        2, "examples/attention_digits.py", "--epochs 7 --picture picture.png",
         r"loss \S+ -> (\S+)\ntest accuracy (\S+)", lambda loss, accuracy: loss < 0.8 and accuracy > 0.8, thorough=True,
     ),
     Small(
