@@ -150,13 +150,13 @@ def _select(t: Translator, conditions: Sequence[Array], choices: Sequence[Array]
     return default
 
 
-# maximum and minimum would have derivative 1/2 at a bound, but autograd's clip has derivative 0.
+# maximum and minimum would have derivative 1/2 at a bound, but autograd's clip has derivative 0. NaN bounds give NaN.
 def _at_least(x: Symbol, y: Symbol) -> Symbol:
-    return choose(x <= y, y, x)
+    return choose((x > y) | (x != x), x, y)
 
 
 def _at_most(x: Symbol, y: Symbol) -> Symbol:
-    return choose(x >= y, y, x)
+    return choose((x < y) | (x != x), x, y)
 
 
 def _clip(t: Translator, x: Array, a_min: Array = None, a_max: Array = None, **bounds: Array) -> Array:
