@@ -495,8 +495,8 @@ class _WatchReader(FunctionReader):
             self.watch.note("same_parts({0}, {1})" if parts else "not {0}", value, parts)
 
     def function(self, value: FunctionType) -> None:
-        same = "{0}.__code__ is {1} and {0}.__defaults__ is {2}"
-        self.watch.note(same, value, value.__code__, value.__defaults__)
+        same = "{0}.__code__ is {1} and {0}.__defaults__ is {2} and {0}.__kwdefaults__ is {3}"
+        self.watch.note(same, value, value.__code__, value.__defaults__, value.__kwdefaults__)
         self._names |= attributes_of_results(value.__code__)
 
     def variable(self, cell: CellType, value: Any) -> None:

@@ -150,13 +150,13 @@ def _select(t: Translator, conditions: Sequence[Array], choices: Sequence[Array]
     return default
 
 
-# maximum and minimum would have derivative 1/2 at a bound, but autograd's clip has derivative 0.
+# maximum and minimum would have derivative 1/2 at a bound, but autograd's clip has derivative 0. NaN bounds give NaN.
 def _at_least(x: Symbol, y: Symbol) -> Symbol:
-    return choose(x <= y, y, x)
+    return choose((x > y) | (x != x), x, y)
 
 
 def _at_most(x: Symbol, y: Symbol) -> Symbol:
-    return choose(x >= y, y, x)
+    return choose((x < y) | (x != x), x, y)
 
 
 def _clip(t: Translator, x: Array, a_min: Array = None, a_max: Array = None, **bounds: Array) -> Array:
@@ -247,7 +247,7 @@ RULES: dict[Callable, Rule] = {
     np.any: _reduced("logical_or"), np.mean: _mean, np.linalg.norm: _norm,
     np.where: _where, np.select: _select, np.clip: _clip, np.sinc: _each("sinc", _sinc), np.interp: _interpolated,
     np.polyval: _polynomial, np.round: _rounded, np.angle: _angle, np.imag: _each("imag", lambda z: z.imag),
-    np.zeros_like: lambda t, *_, **__: t.full(0.0), np.empty_like: lambda t, *_, **__: t.full(0.0),
-    np.ones_like: lambda t, *_, **__: t.full(1.0), np.full_like: lambda t, x, value, *_, **__: t.full(value),
-    np.full: lambda t, shape, value, dtype: t.full(value),
+    np.real: _each("real", lambda z: z.real), np.zeros_like: lambda t, *_, **__: t.full(0.0),
+    np.empty_like: lambda t, *_, **__: t.full(0.0), np.ones_like: lambda t, *_, **__: t.full(1.0),
+    np.full_like: lambda t, x, value, *_, **__: t.full(value), np.full: lambda t, shape, value, dtype: t.full(value),
 }  # fmt: skip

@@ -155,7 +155,7 @@ def no_derivative(leaf: Array) -> Array:
         )
     if is_device_array(leaf):
         return np.zeros_like(leaf)
-    return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None
+    return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.bool_, np.ndarray)) else None
 
 
 def _tangent(value: Array, node: Any) -> Array:

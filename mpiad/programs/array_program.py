@@ -272,7 +272,7 @@ class ArrayProgram:
 
     def constant(self, value: Array) -> int:
         """Append a constant array."""
-        if value.dtype.kind in "fcb" and (value.size == 1 or (value.size and not any(value.strides))):
+        if value.dtype in COMPUTED and (value.size == 1 or (value.size and not any(value.strides))):
             return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
         for place, known in enumerate(self.constants):
             if known is value:

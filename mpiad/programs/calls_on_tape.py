@@ -48,7 +48,7 @@ from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwar
 from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.primitives.operation import Tape, suspended
 from mpiad.programs.playback import PlayingBack, message_counts, result_of
-from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program, is_shown, own
+from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program, own
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
@@ -71,10 +71,8 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
     twice = not simple and is_gradient_within(OrderedTape, tape, boxes) and tape.passes == "one"
     if simple and tape.passes in ("together", "kept", "recorded") or twice:
         made = called_with_reverse_differentiated(cache, given, boxed)
-        if made is not None:
-            return made[0]
-        if tape.passes != "kept" or is_shown():
-            return cache.fun(*given.args, **given.kwargs)
+        # Other ranks may run several reverse passes together, in which the programs below would run one after the other.
+        return cache.fun(*given.args, **given.kwargs) if made is None else made[0]
     if not simple and is_gradient_within(TangentTape, tape, boxes):
         return called_with_tangents_of_gradients(cache, given, boxed)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):

@@ -355,7 +355,7 @@ def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | No
     """Return the function of the numbers that have changed since the first call; None if there is none, or it fails."""
     known = _changing.pop(fun.__code__, None)
     if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):
-        known = _ByNumbers(with_numbers(fun, dict.fromkeys(numbers, 0.0)), numbers, [], Jitted(fun))
+        known = _ByNumbers(with_numbers(fun, numbers), numbers, [], Jitted(fun))
     changed = [name for name in numbers if name in known.names or numbers[name] != known.first[name]]
     if changed != known.names:
         template = known.fun

@@ -23,6 +23,7 @@ import numpy as np
 
 from mpiad._typing import Shape
 from mpiad.programs.array_program import (
+    COMPUTED,
     FLOATS,
     IN_MEMORY,
     ArrayProgram,
@@ -374,7 +375,8 @@ class Schedule:
         for place in places:
             n = self.program.outputs[place]
             node, whole = self.nodes[n], self._whole(n)
-            if last and whole is not None and self.buffers[whole].kind == "result" and whole not in outputs:
+            own = last and whole is not None and self.buffers[whole].kind == "result" and whole not in outputs
+            if own or node.dtype not in COMPUTED:  # loops copy no integers: the replay does
                 outputs.append(whole)
                 continue
             outputs.append(self._buffer("output", node.shape, node.dtype, place))

@@ -95,15 +95,11 @@ class PlayingBack:
         """Return the logged result of an operator."""
         return self._next(operator.body, plain(args), plain(kwargs))
 
-    def settle(self, fun: Callable, args: tuple) -> Any:
+    def opaque(self, fun: Callable, args: tuple, specs: Any = None) -> Any:
         """Return the logged result of an untraced function."""
         return self._next(fun, *plain(args))
 
-    call_as_it_is = opaque_call
-
-    def opaque(self, fun: Callable, args: tuple, specs: Any = None) -> Any:
-        """Return the logged result of an untraced function."""
-        return self.settle(fun, args)
+    settle, call_as_it_is = opaque, opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run a function that isn't logged."""

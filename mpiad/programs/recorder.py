@@ -41,6 +41,7 @@ from mpiad.programs.traced_array import (
     Ref,
     Step,
     TracedArray,
+    ask_for_integer,
     hides_traced,
     let_arrays_be_traced,
     mapped,
@@ -69,6 +70,10 @@ _SHAPED_BY_VALUES = frozenset(
     getattr(np, name)
     for name in """argwhere bincount compress delete extract flatnonzero intersect1d nonzero setdiff1d trim_zeros union1d
     unique""".split()
+)
+# Functions whose further arguments, if they are integers, determine the shape of the result.
+_SHAPED_BY_INTEGERS = frozenset(
+    map(np.__dict__.get, "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split())
 )
 _WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
 
@@ -197,9 +202,11 @@ class Recorder:
         raise self.refused
 
     def ask(self, x: Any, reason: str) -> NoReturn:
-        """End the trace in failure, since the function needs the value of x; if x is an integer, `asked` is set."""
-        if x.value.dtype.kind in "iu" and not x.value.ndim:
-            self.asked = x.number
+        """End the trace in failure, since the function needs the value of x; set `asked` for integers and comparisons."""
+        step = next((step for step in self.steps if x.number in step.outs and x.dtype == bool), None)
+        numbers = [x.number] if step is None else [part.number for part in step.args if type(part) is Ref]
+        if all(shape == () and dtype.kind in "iu" for shape, dtype in map(self.specs.__getitem__, numbers)):
+            self.asked = next(iter(numbers), None)
         self.refuse(f"{reason}, or leave this part out of the jitted function" if reason is CONTROL_FLOW else reason)
 
     def plain_array(self, x: Any, dtype: DTypeLike | None) -> Array:
@@ -312,6 +319,8 @@ class Recorder:
         """Call a NumPy function, and record it."""
         if not self.is_noting():
             return fun(*plain(tuple(args)), **plain(kwargs))
+        if fun in _SHAPED_BY_INTEGERS:
+            mapped((args[1:], kwargs), ask_for_integer)
         reason = reason_against(fun, args, kwargs)
         if reason:
             self.refuse(f"it calls {fun.__name__}, {reason}")

@@ -21,7 +21,7 @@ from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
-from mpiad.programs.array_program import Node, Slot, described, operation_of, parts_of, strides_of
+from mpiad.programs.array_program import COMPUTED, Node, Slot, described, operation_of, parts_of, strides_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
@@ -278,21 +278,21 @@ class Replay:
     def _functions(self) -> list[Callable]:
         """Return a function for each part of the program."""
         schedule, steps = self.schedule, self.schedule.steps
-        uses = self.replays.uses
-        # Arrays that calls return in one part of the program, and that a later part uses, are global variables.
+        uses, returned = self.replays.uses, schedule.outputs
+        ends = [0, *schedule.program.ends, len(returned)]
+        # Arrays that calls return in one part of the program, and that a later part uses or returns, are global variables.
         made = {b: schedule.part(at) for at, step in enumerate(steps) if isinstance(step, Run) for b in step.results}
-        kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
+        kept = [b for b, k in made.items() if schedule.part(uses.get(b, [0])[-1]) > k or b in returned[ends[k + 1] :]]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
         parts = []
-        ends = pairwise([0, *schedule.program.ends, len(schedule.outputs)])
-        for part, (start, end) in enumerate(ends):
+        for part, (start, end) in enumerate(pairwise(ends)):
             self._lines = [f"global {names}"] if kept else []
             if self._renumbers and not part:
                 self._lines.append("begin()")
             if (self.replays.last_check >= 0 or schedule.program.logged) and not part:
                 self._lines.append("log.clear()")
-            outputs = schedule.outputs[start:end]
+            outputs = returned[start:end]
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
             for k, action in enumerate(self._actions):
                 if schedule.part(action.at) == part:
@@ -398,11 +398,11 @@ class Replay:
     def _result(self, b: int) -> str:
         """Return the expression of an output: a new array, or a NumPy scalar."""
         found, name = self.schedule.buffers[b], self._arrays[b]
-        if found.kind == "result" and name != f"b{b}":
-            return f"r{b}"
         if not found.shape:
             return f"{name}[()]"
-        return name if self._is_large(b) else f"{name}.copy()"
+        if found.kind == "result" and name != f"b{b}" and found.dtype in COMPUTED:
+            return f"r{b}"
+        return name if found.kind == "output" and self._is_large(b) else f"{name}.copy()"
 
     def _append_action(self, k: int, action: Action) -> None:
         at, step = action.at, self.schedule.steps[action.at]

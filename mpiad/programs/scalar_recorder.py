@@ -235,7 +235,6 @@ _RULES: dict[Callable, Rule] = {
     cast: _cast,
     entries_of: _entries_of,
     np.interp: _interpolated,
-    np.real: lambda t, x: t.elementwise("real", lambda z: z.real, x),
 }
 
 # Functions that move entries, or add and multiply them.

@@ -72,7 +72,9 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Ha
             traced.append(place)
             key.append(type(leaf))
         else:
-            key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
+            # Ranges are equal if their numbers are, and slices aren't hashable before Python 3.12.
+            value = leaf.__reduce__()[1] if isinstance(leaf, (range, slice)) else leaf
+            key.append((type(leaf), value if isinstance(leaf, _COMPARED) else _Object(leaf)))
     return Arguments(leaves, build, traced, tuple(key), form, args, kwargs)
 
 

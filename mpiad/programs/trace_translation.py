@@ -119,12 +119,7 @@ class _Translation:
         for x in outputs:
             if isinstance(x, TracedArray) and x.stale is not None:
                 raise TypeError("it returns an array whose memory has been changed in place through another name (a view)")
-            number = self.nodes[x.number] if isinstance(x, TracedArray) else program.constant(np.asarray(x))
-            node = program.nodes[number]
-            if node.dtype not in COMPUTED and (node.kind in ("input", "constant") or number in found):
-                data = Step("call", np.array, (Slot(0),), {}, (), program.site)  # type: ignore[arg-type]
-                number = program.add("call", [number], node.shape, node.dtype, data)
-            found.append(number)
+            found.append(self.nodes[x.number] if isinstance(x, TracedArray) else program.constant(np.asarray(x)))
         return found
 
     def step(self, step: Step) -> None:
@@ -238,7 +233,7 @@ class _Translation:
         if x.dtype not in PRECISIONS or dtype not in (None, x.dtype) or x.dtype.kind == "c" and name != "add":
             raise Unsupported
         ndim = len(x.shape)
-        axes = tuple(sorted({int(k) % ndim for k in (range(ndim) if axis is None else np.atleast_1d(axis))}))
+        axes = tuple(sorted({int(k) % ndim for k in (np.atleast_1d(axis) if ndim and axis is not None else range(ndim))}))
         if name.startswith("logical") or name not in ("add", "multiply") and not math.prod(x.shape):
             raise Unsupported
         if not axes:
@@ -428,16 +423,6 @@ def _reshape(t: _Translation, x: Value, *args: Any, order: Any = "C", **_: Any) 
     return x.reshape(t.shape)
 
 
-def _same(t: _Translation, x: Array, *_: Any, **__: Any) -> Value:
-    if _value(x).dtype != t.dtype:
-        raise Unsupported
-    return x
-
-
-def _real(t: _Translation, x: Array) -> Value:
-    return x if _value(x).dtype == t.dtype else t.elementwise("real", lambda z: z.real, x)
-
-
 def _conjugate_product(t: _Translation, x: Array, y: Array) -> Value:
     return _product(t, t.computed(np.conjugate, x) if t.dtype.kind == "c" else x, y)
 
@@ -458,7 +443,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
     take: _take, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
     array_of: lambda t, x, *_, **__: t.array(x),
-    np.dot: _matrix_product, np.matmul: _matrix_product, np.inner: _product, np.vdot: _conjugate_product, np.copy: _same,
-    np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
-    np.roll: _roll, np.diff: _diff, np.real: _real,
+    np.dot: _matrix_product, np.matmul: _matrix_product, np.inner: _product, np.vdot: _conjugate_product,
+    np.copy: lambda t, x, *_, **__: _value(x), np.broadcast_to: lambda t, x, *_: t.full(x),
+    np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad, np.roll: _roll, np.diff: _diff,
 }  # fmt: skip

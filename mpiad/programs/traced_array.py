@@ -94,8 +94,7 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
         parts = [*getattr(x, "__dict__", {}).values(), *map(content_of, cells)]
         parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
-    plain_parts = [getval(part) for part in parts]
-    return any(isinstance(part, TracedArray) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
+    return any(isinstance(part, TracedArray) and not nest or hides_traced(part, depth - 1) for part in map(getval, parts))
 
 
 def on_host(params: Any) -> Any:
@@ -218,6 +217,9 @@ class TracedArray:
         parts = key if type(key) is tuple else (key,)
         if any(isinstance(part, TracedArray) and part.dtype == bool for part in parts):
             self._required_value("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
+        for part in parts:  # x[k : k + 3] has the same shape for all k
+            if type(part) is slice and (part.step is not None or not isinstance(part.start, type(part.stop))):
+                mapped(part, ask_for_integer)
         return self.recorder.call(take, (self, key), {})
 
     def __setitem__(self, key: Index, value: Any) -> None:
@@ -290,6 +292,12 @@ class TracedArray:
     __neg__, __pos__, __abs__, __invert__ = map(_unary, (np.negative, np.positive, np.absolute, np.invert))
 
 
+def ask_for_integer(x: Any) -> None:
+    """End the trace in failure if x is a traced integer, which determines a shape: it must be a constant."""
+    if isinstance(x, TracedArray) and x.dtype.kind in "iu" and not x.shape:
+        x.__index__()
+
+
 def take(x: Array, key: Index) -> Array:
     """Return x[key]."""
     return x[key]
@@ -360,8 +368,7 @@ class _TracedArrays:
         return np.arange(stop)
 
     def add_at(self, x: Any, idx: Index, values: Any) -> None:
-        total = x.recorder.call(added_at, (x, idx, values), {})
-        x[...] = total
+        x[...] = x.recorder.call(added_at, (x, idx, values), {})
 
     def contiguous(self, x: Array) -> Array:
         return x  # the compiled program determines the memory layout

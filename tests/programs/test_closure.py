@@ -95,10 +95,14 @@ def test_the_code_the_default_and_the_attributes_of_a_function():
     def set_default():
         with_default.__defaults__ = (4.0,)
 
-    def with_default(x, k=2.0):
-        return x * k
+    def set_keyword_default():
+        with_default.__kwdefaults__ = {"shift": 1.5}
 
-    follow(lambda x: helper(with_default(marked(x))), [lambda: setattr(marked, "shift", 5.0), set_code, set_default])
+    def with_default(x, k=2.0, *, shift=0.5):
+        return x * k + shift
+
+    changes = [lambda: setattr(marked, "shift", 5.0), set_code, set_default, set_keyword_default]
+    follow(lambda x: helper(with_default(marked(x))), changes)
 
 
 def test_variables_of_functions_around():
@@ -377,6 +381,17 @@ def test_arrays_of_functions_defined_again_are_their_own():
     for _ in range(3):
         for jitted, k, weights in made:
             gradient_of(jitted, weights)(k)
+
+
+def test_numbers_of_functions_defined_again_change_one_at_a_time():
+    def line(slope, offset):
+        return mpiad.jit(lambda x: slope * x + offset)
+
+    for slope, offset in ((2.0, 3.0), (4.0, 3.0), (4.0, 5.0), (2.0, 5.0), (2.0, 3.0)):
+        f = line(slope, offset)
+        np.testing.assert_allclose(f(X), slope * X + offset, rtol=1e-15)
+        bar = mpiad.grad(lambda x: anp.sum(f(x) ** 2))(X)  # noqa: B023
+        np.testing.assert_allclose(bar, 2 * slope * (slope * X + offset), rtol=1e-15)
 
 
 def test_numbers_that_python_decides_by_stay_constants(caplog):

@@ -504,3 +504,22 @@ def test_products_of_one_record(compiled, rank, size):
         np.testing.assert_allclose(record.jvp(several, batch=True)[0], mpiad.mpi_allreduce(2 * x * several), rtol=1e-13)
         slope = mpiad.grad(lambda w: anp.sum(record.jvp(w)[0] ** 2), objective="sum")(X)  # noqa: B023
         np.testing.assert_allclose(slope, 4 * size * x * mpiad.mpi_allreduce(2 * x * X), rtol=1e-13)
+
+
+@each_place
+def test_several_cotangents_after_a_message_of_unknown_shape(compiled, rank, size):
+    """The shape of a gather is known in a run only; all ranks make each adjoint of a message for all cotangents."""
+
+    def fun(x):
+        return mpiad.mpi_allreduce(anp.sum(mpiad.mpi_allgather(anp.sum(x)) ** 2)) * x
+
+    given = mpiad.jit(fun, strict=True) if compiled(rank) else fun
+    for x in (X + rank, 2 * X - rank):
+        factor = size * mpiad.mpi_allreduce(np.sum(x) ** 2)
+        vjp, value = mpiad.make_vjp(given)(x)
+        np.testing.assert_allclose(value, factor * x, rtol=1e-13)
+        several = np.stack([x, X * rank, np.cos(X)])
+        expected = [factor * w + 2 * size * np.sum(x) * mpiad.mpi_allreduce(w @ x) for w in several]
+        for w, bar in zip(several, expected):
+            np.testing.assert_allclose(vjp(w), bar, rtol=1e-12)
+        np.testing.assert_allclose(vjp(several, batch=True), expected, rtol=1e-12)

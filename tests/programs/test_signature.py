@@ -88,6 +88,66 @@ def test_integers_that_python_decides_by_are_constants():
     assert [both.check(X, flag) for flag in (True, False, True, False)] == [1, 1, 0, 0]
 
 
+CONSTANTS = {
+    "branch": lambda x, n: x * n if n > 2 else x - n,
+    "equality": lambda x, n: x * n if n == 1 else 2 * x if n != 3 else x - 1.0,
+    "reshape": lambda x, n: anp.reshape(x, (n, -1)) * 2,
+    "method": lambda x, n: x.reshape(-1, n + 0) * x[0],
+    "broadcast_to": lambda x, n: anp.broadcast_to(x, (n, 6)),
+    "expand_dims": lambda x, n: anp.expand_dims(anp.outer(x, x), n - 1),
+    "tile": lambda x, n: anp.tile(x, n),
+    "repeat": lambda x, n: anp.repeat(x, n),
+    "pad": lambda x, n: anp.pad(x, (n, 1), "constant"),
+    "split": lambda x, n: anp.split(x, n)[-1],
+    "slice": lambda x, n: x[: n + 1] * x[-1:],
+    "step": lambda x, n: x[::n] ** 2,
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_integers_that_shapes_and_comparisons_depend_on_are_constants(name):
+    """In values and in derivatives: a replay with another integer would have the shape or the branch of the trace."""
+    f, x = CONSTANTS[name], np.arange(1.0, 7.0)
+    fun, inner = Jitted(f), mpiad.jit(f, strict=True)
+    gradient = mpiad.jit(mpiad.grad(lambda x, n: anp.sum(f(x, n) ** 3)), strict=True)
+    for n in (1, 3, 2, 3, 1):
+        fun.check(x, n)
+        y = f(x, n)
+        # The Jacobian by central differences, which are exact up to rounding for polynomials of degree 2.
+        columns = [(f(x + e, n) - f(x - e, n)) / 2.0 for e in np.eye(6)]
+        expected = np.array([np.sum(3 * y**2 * column) for column in columns])
+        np.testing.assert_allclose(gradient(x, n), expected, rtol=1e-12)
+        vjp, value = mpiad.make_vjp(inner)(x, n)
+        np.testing.assert_allclose(vjp(3 * y**2), expected, rtol=1e-12)
+        linear = mpiad.linearize(inner)(x, n)
+        np.testing.assert_allclose(
+            linear.jvp(np.arange(6.0)), sum(k * columns[k] for k in range(6)), rtol=1e-12, atol=1e-13
+        )
+        assert np.shape(value) == np.shape(linear.value) == np.shape(y)
+    assert fun.check(2 * x, 3) == 0
+
+
+def test_windows_of_fixed_length_are_read_at_values():
+    fun = Jitted(lambda x, k: x[k : k + 2] * x[k])
+    assert [fun.check(X, k) for k in (0, 1, 3)] == [1, 0, 0]
+
+
+def test_ranges_and_slices_are_constants():
+    """Ranges are equal if their numbers are, and only newer Pythons hash slices."""
+    fun = Jitted(lambda x, part: x[part] * 2 if type(part) is slice else x * part.stop + part.step)
+    parts = [
+        slice(1, 3),
+        slice(1, 4),
+        slice(None, None, -1),
+        range(0, 3, 2),
+        range(0, 4, 2),
+        range(0),
+        range(1, 1),
+        range(0),
+    ]
+    assert [fun.check(X, part) for part in parts] == [1] * 7 + [0]
+
+
 def test_at_most_so_many_traces(caplog):
     caplog.set_level(logging.WARNING, "mpiad")
     jitted = mpiad.jit(lambda x: x * 2.0)

@@ -209,7 +209,7 @@ def test_an_array_that_is_changed_through_a_view_and_returned(caplog):
 @pytest.mark.parametrize("x", [np.array(1.3), 0.7, np.float64(-0.4), np.zeros(0), np.zeros((0, 4))], ids=str)
 def test_numbers_and_empty_blocks(x):
     def fun(x):
-        return anp.sin(x) * 2 + 1, anp.sum(x * x), anp.sum(x, axis=-1) if anp.ndim(x) else x * 3
+        return anp.sin(x) * 2 + 1, anp.sum(x * x), anp.sum(x * 3, axis=-1), anp.sum(x, axis=0, keepdims=True)
 
     check_jit(fun, x)
 
@@ -286,6 +286,7 @@ def test_not_a_number_is_found_by_extremes():
             anp.maximum(x, 0),
             anp.where(x > 0, x, -x),
             anp.clip(x, -1, 1),
+            anp.clip(abs(x) * 2.0, x, 2 * abs(x)),
         )
 
     jitted = mpiad.jit(fun, strict=True)
@@ -321,6 +322,50 @@ def test_forms_of_results():
         p = {"u": X * scale, "n": np.arange(3)}
         for given in ({}, {"scale": scale}, {"names": ("c", "d"), "scale": scale}, {"scale": scale, "names": ("c", "d")}):
             assert_same(jitted(p, **given), fun(p, **given))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint8])
+def test_integers_among_the_results_in_derivatives(dtype):
+    """Arguments, computed ones and a boolean, some of them twice; `linearize` also returns their zero tangents."""
+    k, v, kept = np.array([2, 0, 1, 1], dtype), np.array([1.0, -0.5, 0.25]), []
+
+    def fun(x, k):
+        order = anp.argsort(x).astype(dtype)
+        return anp.sum(x**2), k, order, k, order, anp.argmax(x), anp.argmax(x) + 2**60, anp.any(x > 2.5)
+
+    def squares(x):
+        total, *others = jitted(x, k)
+        kept.append(others)
+        return total
+
+    jitted = mpiad.jit(fun, strict=True)
+    for x in (np.array([0.5, -1.0, 2.0]), np.array([0.5, 3.0, 1.0])):
+        order = np.argsort(x).astype(dtype)
+        integers = [k, order, k, order, np.argmax(x), np.argmax(x) + 2**60, np.any(x > 2.5)]
+        zeros = [np.zeros_like(part)[()] for part in integers]
+        assert_same((mpiad.grad(squares)(x), kept[-1]), (2 * x, integers))
+        for _ in range(2):
+            linear = mpiad.linearize(jitted)(x, k)
+            assert_same(linear.value, (x @ x, *integers))
+            assert_same(linear.jvp(v), (2 * x @ v, *zeros))
+            assert_same(linear.vjp((1.5, *integers)), 3 * x)
+            vjp, value = mpiad.make_vjp(jitted)(x, k)
+            assert_same((vjp((1.5, *integers)), value), (3 * x, (x @ x, *integers)))
+        for f in (fun, jitted):
+            assert_same(mpiad.jvp(lambda x: f(x, k), x, v), ((x @ x, *integers), (2 * x @ v, *zeros)))  # noqa: B023
+
+
+@pytest.mark.serial
+def test_half_precision_among_the_results_in_derivatives():
+    """NumPy computes roots of booleans in half precision, and loops don't."""
+    jitted = mpiad.jit(lambda x: (anp.sum(x**2), anp.sqrt(anp.all(x > -9.0)), anp.sqrt(x > 0.0)), strict=True)
+    for x in (X, X - 10.0):
+        assert_same(mpiad.grad(lambda x: jitted(x)[0])(x), 2 * x)
+        for _ in range(2):
+            linear = mpiad.linearize(jitted)(x)
+            assert_same(linear.value, (np.sum(x**2), np.float16(np.all(x > -9.0)), (x > 0.0).astype(np.float16)))
+            assert_same(linear.jvp(Y)[0], 2 * x @ Y)
 
 
 @pytest.mark.serial
@@ -374,15 +419,14 @@ def test_second_derivatives_of_a_compiled_function_are_compiled(n, monkeypatch):
 @pytest.mark.serial
 @pytest.mark.unguarded
 def test_a_reverse_pass_that_has_begun_is_differentiated_by_its_cotangent():
-    """Where it was traced by shapes; what broadcasts isn't."""
+    """Also of what broadcasts, which isn't traced by shapes."""
     jitted, run = mpiad.jit(lambda x: x**2, strict=True), mpiad.jit(lambda x: mpiad.mpi_bcast(x) ** 2, strict=True)
     mpiad.make_vjp(run)(X)[0](Y)
     for _ in range(2):
         pull = mpiad.make_vjp(jitted)(X)[0]
         assert_same(mpiad.jvp(pull, Y, X), (2 * X * Y, 2 * X * X))
         assert_same(mpiad.grad(lambda w: anp.sum(pull(w) ** 2))(Y), 8 * X * X * Y)  # noqa: B023
-        with pytest.raises(TypeError, match="Call make_vjp inside of this derivative"):
-            mpiad.jvp(mpiad.make_vjp(run)(X)[0], Y, Y)
+        assert_same(mpiad.jvp(mpiad.make_vjp(run)(X)[0], Y, X), (2 * X * Y, 2 * X * X))
     pulled = lambda x: mpiad.make_vjp(jitted)(x)[0](Y)  # noqa: E731
     assert_same(mpiad.jvp(pulled, X, Y), (2 * X * Y, 2 * Y * Y))
 

@@ -15,6 +15,7 @@ _RULES = {
     anp.sin: lambda x, ans: lambda g: (g * anp.cos(x),),
     anp.cos: lambda x, ans: lambda g: (-(g * anp.sin(x)),),
     anp.tanh: lambda x, ans: lambda g: (4.0 * g / ((e := anp.exp(x)) + 1.0 / e) ** 2,),  # NumPy's cosh is slower
+    anp.arccosh: lambda x, ans: lambda g: (g / (anp.sqrt(x - 1.0) * anp.sqrt(x + 1.0)),),  # √(x² - 1) has other branches
     anp.sqrt: lambda x, ans: lambda g: (g / (ans + ans),),  # autograd's rule would call pow
 }
 
@@ -26,4 +27,5 @@ def _vjp(fun: Primitive, rule: Callable[..., Vjp], argnums: Argnums, ans: Array,
 
 
 VJPS = {fun: partial(_vjp, fun, rule) for fun, rule in _RULES.items()}
-JVPS: dict = {}
+# autograd's tangent of arccosh has the same branches as its adjoint.
+JVPS = {anp.arccosh: lambda argnums, gs, *call: VJPS[anp.arccosh](argnums, *call)(gs[0])[0]}

@@ -4,6 +4,8 @@ import plain_tape
 import pytest
 from against_autograd import check, random_like
 
+import mpiad
+
 pytestmark = pytest.mark.serial
 
 REAL, COMPLEX = [numpy.float64, numpy.float32], [numpy.complex128, numpy.complex64]
@@ -32,6 +34,15 @@ def test_negative_strides(fun):
 
 def test_absolute_value_at_zero():
     check(np.abs, numpy.array([0.0, -0.0, 1.0, -2.0]))
+
+
+def test_arccosh_on_both_sides_of_the_imaginary_axis():
+    """The derivative of the inverse function is 1 / sinh(w) at z = cosh(w)."""
+    z = numpy.array([1.5 + 0.3j, -1.2 + 0.4j, 0.3 - 0.8j, -0.5 - 0.2j])
+    slope, one = 1 / numpy.sinh(numpy.arccosh(z)), numpy.ones(4, complex)
+    numpy.testing.assert_allclose(plain_tape.make_vjp(np.arccosh, z)[0](one), slope, rtol=1e-14)
+    numpy.testing.assert_allclose(mpiad.jvp(np.arccosh, z, one)[1], slope, rtol=1e-14)
+    numpy.testing.assert_allclose(mpiad.jvp(mpiad.jit(np.arccosh), z, one)[1], slope, rtol=1e-14)
 
 
 def test_tanh_far_from_zero():
