@@ -564,8 +564,8 @@ class DistributedMatrix:
     ) -> LocalArray:
         self._require_square("solve")
         # All ranks check b together. If a rank raised during a product, the other ranks would wait for its messages.
-        with raising_together(self._channel):
-            self._checked(b, 0, "solve")
+        call = "DistributedMatrix.solve"
+        alike_on_all(self._channel, lambda: self._checked(b, 0, "solve"), lambda b: [f"{b.shape[:-1]=}"], call)
         if method == "direct":
             # With exact factors, one or two iterations suffice; they also correct rounding errors.
             method, preconditioner = "gmres", GatheredFactors(self)

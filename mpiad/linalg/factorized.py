@@ -150,8 +150,8 @@ defjvp_together(back_substitution, _tangent)
 
 
 @custom_operator
-def _current_number(zero: np.ndarray, solve: Factorized, error: Exception | None) -> np.ndarray:
-    return zero + solve._current(error).number
+def _current_number(zero: np.ndarray, solve: Factorized, count: int, error: Exception | None) -> np.ndarray:
+    return zero + solve._current(count, error).number
 
 
 @custom_operator
@@ -341,7 +341,8 @@ class Factorized:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if `b` isn't an array of floats on the host, or doesn't end with the shape of `like`.
+            On all ranks, if `b` isn't an array of floats on the host, or doesn't end with the shape of `like`, or if the
+            number of right-hand sides differs between ranks.
         RuntimeError
             On all ranks, if an object that the operator reads from its closure has changed since the factorization. If
             only the params have changed in place, the operator is factored again.
@@ -358,29 +359,37 @@ class Factorized:
         recorder, dtype = tracing.recorder, getattr(b, "dtype", None)
         if type(b) is np.ndarray and recorder is None and tracing.tape is None and not (self._variables or is_noting()):
             # Small systems are solved in less time than a call of an operator takes.
-            return self._current(self._error(b)).solved(b, self._transposed)
+            return self._current(*self._checked(b)).solved(b, self._transposed)
         is_step = recorder is not None and not recorder.ended and not self._variables
         if not is_step or dtype is None or dtype.char not in "fdFD" or np.result_type(dtype, self.matrix.values) != dtype:
             return _solve(self, b, *self._variables)
-        number = stop_gradient(_current_number(np.zeros(()), self, self._shape_error(b)))
+        number = stop_gradient(_current_number(np.zeros(()), self, *self._counted(b)))
         return _with_factors(b, self, number)
 
-    def _shape_error(self, b: Array) -> Exception | None:
-        shape = self._factors.operator.shape
-        if b.shape[max(b.ndim - len(shape), 0) :] == shape:
-            return None
-        return ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {b.shape}.")
+    def _counted(self, b: Array) -> tuple[int, Exception | None]:
+        """Return the number of right-hand sides, and an error if `b` has another shape."""
+        shape, lead = self._factors.operator.shape, max(b.ndim - len(self._factors.operator.shape), 0)
+        if b.shape[lead:] == shape:
+            return math.prod(b.shape[:lead]), None
+        return 0, ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {b.shape}.")
 
-    def _error(self, b: Array) -> Exception | None:
-        return block_error(_CALL, "b", b) or host_error(_CALL, "b", b) or self._shape_error(b)
+    def _checked(self, b: Array) -> tuple[int, Exception | None]:
+        error = block_error(_CALL, "b", b) or host_error(_CALL, "b", b)
+        return self._counted(b) if error is None else (0, error)
 
-    def _current(self, error: Exception | None) -> _Factors:
-        """Return the factors, computed again if the params have changed in place; raise on all ranks an error of any."""
+    def _current(self, count: int, error: Exception | None) -> _Factors:
+        """Return the factors, computed again if the params have changed in place.
+
+        Raise on all ranks an error of any, or if `count`, the number of right-hand sides, differs between ranks.
+        """
         group, largest = self._factors.options.group, 2 if error is not None else int(not self._factors.is_current())
         if group.size > 1:
-            found = np.empty((), np.int64)
-            group.data.Allreduce(np.array(largest), found, MAX)
-            largest = int(found)
+            found = np.empty(3, np.int64)
+            group.data.Allreduce(np.array([largest, count, -count]), found, MAX)
+            largest, most, least = found.tolist()
+            if largest < 2 and most != -least:
+                text = f"from {-least} to {most} right-hand sides, but all ranks must pass the same number"
+                raise agreed(group, ValueError(f"{_CALL}: the ranks pass {text}."))
         if largest == 2:
             raise_together(group, error)
         if largest:
@@ -394,7 +403,7 @@ class Factorized:
 
 @opaque
 def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
-    factors = solve._current(solve._error(stop_gradient(b)))
+    factors = solve._current(*solve._checked(stop_gradient(b)))
     return back_substitution(b, *variables, use=_Use(factors, solve._indices, solve._transposed))
 
 

@@ -419,7 +419,9 @@ def solve(
     leaves, build = flatten(params)
     start = None if x0 is None else stop_gradient(x0)
     problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, communicated=set())
-    problem = problem._replace(settings=agree_on(settings, _arg_error(problem, stop_gradient(b)), preconditioner))
+    error = _arg_error(problem, stop_gradient(b))
+    systems = () if error else spec_like(b).shape[:batch]
+    problem = problem._replace(settings=agree_on(settings, error, preconditioner, systems))
     return solution(b, *leaves, problem=problem)
 
 

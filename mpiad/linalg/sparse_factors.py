@@ -55,11 +55,17 @@ class SparseFactors:
             raise ValueError(text) from error
         self._dtype, self._solves = np.result_type(matrix.dtype, np.float32), itertools.count()
         self._block_solver: _BlockSolver | None = None
+        self._matrix, self._name = matrix, name
+        self._wider: SparseFactors | None = None  # in the precision of right-hand sides with more digits
 
     def solve(self, rows: LocalArray, kind: str = "N") -> LocalArray:
         """Return the solutions for right-hand sides (k, n), or the transposed matrix's if `kind` is "T"."""
         if rows.dtype.kind == "c" and self._dtype.kind == "f":
             return self.solve(rows.real, kind) + 1j * self.solve(rows.imag, kind)
+        if not np.can_cast(rows.dtype, self._dtype):  # SuperLU doesn't convert them
+            dtype = np.result_type(rows, self._dtype)
+            self._wider = self._wider or SparseFactors(self._matrix.astype(dtype), self._name)
+            return self._wider.solve(rows, kind)
         if not len(rows):
             return rows.copy()
         if len(rows) > 1 and rows.dtype == self._dtype == np.float64 and next(self._solves) >= _FIRST_SOLVES:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Comm, Function, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Shape
 from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.compiled_iteration import Iteration, Operator, TracedSystem
 from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
@@ -57,21 +57,26 @@ class Settings(NamedTuple):
     preconditioned: bool = False
 
 
-def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings."""
+def agree_on(
+    settings: Settings, error: Exception | None, preconditioner: Function | None = None, systems: Shape = ()
+) -> Settings:
+    """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings.
+
+    `systems`: the leading axes of b that index systems, which must be the same on all ranks, too.
+    """
     group = channel(settings.comm, settings.call)
     reported, preconditioned = settings.callback is not None, preconditioner is not None
     failed = error is not None
     if group.size > 1:
         # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
-        checksum = zlib.crc32(repr(settings[:4] + settings[6:]).encode())
+        checksum = zlib.crc32(repr((settings[:4], settings[6:], systems)).encode())
         # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
         local, largest = np.array([failed, checksum, -checksum, reported, preconditioned], np.int64), np.empty(5, np.int64)
         group.data.Allreduce(local, largest, MAX)
         failed, above, below, reported, preconditioned = largest.tolist()
         if not failed and above != -below:
-            compared = settings._replace(comm=None, callback=None)
-            require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
+            compared = settings._replace(comm=None, callback=None)._asdict() | {"leading axes of b": systems}
+            require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared.items()), settings.call)
     if failed:
         raise_first(group, error)
     if not reported and not preconditioned:

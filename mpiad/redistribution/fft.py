@@ -609,6 +609,7 @@ class DistributedFFT:
         block_bytes = math.prod(problem.physical) * self.dtype.itemsize // group.size or 1
         chains = (_Chain(tuple(stages), comm, len(self.shape), block_bytes) for stages in plan.stages(group, comm))
         self._forward, self._backward = chains
+        self._exchanges = any(isinstance(stage, _Exchange) for stage in self._forward.stages)
 
     def forward(self, u: LocalArray) -> LocalArray:
         """Return the modes of an array.
@@ -627,11 +628,11 @@ class DistributedFFT:
         Raises
         ------
         TypeError, ValueError
-            If `u` isn't an array of that dtype or shape, on the host.
+            On all ranks, if `u` isn't an array of that dtype or shape, on the host, or if leading axes differ.
 
         Ranks
         -----
-        All ranks call it, with the same leading axes.
+        All ranks call it, with the same leading axes. They compare these before the transform if they exchange parts.
 
         Adjoint
         -------
@@ -655,11 +656,11 @@ class DistributedFFT:
         Raises
         ------
         TypeError, ValueError
-            If `modes` isn't an array of that dtype or shape, on the host.
+            On all ranks, if `modes` isn't an array of that dtype or shape, on the host, or if leading axes differ.
 
         Ranks
         -----
-        All ranks call it, with the same leading axes.
+        All ranks call it, with the same leading axes, as in `forward`.
 
         Adjoint
         -------
@@ -705,15 +706,27 @@ class DistributedFFT:
         return tuple(found)
 
     def _checked(self, x: Array, call: str, shape: Shape, dtype: np.dtype) -> LocalArray:
-        block = getval(x)
-        if not is_array(block) or block.dtype != dtype:
-            given = f"an array of dtype {block.dtype}" if is_array(block) else type(block).__name__
-            raise TypeError(f"DistributedFFT.{call}: expected an array of dtype {dtype}, but got {given}.")
-        if block.shape[max(0, block.ndim - len(shape)) :] != shape:
-            raise ValueError(
-                f"DistributedFFT.{call}: expected this rank's part, an array of shape (..., "
-                f"{', '.join(map(str, shape))}), but got {block.shape}."
-            )
+        """Return x; raise an error of one rank, or different leading axes, on all ranks that exchange parts."""
+        call = f"DistributedFFT.{call}"
+
+        def leading_axes() -> Shape:
+            block = getval(x)
+            if not is_array(block) or block.dtype != dtype:
+                given = f"an array of dtype {block.dtype}" if is_array(block) else type(block).__name__
+                raise TypeError(f"{call}: expected an array of dtype {dtype}, but got {given}.")
+            lead = max(0, block.ndim - len(shape))
+            if block.shape[lead:] != shape:
+                raise ValueError(
+                    f"{call}: expected this rank's part, an array of shape (..., {', '.join(map(str, shape))}), but got "
+                    f"{block.shape}."
+                )
+            return block.shape[:lead]
+
+        if self._exchanges:
+            # MPI doesn't detect shorter messages, and the number of messages depends on the batch.
+            alike_on_all(channel(self.comm, call), leading_axes, lambda lead: [f"leading axes {lead}"], call)
+        else:
+            leading_axes()
         return x
 
     def __repr__(self) -> str:

@@ -326,6 +326,21 @@ def test_a_distributed_matrix_and_its_values(rank_rng, rank, size):
     np.testing.assert_allclose(found, -multiplier[rows] * u[columns], rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("method", ["gathered", "schwarz"])
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_a_matrix_in_single_precision(rank_rng, rank, size, dtype, method):
+    """Right-hand sides in double precision are solved in double precision."""
+    whole, own, b = rows_of(rank_rng, rank, size)
+    whole, b = whole.astype(np.float32), b.astype(dtype) * (1 if dtype == np.float64 else 1 + 0.5j)
+    solve, dense = factorized(DistributedMatrix(whole[own]), method=method), whole.toarray().astype(float)
+    for found, expected in (
+        (solve(b[:, own]), np.linalg.solve(dense, b.T).T),
+        (solve.T(b[:, own]), np.linalg.solve(dense.T, b.T).T),
+    ):
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, expected[:, own], rtol=1e-9, atol=1e-10)
+
+
 def test_a_sparse_pattern(rank_rng, rank, size):
     whole, own, (b, _) = rows_of(rank_rng, rank, size)
     matrix = DistributedMatrix(whole[own])

@@ -81,6 +81,31 @@ def test_settings_that_differ_between_ranks(domain, rank, size):
     assert np.isfinite(solve(lambda u: 2 * u, np.ones(3), callback=print if rank < 0 else None)).all()
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("derived", [False, True], ids=["solved", "derived"])
+@pytest.mark.parametrize(
+    "method", ["cg", "gmres", "factorized", "factorized-schwarz", "matrix", "matrix-direct", "compiled"]
+)
+def test_right_hand_sides_that_differ_between_ranks(rank, size, method, derived):
+    """Their number is compared before the first message; with "compiled", in a compiled program."""
+    matrix = DistributedMatrix(scipy.sparse.diags_array(np.full(3, 2.0), offsets=3 * rank, shape=(3, 3 * size)).tocsr())
+    name, _, kind = method.partition("-")
+    kept = mpiad.linalg.factorized(matrix, method="schwarz" if kind == "schwarz" else "auto")
+    fun = {
+        "matrix": lambda b: matrix.solve(b, method=kind or "gmres"),
+        "factorized": kept,
+        "compiled": mpiad.jit(lambda b: kept(b) ** 2),
+    }.get(name, lambda b: solve(lambda u: 2 * u, b, method=method, batch=1))
+    total = mpiad.grad(lambda b: anp.sum(fun(b)), objective="sum") if derived else fun
+    for _ in range(2):  # the second call is compiled
+        total(np.ones((2, 3)))
+    with pytest.raises(
+        ValueError, match="from 2 to 4 right-hand sides" if name in ("factorized", "compiled") else r"\(4,\)"
+    ):
+        total(np.ones((2 + 2 * (rank == size - 1), 3)))
+    assert mpiad.mpi_bcast(rank, 1) == 1
+
+
 @pytest.mark.parametrize("name", ["matvec", "preconditioner"])
 def test_functions_that_return_something_else(domain, rank, size, name):
     b = np.ones(domain.local_shape)

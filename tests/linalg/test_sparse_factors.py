@@ -59,6 +59,20 @@ def test_other_dtypes(dtype, rounding, rng):
     np.testing.assert_allclose(found, np.linalg.solve(matrix.toarray(), rows.T).T, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("of_matrix", [np.float32, np.complex64])
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_right_hand_sides_in_higher_precision(of_matrix, dtype, rng):
+    """The solution has the precision of the right-hand sides."""
+    matrix = matrix_of("grid", rng).astype(of_matrix)
+    factors = SparseFactors(matrix, "A")
+    rows = (rng.standard_normal((3, matrix.shape[0])) * (1 + 0.5j if dtype == np.complex128 else 1)).astype(dtype)
+    for _ in range(2):
+        for name, whole in (("N", matrix.toarray()), ("T", matrix.toarray().T)):
+            found = factors.solve(rows, name)
+            assert found.dtype == np.result_type(of_matrix, dtype)
+            np.testing.assert_allclose(found, np.linalg.solve(whole.astype(found.dtype), rows.T).T, rtol=1e-9, atol=1e-9)
+
+
 def test_right_hand_sides_that_are_not_finite(rng):
     """They don't change the other solutions, nor those of later solves."""
     matrix = matrix_of("grid", rng)

@@ -428,6 +428,45 @@ def test_wrong_arrays():
         fft.wavenumbers(0.0)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("jit", [False, True], ids=["interpreted", "jitted"])
+@pytest.mark.parametrize("shape", [(36,), (8, 10), (6, 7, 9)], ids=str)
+def test_arrays_that_differ_between_ranks(rank, size, shape, jit):
+    """One error on all ranks before the first exchange: of the last rank's array, or of batches of different lengths."""
+    fft = DistributedFFT(shape)
+    last = rank == size - 1
+
+    def power(u):
+        return anp.sum(abs(fft.forward(u)) ** 2)
+
+    def back(modes):
+        return anp.sum(fft.backward(modes) ** 2)
+
+    power, back = (mpiad.jit(power), mpiad.jit(back)) if jit else (power, back)
+    u, modes = np.ones(fft.local_shape), np.ones(fft.local_spectral_shape, complex)
+    for fun in power, mpiad.grad(power, objective="sum"):
+        for _ in range(2):  # the second call is compiled
+            fun(u)
+        for kind, text, wrong in (
+            (ValueError, "same arguments, but rank 0 gave leading axes .* and rank ", np.ones((3, *fft.local_shape))),
+            (ValueError, "expected this rank's part", u[1:]),
+            (TypeError, "expected an array of dtype float64", u.astype("f4")),
+        ):
+            with pytest.raises(kind, match=f"DistributedFFT.forward: .*{text}"):
+                fun(wrong if last else u)
+            assert mpiad.mpi_bcast(rank, 1) == 1
+    for fun in back, mpiad.grad(back, objective="sum"):
+        with pytest.raises(ValueError, match=r"DistributedFFT.backward: .* rank 0 gave leading axes \(2,\)"):
+            fun(np.stack([modes] * (1 if last else 2)))
+
+
+def test_arrays_of_transforms_without_messages_may_differ(rank):
+    """The other axis is divided, so batches of different lengths need no agreement."""
+    fft = DistributedFFT((8, 12), axes=1)
+    u = np.ones((rank + 1, *fft.local_shape))
+    np.testing.assert_allclose(fft.forward(u), scipy.fft.rfft(u), 1e-13, 1e-13)
+
+
 def test_arrays_on_devices_are_refused(devices):
     fft = DistributedFFT((8, 10))
     with pytest.raises(TypeError, match="must be on the host"):

@@ -191,16 +191,20 @@ def test_tangent_and_hessian(case, rank_rng):
     np.testing.assert_allclose(found, (4 * fine - coarse) / 3, 1e-6)
 
 
-@pytest.mark.one_rank  # on several ranks, gradients are compared with the dense system's
-def test_taylor_rates(rank_rng):
-    case = Case("points", True, rank_rng(100))
+@pytest.mark.parametrize("form", ["points", "tensor", "faces"])
+def test_taylor_rates(rank_rng, form):
+    """With respect to whole arrays, since faces between two ranks have copies on both."""
+    case = Case(form, True, rank_rng(100))
     names = ("kappa", "c", "alpha")  # the coefficients that aren't negative
 
-    def loss(x):
-        return case.loss({**x, **{name: anp.exp(x[name]) for name in names}})
+    def of_each(fun, x):
+        return {name: [fun(part) for part in x[name]] if type(x[name]) is list else fun(x[name]) for name in names}
 
-    x = case.local(case.whole)
-    check_grads(loss, {**x, **{name: np.log(x[name]) for name in names}})
+    check_grads(
+        lambda x: case.loss(case.local({**x, **of_each(anp.exp, x)})),
+        {**case.whole, **of_each(np.log, case.whole)},
+        shared=True,
+    )
 
 
 def test_operator_and_source(case, rank_rng):

@@ -181,18 +181,25 @@ def test_gauss_newton_beside_least_squares(rank: int, size: int) -> None:
     np.testing.assert_allclose(both.fun, expected.fun, rtol=1e-12)
 
 
-@pytest.mark.parametrize("number", [lambda u: u, lambda u: float(mpiad.stop_gradient(u))], ids=["traced", "plain"])
-def test_a_scalar_is_no_residual(number: Any, rank: int, size: int) -> None:
+@pytest.mark.parametrize("loss", ["linear", "huber"])
+@pytest.mark.parametrize("of_one_rank", [False, True], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize(
+    "number",
+    [lambda u: u, lambda u: float(mpiad.stop_gradient(u)), lambda u: np.array(mpiad.stop_gradient(u))],
+    ids=["traced", "plain", "array"],
+)
+def test_a_scalar_is_no_residual(number: Any, of_one_rank: bool, loss: str, rank: int, size: int) -> None:
     """The squared sum of all, once for each rank, would be minimized instead of the sum of squares."""
     domain = mpiad.Domain(12)
-    data, options = np.sin(np.arange(12.0))[domain.owned], {"product": "gauss-newton"}
+    data, options = np.sin(np.arange(12.0))[domain.owned], {"product": "gauss-newton", "loss": loss}
 
     def total(m: Any) -> Any:
-        return domain.sum((m - data) ** 2) + 3.0
+        found = domain.sum((m - data) ** 2) + 3.0
+        return m - data if of_one_rank and rank < size - 1 else number(found)
 
     start = np.zeros(domain.local_shape)
     with pytest.raises(TypeError, match="gauss-newton.* must return an array of this rank's residuals, .* the number"):
-        domain.minimize(lambda m: number(total(m)), start, method=METHOD, options=options)
+        domain.minimize(total, start, method=METHOD, options=options)
     result = domain.minimize(lambda m: m - data, start, method=METHOD, options=options)
     np.testing.assert_allclose(result.x, data, atol=1e-6)
 
