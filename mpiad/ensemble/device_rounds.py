@@ -48,11 +48,12 @@ class SaveTimes:
     def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray, has_events: bool = False):
         self.count = times.shape[-1]
         start, end = batch.start[:, None], batch.end[:, None]
+        empty = start == end
         # Whether each value is the initial state, or is copied from the final state after the last step; (N, n_saved).
-        self.initial = (times == start) | (start == end)
+        self.initial = np.where(empty, np.arange(self.count) == 0, times == start)
         at_end = (times == end) & ~self.initial
-        self.examines_steps = not (self.initial.all() if has_events else (self.initial | at_end).all())
-        self.final = at_end if not self.examines_steps else np.zeros_like(at_end)
+        self.examines_steps = not (self.initial | (at_end & empty if has_events else at_end)).all()
+        self.final = at_end & empty if self.examines_steps else at_end
         self._signed_times: Array = None
         if self.examines_steps:
             common = times.ndim == 1 and (signs == signs[:1]).all()

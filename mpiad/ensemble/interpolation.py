@@ -106,7 +106,7 @@ class CubicSpline(_Knots):
     NotImplementedError
         If x is traced.
     ValueError
-        If tables have different lengths, x isn't increasing, a table isn't finite, or `bc_type` is another one.
+        If tables have different lengths, x isn't increasing, a table isn't real and finite, or `bc_type` is another one.
 
     Ranks
     -----
@@ -135,9 +135,10 @@ class CubicSpline(_Knots):
         if isbox(x):
             raise NotImplementedError("CubicSpline: x is traced, but only derivatives with respect to y are supported.")
         try:
-            x, y = np.asarray(x, float), y if isbox(y) else np.asarray(y, float)
-        except ValueError as error:
-            raise ValueError(f"CubicSpline: all tables must have the same length, but got {y!r:.80}.") from error
+            x = np.asarray(x).astype(float, casting="same_kind")
+            y = y if isbox(y) else np.asarray(y).astype(float, casting="same_kind")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"CubicSpline: all tables must have the same length, and be real, not {y!r:.80}.") from error
         if x.ndim > anp.ndim(y) or anp.ndim(y) > 2:
             raise ValueError(f"CubicSpline: x and y must have shape (K,) or (N, K), but have {x.shape} and {anp.shape(y)}.")
         _check_table("CubicSpline", x, y, -1, 2)

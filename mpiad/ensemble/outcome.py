@@ -175,7 +175,12 @@ class Outcome:
         saved = save_step = None
         if n_saved is not None and not is_device_array(batch.u0):  # on a device see `device_rounds`
             saved = np.full((n, n_saved, d), np.nan, batch.u0.dtype)
-            save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record else None
+            empty = np.flatnonzero(batch.start == batch.end)  # the trajectories without steps
+            rows, columns = np.nonzero(np.broadcast_to(settings.saveat, (n, n_saved))[empty] == batch.start[empty, None])
+            saved[empty[rows], columns] = batch.u0.T[empty[rows]]
+            if settings.record:
+                save_step = np.full((n, n_saved), NOWHERE, np.int32)
+                save_step[empty[rows], columns] = INITIAL
         parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
         outcome = cls(batch.u0.copy(), batch.start.copy(), *parts)
         if settings.acting is not None:
@@ -242,20 +247,15 @@ def report(call: str, what: str, retcode: Array) -> None:
         _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))
 
 
-def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
+def complete(outcome: Outcome, acting: Acting) -> None:
     """Add the jumps and return codes of events at the start, and replace event numbers by indices in the user's list."""
     outcome.jumps = [*acting.started, *outcome.jumps]
-    ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
+    ended = acting.codes != MOVING
     outcome.codes[ended] = acting.codes[ended]
     table = outcome.event_table
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
-    steps, saved = outcome.save_step, outcome.saved
+    steps = outcome.save_step
     if steps is not None:
         # A value saved when an event changes the state belongs to the next step, or is the final state if no step follows.
         steps[steps == outcome.naccept[:, None]] = FINAL
-    if empty_span.size and saved is not None:
-        row, column = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[empty_span] == batch.start[empty_span, None])
-        saved[empty_span[row], column] = batch.u0.T[empty_span[row]]
-        if steps is not None:
-            steps[empty_span[row], column] = INITIAL

@@ -286,8 +286,8 @@ class Run:
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
             steps, empty_span = np.asarray(self.outcome.save_step), (self.batch.start == self.batch.end)[:, None]
-            steps = np.where(empty_span, np.where(np.arange(steps.shape[1]), FINAL, INITIAL), steps)
-            return np.where(live, steps, NOWHERE)
+            final = empty_span & (steps == INITIAL) & (np.arange(steps.shape[1]) > 0)
+            return np.where(live, np.where(final, FINAL, steps), NOWHERE)
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
         steps = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
         steps[:, 0] = INITIAL

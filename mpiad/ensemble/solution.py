@@ -404,12 +404,6 @@ def solution_of(
         saved: Any = outcome.saved
         # A copy, since the user may change sol.t before a gradient is computed, which needs the times.
         times, u = settings.saveat.copy(), saved
-        # Solves on the host save no states of trajectories with an empty tspan, unless events change states.
-        empty = batch.start == batch.end
-        if type(u) is np.ndarray and events is None:  # solves on a device save these states
-            u[empty] = batch.u0.T[empty][:, None]
-            if times.ndim == 2:
-                u[np.isnan(times)] = np.nan  # the rows of `saveat` may be padded
     return EnsembleSolution.lazy(deferred, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **fields)
 
 

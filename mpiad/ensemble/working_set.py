@@ -53,7 +53,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     with np.errstate(all="ignore"):
         WorkingSet(batch, settings, outcome).run()
     if settings.acting is not None:
-        complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
+        complete(outcome, settings.acting)
     return outcome
 
 

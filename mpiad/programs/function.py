@@ -314,7 +314,7 @@ class Jitted:
         made = self._derived.pop(key, None)
         if made is None:
             made = Jitted(make(), self.strict and not optional, exact)
-            made._cache.warned = optional
+            made._cache.warned = optional or self._cache.warned
         self._derived[key] = made
         if len(self._derived) > _MOST_DERIVED:
             del self._derived[next(iter(self._derived))]

@@ -125,6 +125,23 @@ def test_spans_of_length_zero_by_their_ends(gradient):
 
 
 @both
+def test_padded_saved_states_of_a_span_of_length_zero():
+    def squares(x):  # the first trajectory has one saved time, the second has three
+        def members(problem, i, repeat):
+            return remake(problem, u0=x[:1], p=x[1:], tspan=(0.0, i - 1.0))
+
+        problem = EnsembleProblem(ODEProblem(lambda u, p, t: [p[0] * t * u[0]], [1.0], (0.0, 1.0), [0.8]), members)
+        u = solve(problem, trajectories=2, saveat=0.5, rtol=1e-10, atol=1e-12).u
+        return anp.sum(anp.where(np.isfinite(mpiad.stop_gradient(u)), u**2, 0.0))
+
+    def exact(x):
+        return x[0] ** 2 * (2 + anp.exp(0.25 * x[1]) + anp.exp(x[1]))
+
+    x = np.array([1.2, 0.8])
+    close(mpiad.grad(squares)(x), autograd.grad(exact)(x), 1e-8)
+
+
+@both
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 def test_a_span_of_length_zero_beside_a_trajectory_that_an_event_changes(gradient):
     halved = Event(times=[1.3], affect=lambda u, p, t: [0.5 * u[0]])

@@ -219,6 +219,7 @@ def test_equal_on_all_ranks():
         (lambda: CubicSpline([0.0, onp.inf], onp.zeros(2)), "CubicSpline: the entries of a table must be finite"),
         (lambda: CubicSpline([0.0, 1.0], onp.zeros((2, 3))), "as many places as values, at least ., but has 2 and 3"),
         (lambda: CubicSpline([0.0, 1.0], [[0.0, 1.0], [0.0, 1.0, 2.0]]), "all tables must have the same length"),
+        (lambda: CubicSpline([0.0, 1.0], onp.array([0.0, 1.0j])), "all tables must have the same length, and be real"),
         (lambda: CubicSpline([0.0], [1.0]), "CubicSpline: .* at least 2"),
         (lambda: CubicSpline([0.0, 1.0], onp.zeros(2), "periodic"), "bc_type must be 'not-a-knot'"),
         (lambda: CubicSpline(onp.zeros((1, 2)), onp.zeros(2)), r"must have shape \(K,\) or \(N, K\)"),

@@ -179,6 +179,16 @@ def test_of_many_ranks_a_few_warn(caplog, monkeypatch):
     assert [record.levelname for record in caplog.records if "isn't compiled" in record.getMessage()] == ["INFO"]
 
 
+@pytest.mark.serial
+def test_derivatives_of_a_function_that_has_warned_do_not_warn(caplog):
+    jitted = mpiad.jit(checks)
+    for _ in range(2):
+        jitted(X)
+        np.testing.assert_array_equal(mpiad.jvp(jitted, X, X)[1], 2 * X)
+        np.testing.assert_array_equal(mpiad.grad(lambda x: anp.sum(jitted(x)))(X), np.full(5, 2.0))
+    assert ["isn't compiled" in record.getMessage() for record in caplog.records] == [True]
+
+
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
 def test_strict_raises_with_the_line_and_the_reason(fun):
     with pytest.raises(TypeError, match=f"{fun.__name__} can't be compiled: .*:{decided_line(fun)} in .*: (it|control)"):

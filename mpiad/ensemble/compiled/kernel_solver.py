@@ -117,7 +117,7 @@ class Solver:
         if settings.acting is not None:
             if spec.record:
                 outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
-            complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
+            complete(outcome, settings.acting)
         if spec.directions:
             outcome.carried = run.carried(empty_span)
         return outcome
