@@ -345,7 +345,12 @@ def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, bo
     if entry is None:
         return None
     call = _Call(cache, entry, given, by, tape.outer)
-    values = call.first([leaves[k]._node.index for k in outer_leaves])
+    counts = message_counts() if entry.communicates else []
+    try:
+        values = call.first([leaves[k]._node.index for k in outer_leaves])
+    except Changed as change:
+        with cache.changed(key, change, counts):
+            return (cache.fun(*given.args, **given.kwargs),)
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
     return (entry.build(call.record_on(tape, values, entry.inside, places, call.pull, together)),)

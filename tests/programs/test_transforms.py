@@ -91,6 +91,20 @@ def test_second_derivatives_with_respect_to_arguments_without_influence(used, ra
         assert_same(point.jvp((v, w)), mpiad.mpi_allreduce(gradient @ w), 1e-13)
 
 
+def test_second_derivatives_of_slices_whose_lengths_change(rank, size):
+    def loss(x, start, stop):
+        total = mpiad.mpi_allreduce(x)  # isn't repeated when the function is interpreted, since the length has changed
+        return mpiad.mpi_allreduce(anp.sum(total[start:stop] ** 3))
+
+    jitted = mpiad.jit(loss)
+    x, v = np.linspace(1.0, 2.0, 40) + rank, np.cos(np.arange(40.0) + rank)
+    total, along = mpiad.mpi_allreduce(x), mpiad.mpi_allreduce(v)
+    for start, stop in ((0, 3), (1, 4), (2, 8), (0, 40), (7, 8)):
+        inside = (np.arange(40) >= start) & (np.arange(40) < stop)
+        product = mpiad.make_hvp(lambda x: jitted(x, start, stop), objective="sum")(x).product  # noqa: B023
+        assert_same(product(v), size**2 * 6.0 * total * along * inside, 1e-13)
+
+
 @pytest.mark.unguarded
 def test_first_and_second_derivatives_need_one_trace_of_the_function(rank, monkeypatch):
     traces, arguments = [], Recorder.arguments
