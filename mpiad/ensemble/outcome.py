@@ -171,15 +171,15 @@ class Outcome:
     def empty(cls, batch: Batch, settings: Settings) -> Outcome:
         """Return the initial outcome of a solve."""
         d, n = batch.u0.shape
-        n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
         saved = save_step = None
-        if n_saved is not None and not is_device_array(batch.u0):  # on a device see `device_rounds`
-            saved = np.full((n, n_saved, d), np.nan, batch.u0.dtype)
+        if settings.saveat is not None and not is_device_array(batch.u0):  # on a device see `device_rounds`
+            times = np.broadcast_to(settings.saveat, (n, settings.saveat.shape[-1]))
+            saved = np.full((*times.shape, d), np.nan, batch.u0.dtype)
             empty = np.flatnonzero(batch.start == batch.end)  # the trajectories without steps
-            rows, columns = np.nonzero(np.broadcast_to(settings.saveat, (n, n_saved))[empty] == batch.start[empty, None])
+            rows, columns = np.nonzero(times[empty] == batch.start[empty, None])
             saved[empty[rows], columns] = batch.u0.T[empty[rows]]
             if settings.record:
-                save_step = np.full((n, n_saved), NOWHERE, np.int32)
+                save_step = np.full(times.shape, NOWHERE, np.int32)
                 save_step[empty[rows], columns] = INITIAL
         parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
         outcome = cls(batch.u0.copy(), batch.start.copy(), *parts)
