@@ -359,7 +359,7 @@ class Recorder:
         """Run and record a function whose result determines how a call continues; replays compare their result with it."""
         references = self.referenced(args)
         made = self._run(fun, *plain(args))
-        self._step("settle", fun, references, (), {"expected": made})
+        self._step("settle", fun, references, (), {} if made is None else {"expected": made})  # None for what only raises
         return made
 
     def opaque(self, fun: Callable, args: tuple, specs: Sequence[Spec] | None = None) -> tuple[Any, ...]:
