@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # with these flags, XLA still computes in a second thread
 
 import exponax
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import timing
 import vortex
 
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # with these flags, XLA still computes in a second thread
 jax.config.update("jax_enable_x64", True)
 options = vortex.arguments()
 start = jnp.asarray(vortex.start())
