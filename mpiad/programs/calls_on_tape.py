@@ -70,9 +70,7 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
     simple = is_simple(tape, boxes)
     twice = not simple and is_gradient_within(OrderedTape, tape, boxes) and tape.passes == "one"
     if simple and tape.passes in ("together", "kept", "recorded") or twice:
-        made = called_with_reverse_differentiated(cache, given, boxed)
-        # Other ranks may run several reverse passes together, in which the programs below would run one after the other.
-        return cache.fun(*given.args, **given.kwargs) if made is None else made[0]
+        return called_with_reverse_differentiated(cache, given, boxed)
     if not simple and is_gradient_within(TangentTape, tape, boxes):
         return called_with_tangents_of_gradients(cache, given, boxed)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
@@ -334,8 +332,8 @@ def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recor
     return vjp_of_vjp(program, recorder, inner, outer, last=4 - by.parts)
 
 
-def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, boxed: Sequence[int]) -> tuple[Tree] | None:
-    """Call a function whose reverse pass may be differentiated or repeated; return its result in a tuple, or None."""
+def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, boxed: Sequence[int]) -> Tree:
+    """Call a function whose reverse pass may be differentiated or repeated."""
     tape: Any = tracing.tape
     variables, leaves, outer_leaves = without_tape(given, boxed)
     by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
@@ -343,17 +341,18 @@ def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, bo
     derive = partial(_with_all_parts, by, given)
     entry, _ = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive), optional=True)
     if entry is None:
-        return None
+        # Other ranks may run several reverse passes together, which a trace of this call would run one after the other.
+        return cache.fun(*given.args, **given.kwargs)
     call = _Call(cache, entry, given, by, tape.outer)
     counts = message_counts() if entry.communicates else []
     try:
         values = call.first([leaves[k]._node.index for k in outer_leaves])
     except Changed as change:
         with cache.changed(key, change, counts):
-            return (cache.fun(*given.args, **given.kwargs),)
+            return cache.fun(*given.args, **given.kwargs)
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
-    return (entry.build(call.record_on(tape, values, entry.inside, places, call.pull, together)),)
+    return entry.build(call.record_on(tape, values, entry.inside, places, call.pull, together))
 
 
 class _Played(NamedTuple):

@@ -530,8 +530,7 @@ class Replay:
         made = self.nodes[node.inputs[0]] if node.kind == "item" else node
         if made.kind == "call":
             # A kernel is compiled for one shape, and would read beyond the end of a smaller array.
-            is_logged = self.schedule.program.logged or all(node.kind != "communicate" for node in self.nodes)
-            log = "log" if is_logged else "None"
+            log = "log" if self.schedule.program.logged or all(n.kind != "communicate" for n in self.nodes) else "None"
             self._lines.append(f"if r{b}.shape != {found.shape}: raise Changed(r{b}, {self._bound(made)}, {log})")
         if b in self._in_kernels:
             self._read_argument(b, f"r{b}")

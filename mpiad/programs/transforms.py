@@ -307,8 +307,7 @@ class _PartsWithReversePasses(_Parts):
         pairs = [self._tape.value_and_place(x) for x in results]
         self.made.append([x for x, _ in pairs])
         # The caller passes a cotangent for each result of the reverse pass, also where a variable has no influence.
-        is_given = [bool(self._results) or isinstance(_innermost(x), TracedArray) for x in results]
-        self._results.append([(index, _spec(x)) for (x, index), is_in in zip(pairs, is_given) if is_in])
+        self._results.append([(k, _spec(x)) for x, k in pairs if self._results or isinstance(_innermost(x), TracedArray)])
         self._ranges.append(range(self._starts[-1], len(self._tape.record)))
 
     def end_with_reverse_passes(self, nodes: list[OrderedNode], last: int) -> None:
