@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import autograd.numpy as anp
 import numpy as np
@@ -12,6 +13,7 @@ import scipy.signal
 
 import mpiad
 from mpiad.fft import DistributedFFT
+from mpiad.programs.replay import Replay
 from mpiad.redistribution import fft as implementation
 from mpiad.testing import check_adjoint, check_grads
 from mpiad.timestepping import scan
@@ -458,6 +460,24 @@ def test_arrays_that_differ_between_ranks(rank, size, shape, jit):
     for fun in back, mpiad.grad(back, objective="sum"):
         with pytest.raises(ValueError, match=r"DistributedFFT.backward: .* rank 0 gave leading axes \(2,\)"):
             fun(np.stack([modes] * (1 if last else 2)))
+
+
+@pytest.mark.unguarded  # where messages are watched, none are prepared
+@pytest.mark.mpi(min_size=2)
+def test_programs_that_compare_arrays_keep_prepared_messages(monkeypatch, rank):
+    made, init = [], Replay.__init__
+
+    def noted(self, replays, prepared):
+        made.append(prepared)
+        init(self, replays, prepared)
+
+    monkeypatch.setattr(Replay, "__init__", noted)
+    fft = DistributedFFT((8, 10))
+    u = np.cos(np.arange(math.prod(fft.local_shape)) + rank).reshape(fft.local_shape)
+    jitted = mpiad.jit(lambda u: 2.0 * fft.forward(u), strict=True)
+    for scale in (1.0, 3.0):
+        np.testing.assert_allclose(jitted(scale * u), 2.0 * scale * fft.forward(u), 1e-13, 1e-13)
+    assert made == [True]
 
 
 def test_arrays_of_transforms_without_messages_may_differ(rank):
