@@ -344,11 +344,10 @@ def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, bo
         # Other ranks may run several reverse passes together, which a trace of this call would run one after the other.
         return cache.fun(*given.args, **given.kwargs)
     call = _Call(cache, entry, given, by, tape.outer)
-    counts = message_counts() if entry.communicates else []
     try:
         values = call.first([leaves[k]._node.index for k in outer_leaves])
     except Changed as change:
-        with cache.changed(key, change, counts):
+        with cache.changed(key, change, call.counts):
             return cache.fun(*given.args, **given.kwargs)
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
@@ -428,11 +427,11 @@ class _Call:
         return (replay.later[number - 1] if number else replay.first)(*inputs)
 
     def _played_part(self, number: int, *given: Sequence[Array]) -> tuple[list[Array], _Played]:
-        """Run a part of the program; return its results, and the data for its playback."""
-        log, counts = self._lease.replay.log, message_counts() if self._entry.communicates else []
+        """Run a part of the program; return its results, and the data for its playback. `counts`: those before it."""
+        log, self.counts = self._lease.replay.log, message_counts() if self._entry.communicates else []
         log.clear()
         made = self._part(number, *given)
-        return made, _Played(list(log), counts)
+        return made, _Played(list(log), self.counts)
 
     def pull(self, gs: list[Array]) -> list[Array]:
         """Run the reverse pass, and record it on the outer tape, or on a tape whose variables are the cotangents."""

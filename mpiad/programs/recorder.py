@@ -73,7 +73,8 @@ _SHAPED_BY_VALUES = frozenset(
 )
 # Functions whose further arguments, if they are integers, determine the shape of the result.
 _SHAPED_BY_INTEGERS = frozenset(
-    map(np.__dict__.get, "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split())
+    getattr(np, name)
+    for name in "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split()
 )
 _WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
 
