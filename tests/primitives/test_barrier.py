@@ -1,5 +1,6 @@
 import time
 
+import pytest
 from autograd.extend import defvjp, primitive
 
 import mpiad
@@ -14,6 +15,7 @@ def test_nobody_leaves_before_the_last_has_come(rank, size):
     assert mpiad.mpi_allgather(left).min() >= mpiad.mpi_allgather(came).max()
 
 
+@pytest.mark.interpreted  # a program runs an adjoint's Python only when it is traced
 def test_its_place_in_the_reverse_order(rank, size):
     """What comes after it on the last rank is undone before what comes before it on any rank."""
     times = {}
