@@ -95,6 +95,13 @@ def bisection(centers, parts):
     return owner
 
 
+def read_only(x):
+    """Return a copy that can't be written, so that the calls of a compiled function don't compare it with its program's."""
+    x = numpy.array(x, order="C")
+    x.flags.writeable = False
+    return x
+
+
 class ShallowWater:
     """The water in this rank's triangles.
 
@@ -111,7 +118,7 @@ class ShallowWater:
     """
 
     def __init__(self, mesh, bed, cells, time_step, comm=None):
-        self.cells, self.areas, self.time_step = cells, mesh.areas[cells], time_step
+        self.cells, self.areas, self.time_step = read_only(cells), read_only(mesh.areas[cells]), time_step
         place = numpy.full(len(mesh.areas), len(cells))  # of each triangle in `cells`; beyond the last one for all others
         place[cells] = numpy.arange(len(cells))
         edges = numpy.flatnonzero((place[mesh.left] < len(cells)) | (place[mesh.right] < len(cells)))
@@ -120,12 +127,13 @@ class ShallowWater:
         sides, walls = numpy.stack([mesh.left[edges], mesh.right[edges]]), mesh.walls[edges]
         # The triangles on both sides of these edges, and their places among them.
         needed, places = numpy.unique(sides, return_inverse=True)
-        self.left, self.right = places.reshape(sides.shape)
+        self.left, self.right = map(read_only, places.reshape(sides.shape))
         self.ghosts = mpiad.GhostExchange(needed, cells, comm)
         # What flows out of the left triangle, and into the right one, which a wall doesn't have.
-        self.receivers = numpy.concatenate([place[sides[0]], numpy.where(walls, len(cells), place[sides[1]])])
-        self.normal, self.length, self.mirror = mesh.normal[edges].T, mesh.length[edges], numpy.where(walls, -1.0, 1.0)
-        self.drops = bed[sides].max(axis=0) - bed[sides]  # from the bed at the edge to that of both triangles
+        self.receivers = read_only(numpy.concatenate([place[sides[0]], numpy.where(walls, len(cells), place[sides[1]])]))
+        self.normal, self.length = read_only(mesh.normal[edges].T), read_only(mesh.length[edges])
+        self.mirror = read_only(numpy.where(walls, -1.0, 1.0))
+        self.drops = read_only(bed[sides].max(axis=0) - bed[sides])  # from the bed at the edge to that of both triangles
 
     def fluxes(self, left, right):
         """Return the fluxes out of the left triangles and into the right ones, through each edge, per length.
