@@ -32,6 +32,7 @@ from mpiad._typing import LocalArray
 from mpiad.compiling.cache import functions_of
 
 _MOST = 32  # right-hand sides of one call of the compiled loop
+lanes = range  # a loop by vectors of the kernel language
 _FIRST_SOLVES = 4  # for several right-hand sides, by SuperLU: preparing the compiled loop takes as long
 
 
@@ -141,8 +142,8 @@ class _BlockSolver:
 
     def _block(self, kind: str, count: int) -> tuple[np.ndarray, int, list[np.ndarray]]:
         """Return a block, in which the addresses of the right-hand sides and solutions are still missing."""
-        n, width = len(self._arrays[kind][-1]), count + -count % 4  # a multiple of the processor's vectors
-        arrays = [np.array([width, count]), *self._arrays[kind], np.zeros((n + 3) * width), *np.zeros((4, width))]
+        n, width = len(self._arrays[kind][-1]), count + -count % 8  # vectors of the loop have 8 entries
+        arrays = [np.array([width, count]), *self._arrays[kind], np.zeros((n + 3) * width)]
         words = [word for array in arrays for word in (array.ctypes.data, array.size)]
         return np.array([0, 0, *words, 0, n * count, 0, n * count]), count, arrays
 
@@ -165,7 +166,7 @@ def _places(lower: Any, upper: Any) -> np.ndarray:
 def _kernel() -> Callable[[int], object]:
     numbers, values = "int64[::1]", "float64[::1]"
     triangle = [numbers, "int32[::1]", values, values]
-    signature = f"linked({', '.join([numbers, *triangle, *triangle, numbers, numbers, *[values] * 7])})"
+    signature = f"linked({', '.join([numbers, *triangle, *triangle, numbers, numbers, *[values] * 3])})"
     return functions_of(__name__, {"substitute": signature}, "contract")[0]
 
 
@@ -173,8 +174,7 @@ def substitute(
     widths: np.ndarray,
     starts: np.ndarray, below: np.ndarray, values: np.ndarray, inverses: np.ndarray,
     starts_2: np.ndarray, below_2: np.ndarray, values_2: np.ndarray, inverses_2: np.ndarray,
-    into: np.ndarray, out_of: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray,
-    rows: np.ndarray, out: np.ndarray,
+    into: np.ndarray, out_of: np.ndarray, x: np.ndarray, rows: np.ndarray, out: np.ndarray,
 ) -> None:  # fmt: skip
     """Solve with the first triangle, and then with the transpose of the second; x has `width` numbers per unknown."""
     w, count, n = widths[0], widths[1], into.shape[0]
@@ -189,48 +189,36 @@ def substitute(
         ba, ca, da = values[p], values[p + 1], values[p + 2]
         cb, db, dc = values[p + 3], values[p + 4], values[p + 5]
         e, f, t, h = inverses[j], inverses[j + 1], inverses[j + 2], inverses[j + 3]
-        x0, x1, first = x[j * w : (j + 1) * w], x[(j + 1) * w : (j + 2) * w], (j + 2) * w
-        x2, x3 = x[first : first + w], x[first + w : first + 2 * w]
-        for k in range(w):
-            a[k] = e * x0[k]
-            b[k] = f * (x1[k] - ba * a[k])
-            c[k] = t * (x2[k] - ca * a[k] - cb * b[k])
-            d[k] = h * (x3[k] - da * a[k] - db * b[k] - dc * c[k])
-        for k in range(w):
-            x0[k], x1[k], x2[k], x3[k] = a[k], b[k], c[k], d[k]
-        p += 6
-        for q in range(starts[g], starts[g + 1]):
-            e, f, t, h, first = values[p], values[p + 1], values[p + 2], values[p + 3], below[q] * w
-            p += 4
-            other = x[first : first + w]
-            for k in range(w):
-                other[k] -= e * a[k] + f * b[k] + t * c[k] + h * d[k]
+        for k in lanes(w):
+            a = e * x[j * w + k]
+            b = f * (x[(j + 1) * w + k] - ba * a)
+            c = t * (x[(j + 2) * w + k] - ca * a - cb * b)
+            d = h * (x[(j + 3) * w + k] - da * a - db * b - dc * c)
+            x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k] = a, b, c, d
+            i = p + 6
+            for q in range(starts[g], starts[g + 1]):
+                x[below[q] * w + k] -= values[i] * a + values[i + 1] * b + values[i + 2] * c + values[i + 3] * d
+                i += 4
     for g in range(starts_2.shape[0] - 2, -1, -1):
         p, j = 6 * g + 4 * starts_2[g], 4 * g
         ba, ca, da = values_2[p], values_2[p + 1], values_2[p + 2]
         cb, db, dc = values_2[p + 3], values_2[p + 4], values_2[p + 5]
-        x0, x1, first = x[j * w : (j + 1) * w], x[(j + 1) * w : (j + 2) * w], (j + 2) * w
-        x2, x3 = x[first : first + w], x[first + w : first + 2 * w]
-        for k in range(w):
-            a[k], b[k], c[k], d[k] = x0[k], x1[k], x2[k], x3[k]
-        p += 6
-        for q in range(starts_2[g], starts_2[g + 1]):
-            e, f, t, h, first = values_2[p], values_2[p + 1], values_2[p + 2], values_2[p + 3], below_2[q] * w
-            p += 4
-            other = x[first : first + w]
-            for k in range(w):
-                a[k] -= e * other[k]
-                b[k] -= f * other[k]
-                c[k] -= t * other[k]
-                d[k] -= h * other[k]
         e, f, t, h = inverses_2[j], inverses_2[j + 1], inverses_2[j + 2], inverses_2[j + 3]
-        for k in range(w):
-            d[k] *= h
-            c[k] = t * (c[k] - dc * d[k])
-            b[k] = f * (b[k] - cb * c[k] - db * d[k])
-            a[k] = e * (a[k] - ba * b[k] - ca * c[k] - da * d[k])
-        for k in range(w):
-            x0[k], x1[k], x2[k], x3[k] = a[k], b[k], c[k], d[k]
+        for k in lanes(w):
+            a, b, c, d = x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k]
+            i = p + 6
+            for q in range(starts_2[g], starts_2[g + 1]):
+                other = x[below_2[q] * w + k]
+                a -= values_2[i] * other
+                b -= values_2[i + 1] * other
+                c -= values_2[i + 2] * other
+                d -= values_2[i + 3] * other
+                i += 4
+            d *= h
+            c = t * (c - dc * d)
+            b = f * (b - cb * c - db * d)
+            a = e * (a - ba * b - ca * c - da * d)
+            x[j * w + k], x[(j + 1) * w + k], x[(j + 2) * w + k], x[(j + 3) * w + k] = a, b, c, d
     for part in range(0, n, 8):
         for k in range(count):
             for i in range(part, min(part + 8, n)):
