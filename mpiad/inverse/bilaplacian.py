@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, checked_block, inverse_diagonal
+from mpiad.inverse.gaussian_prior import EllipticSolver, GaussianPrior, agreed_fields, checked_block, inverse_diagonal
 from mpiad.linalg import Multigrid
 
 
@@ -34,7 +34,7 @@ class Bilaplacian(GaussianPrior):
     spacing : float or sequence of float
         Distance between cells, or one distance per dimension.
     rtol : float
-        Relative tolerance of the solves.
+        Relative tolerance of solves by multigrid. On at most 4096 cells, the operator is factored instead.
 
     Raises
     ------
@@ -71,12 +71,13 @@ class Bilaplacian(GaussianPrior):
             numbers["anisotropy"] = anisotropy
         fields = {"mean": mean, "std": std}
         self.mean, deviation = agreed_fields(domain, fields, numbers, "inverse.Bilaplacian")
-        self.domain, self._rtol, ndim = domain, float(rtol), len(domain.shape)
+        self.domain, ndim = domain, len(domain.shape)
         ratios = np.ones(ndim) if anisotropy is None else np.asarray(anisotropy, dtype=float)
         # Since the diagonal of Θ contains the squared ratios, the operator is isotropic for spacings divided by the ratios.
         steps = np.broadcast_to(np.asarray(spacing, dtype=float), ndim) / ratios
         diffusion = float(correlation_length) ** 2 / (8.0 * (2.0 - ndim / 2.0))  # 1 / κ²
         self._multigrid = Multigrid(domain, diffusion, 1.0, spacing=tuple(steps), boundary="neumann", centred=True)
+        self._inverse = EllipticSolver(self._multigrid, float(rtol))
         self._scale = deviation / np.sqrt(inverse_diagonal(domain, diffusion / steps**2, 1.0, 2))
         self.variance = deviation**2
 
@@ -97,6 +98,3 @@ class Bilaplacian(GaussianPrior):
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ for untraced noise ξ of shape local_shape, where S Sᵀ is the covariance, by one solve; collective."""
         return self._scale * self._inverse(xi)
-
-    def _inverse(self, b: LocalArray) -> LocalArray:
-        return self._multigrid.solve(b, rtol=self._rtol)

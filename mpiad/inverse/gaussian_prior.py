@@ -20,15 +20,20 @@ import numpy as np
 
 from mpiad._typing import LocalArray, ReplicatedArray
 from mpiad.domain import Domain
+from mpiad.linalg import Multigrid, factorized
 from mpiad.primitives import stop_gradient
+from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _STEP = 0.2  # step of s = log t, for an error below 1e-12
 # The first t is _FIRST_TIME / (largest eigenvalue of A). For smaller t, e^(-tA) is replaced by the identity.
 _FIRST_TIME = 1e-8
 # The last t is _LAST_TIME / (smallest eigenvalue of A). For larger t, the integrand is negligible.
 _LAST_TIME = 40.0
+_MOST_FACTORED = 4096  # cells for which the operator is factored: a solve takes less time than by multigrid
 
 
 class GaussianPrior:
@@ -105,6 +110,22 @@ class GaussianPrior:
         call = f"inverse.{type(self).__name__}.sample"
         require_same(channel(self.domain.comm, call), f"seed={seed}", call)
         return self.mean + self.sqrt(self.domain.normal(seed, self.noise))
+
+
+class EllipticSolver:
+    """Solves with the operator of a `Multigrid` for untraced blocks (..., *local_shape)."""
+
+    def __init__(self, multigrid: Multigrid, rtol: float):
+        self._multigrid, self._rtol, self._factors = multigrid, rtol, None
+
+    def __call__(self, b: LocalArray) -> LocalArray:
+        domain = self._multigrid.domain
+        if math.prod(domain.shape) > _MOST_FACTORED or is_device_array(b):
+            return self._multigrid.solve(b, rtol=self._rtol)
+        with restoring_state(), suspended():
+            if self._factors is None:
+                self._factors = factorized(self._multigrid.matvec, np.empty(domain.local_shape), pattern=domain)
+            return self._factors(b).astype(b.dtype, copy=False)
 
 
 def checked_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:

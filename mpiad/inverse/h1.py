@@ -12,7 +12,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, checked_block, inverse_diagonal
+from mpiad.inverse.gaussian_prior import EllipticSolver, GaussianPrior, agreed_fields, checked_block, inverse_diagonal
 from mpiad.linalg import Multigrid
 
 
@@ -32,7 +32,7 @@ class H1(GaussianPrior):
     spacing : float or sequence of float
         Distance between cells, or one distance per dimension.
     rtol : float
-        Relative tolerance of the solves.
+        Relative tolerance of solves by multigrid. On at most 4096 cells, the operator is factored instead.
 
     Raises
     ------
@@ -61,9 +61,10 @@ class H1(GaussianPrior):
         (self.mean,) = agreed_fields(domain, {"mean": mean}, numbers, "inverse.H1")
         ndim = len(domain.shape)
         steps = np.broadcast_to(np.asarray(spacing, dtype=float), ndim)
-        self.domain, self._rtol, self._volume, self.noise = domain, float(rtol), math.prod(steps), (ndim + 1,)
+        self.domain, self._volume, self.noise = domain, math.prod(steps), (ndim + 1,)
         self._rates, self._value = float(gradient) / steps**2, float(value)
         self._multigrid = Multigrid(domain, gradient, value, spacing=tuple(steps), boundary="neumann", centred=True)
+        self._inverse = EllipticSolver(self._multigrid, float(rtol))
         self.variance = inverse_diagonal(domain, self._rates, self._value, 1) / self._volume
 
     def apply(self, v: LocalArray) -> LocalArray:
@@ -73,7 +74,7 @@ class H1(GaussianPrior):
     def solve(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with untraced blocks (..., *local_shape), by one solve; collective."""
         g = checked_block(self.domain, g, "inverse.H1.solve", several=True)
-        return self._multigrid.solve(g, rtol=self._rtol) / self._volume
+        return self._inverse(g) / self._volume
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Apply a symmetric positive definite approximation of the covariance to r, by one V-cycle; collective."""
@@ -92,4 +93,4 @@ class H1(GaussianPrior):
             if self.domain.neighbours[axis][1] is None:  # no face beyond the last cell
                 upper[(slice(None),) * axis + (slice(-1, None),)] = 0.0
             total = total + math.sqrt(rate) * (padded[(axis, *previous)] - upper)
-        return self._multigrid.solve(total, rtol=self._rtol) / math.sqrt(self._volume)
+        return self._inverse(total) / math.sqrt(self._volume)

@@ -141,10 +141,13 @@ class Coarsest:
         return u
 
     def _with_layer(self, u: LocalArray) -> LocalArray:
-        out = u.reshape(-1, *self._shape)
+        out = empty_like(u, (u.size // math.prod(self._shape), *[n + 2 for n in self._shape]))
+        out[:] = 0.0
+        out[(slice(None), *[slice(1, -1)] * len(self._shape))] = u.reshape(-1, *self._shape)
         for axis, periodic in enumerate(self._periodic, 1):
-            width = [(1, 1) if other == axis else (0, 0) for other in range(out.ndim)]
-            out = np.pad(out, width, mode="wrap" if periodic else "constant")
+            if periodic:
+                lines = out.swapaxes(0, axis)
+                lines[0], lines[-1] = lines[-2], lines[1]
         return out
 
 
