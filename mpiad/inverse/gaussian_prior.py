@@ -119,6 +119,7 @@ class EllipticSolver:
         self._multigrid, self._rtol, self._factors = multigrid, rtol, None
 
     def __call__(self, b: LocalArray) -> LocalArray:
+        """Return the solution for b; collective."""
         domain = self._multigrid.domain
         if math.prod(domain.shape) > _MOST_FACTORED or is_device_array(b):
             return self._multigrid.solve(b, rtol=self._rtol)
