@@ -98,7 +98,7 @@ def grad(
     --------
     One variable, with a copy on each rank:
 
-    >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2) / size, shared=True)(3.0))
+    >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2), shared=True)(3.0) / size)
     6.0
     """
     both = _evaluator(fun, argnum, objective, shared, root, comm, "grad")

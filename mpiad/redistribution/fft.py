@@ -569,8 +569,8 @@ class DistributedFFT:
     --------
     The derivative of a field on a periodic grid:
 
-    >>> fft = mpiad.fft.DistributedFFT((8, 6))
-    >>> x = np.arange(8)[:, None] * 2 * np.pi / 8 * np.ones(6)
+    >>> fft = mpiad.fft.DistributedFFT((8, 10))
+    >>> x = np.arange(8)[:, None] * 2 * np.pi / 8 * np.ones(10)
     >>> kx, ky = fft.wavenumbers()
     >>> u = np.sin(x)[fft.owned]
     >>> print(np.allclose(fft.backward(1j * kx * fft.forward(u)), np.cos(x)[fft.owned]))
