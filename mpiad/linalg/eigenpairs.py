@@ -182,7 +182,8 @@ def ritz_pairs(
     with restoring_state(), suspended():
         block = space.add_random(min(block_size, size))
         while block:
-            fresh = space.expand(block[: limit - len(space.expanded)])
+            space.expand(block[: limit - len(space.expanded)])
+            images = space.images(len(block)) if steps == 0 else []  # of random directions
             spectrum, vectors, inside, others, rows = space.ritz(k)
             outside, values, largest = np.linalg.norm(rows, axis=0), spectrum[:k], np.max(np.abs(spectrum))
             zero = max(_ZERO * largest, tol * floor, np.finfo(float).tiny)
@@ -193,12 +194,14 @@ def ritz_pairs(
             converged = outside <= np.maximum(np.maximum(tol * scale, inside), _ROUNDING * largest)
             finished = np.all(converged) and (len(values) == k or not np.all(kept))
             leading = np.pad(values * kept, (0, k - len(values)))
-            tested = finished and (steps > 1 or not fresh)  # random directions must be multiplied twice to be a test
+            tested = finished and not images  # random directions must be multiplied twice to be a test
             if (tested and np.allclose(leading, settled, tol, zero)) or len(space.expanded) >= limit:
                 break
             if tested or not others:
                 settled, steps = leading if finished else np.full(k, np.nan), 0
-                block = space.add_random(min(_BLOCK, size - len(space.basis))) or others
+                block = space.add_random(min(_BLOCK, size - len(space.expanded)))
+            elif images:
+                block = images
             else:  # the directions that contribute most to the residuals of pairs above the tolerance, or the newest
                 share = np.max(np.abs(rows) / np.where(converged, np.inf, scale), axis=1)
                 order, count = np.argsort(share, kind="stable")[::-1], _BLOCK if finished else block_size
@@ -243,18 +246,40 @@ class _KrylovSpace:
         self.basis, self.projected, self.expanded = np.zeros((0, math.prod(shape))), np.zeros((0, 0)), []
 
     def add_random(self, count: int) -> list[int]:
-        """Add random directions, and return their positions in the basis."""
+        """Add random directions, orthogonal to those that A was applied to; return their positions in the basis."""
         vectors = self._images("seed", np.zeros((count, self.basis.shape[1])))
-        return self._add(vectors, self._images("mass", vectors), 0.0)[0]
+        return self._rotated(self._add(vectors, self._images("mass", vectors), 0.0)[1])
 
-    def expand(self, block: list[int]) -> list[int]:
-        """Apply B⁻¹A to vectors of the basis, add the new directions, and return their positions."""
+    def images(self, count: int) -> list[int]:
+        """Return positions of vectors that span the new directions of the last images of B⁻¹A; none if there are none."""
+        images = self.projected[:, -count:]
+        is_new = np.linalg.norm(images[self.others()]) > _ROUNDING * np.linalg.norm(self.projected)
+        return self._rotated(images) if is_new else []
+
+    def _rotated(self, coefficients: np.ndarray) -> list[int]:
+        """Rotate the vectors that A wasn't applied to, so that the first span directions; return their positions."""
+        # Otherwise an eigenvector among these vectors would be missed, since new directions are orthogonal to it.
+        self._extend_projected()
+        others = self.others()
+        rotation = np.linalg.qr(coefficients[others], mode="complete")[0].T
+        self.basis[others], self.projected[others] = rotation @ self.basis[others], rotation @ self.projected[others]
+        return others[: coefficients.shape[1]]
+
+    def expand(self, block: list[int]) -> None:
+        """Apply B⁻¹A to vectors of the basis, and add the new directions."""
         weighted = self._images("product", self.basis[block])
         scale = np.max(np.abs(self.projected), initial=np.finfo(float).tiny)
-        fresh, coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
+        _, coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
+        self._extend_projected()
+        self.projected, self.expanded = np.hstack([self.projected, coefficients]), self.expanded + block
+
+    def others(self) -> list[int]:
+        """Return the positions of vectors to which A wasn't applied."""
+        return sorted(set(range(len(self.basis))) - set(self.expanded))
+
+    def _extend_projected(self) -> None:
         rows = np.zeros((len(self.basis) - len(self.projected), len(self.expanded)))
-        self.projected, self.expanded = np.hstack([np.vstack([self.projected, rows]), coefficients]), self.expanded + block
-        return fresh
+        self.projected = np.vstack([self.projected, rows])
 
     def ritz(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], np.ndarray]:
         """Return the Ritz values, k vectors, norms of residuals in `expanded`, the other positions, components there."""
@@ -266,7 +291,7 @@ class _KrylovSpace:
         values, vectors = np.linalg.eigh(0.5 * (square + square.T))
         values, vectors = values[::-1], vectors[:, ::-1][:, :k]
         inside = np.linalg.norm(square @ vectors - vectors * values[:k], axis=0)
-        others = sorted(set(range(len(self.basis))) - set(self.expanded))
+        others = self.others()
         return values, vectors, inside, others, self.projected[others] @ vectors
 
     def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> tuple[list[int], np.ndarray]:

@@ -71,6 +71,16 @@ def test_pairs_are_the_dense_ones_to_the_tolerance(name, batch, rank, size):
     np.testing.assert_allclose(pairs.residuals, residuals, rtol=1e-3, atol=1e-10)
 
 
+def test_all_copies_of_an_eigenvalue_are_found_with_any_seed(rank, size):
+    """More copies than directions of a block: some are in vectors that the operator wasn't applied to yet."""
+    spectrum, k, _ = SPECTRA["repeated"]
+    vectors = np.linalg.qr(np.random.default_rng(4).standard_normal((len(spectrum), len(spectrum))))[0]
+    product, mine = on_pieces((vectors * spectrum) @ vectors.T, len(spectrum), rank, size, [])
+    for seed in range(20):
+        values = eigsh(product, np.zeros(len(mine)), k, seed=seed).values
+        np.testing.assert_allclose(values, np.sort(spectrum)[::-1][:k], rtol=1e-9)
+
+
 def test_low_rank_and_no_mass(rank, size):
     n = 30
     u = np.linalg.qr(np.random.default_rng(3).standard_normal((n, 3)))[0]
