@@ -14,7 +14,7 @@ GRIDS = {
     "1-D": {"shape": (16,), "spacing": 0.1},
     "2-D": {"shape": (6, 5), "spacing": (0.2, 0.1)},
     "ring": {"shape": (6, 3), "spacing": 0.1, "periodic": (True, False)},
-    "3-D": {"shape": (4, 3, 3), "spacing": (0.1, 0.2, 0.1)},
+    "3-D": {"shape": (5, 3, 3), "spacing": (0.1, 0.2, 0.1)},
 }
 
 

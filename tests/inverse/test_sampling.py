@@ -17,7 +17,7 @@ from mpiad.inverse import Bilaplacian, Posterior, Samples, laplace_approximation
 from mpiad.optimize import CheckpointFile
 from mpiad.transport.exits import signals
 
-SHAPE, H, CELLS = (4, 3), 0.2, 12
+SHAPE, H, CELLS = (5, 3), 0.2, 15
 METHODS = ["pcn", "mala", "hpcn", "hmala", "hhmc", "dr"]
 
 

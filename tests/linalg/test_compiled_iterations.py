@@ -18,12 +18,12 @@ METHODS = pytest.mark.parametrize("method", PROGRAMS)
 
 
 def sizes(size):
-    return [4 + 2 * rank for rank in range(size)]
+    return [4 + rank for rank in range(size)]
 
 
 def block(rank, seed=0):
     """A symmetric positive definite matrix of one rank, and a vector through which the ranks are coupled."""
-    n = 4 + 2 * rank
+    n = 4 + rank
     rng = np.random.default_rng([seed, rank])
     a = rng.standard_normal((n, n))
     return a @ a.T + n * np.eye(n), rng.standard_normal(n)

@@ -432,7 +432,7 @@ def test_wrong_arrays():
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("jit", [False, True], ids=["interpreted", "jitted"])
-@pytest.mark.parametrize("shape", [(36,), (8, 10), (6, 7, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(60,), (8, 10), (6, 7, 9)], ids=str)
 def test_arrays_that_differ_between_ranks(rank, size, shape, jit):
     """One error on all ranks before the first exchange: of the last rank's array, or of batches of different lengths."""
     fft = DistributedFFT(shape)
