@@ -251,13 +251,13 @@ class _KrylovSpace:
         return self._rotated(self._add(vectors, self._images("mass", vectors), 0.0)[1])
 
     def images(self, count: int) -> list[int]:
-        """Return positions of vectors that span the new directions of the last images of B⁻¹A; none if there are none."""
+        """Return positions of vectors that span the last images under B⁻¹A, without vectors to which A was applied."""
         images = self.projected[:, -count:]
         is_new = np.linalg.norm(images[self.others()]) > _ROUNDING * np.linalg.norm(self.projected)
         return self._rotated(images) if is_new else []
 
     def _rotated(self, coefficients: np.ndarray) -> list[int]:
-        """Rotate the vectors that A wasn't applied to, so that the first span directions; return their positions."""
+        """Rotate the vectors to which A wasn't applied so that the first ones span directions; return their positions."""
         # Otherwise an eigenvector among these vectors would be missed, since new directions are orthogonal to it.
         self._extend_projected()
         others = self.others()
