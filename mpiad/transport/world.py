@@ -27,7 +27,7 @@ from mpiad._typing import Comm, Rank
 from mpiad.errors import CommunicationMismatchError, CommunicatorError, DeadlockError
 from mpiad.transport.core import lookup
 from mpiad.transport.core.channels import base, live_channels, world_ranks
-from mpiad.transport.core.fault_tolerance import all_ranks_alive, exit_process, flush_streams
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, all_ranks_alive, exit_process, flush_streams, lost_ranks
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.staging import close_pools
@@ -159,6 +159,11 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
             checked = patience.seconds
             if ended := _ranks_in(_ENDED, ranks):
                 raise CommunicatorError(f"{_waits(call, checked)} {_listed(ended)} ended without such a call. {_ADVICE}")
+            if FAULT_TOLERANT:
+                with contextlib.suppress(MPI.Exception):
+                    comm.Iprobe(MPI.ANY_SOURCE, _TAG)  # MPI learns of a death only in such calls
+            if died := FAULT_TOLERANT and lost_ranks(comm):
+                raise CommunicatorError(f"{_waits(call, checked)} The process of {_listed(died).lower()} has died.")
             elsewhere = _ranks_in(_STARTS, ranks)  # before their other state, which they announce first
             if elsewhere := sorted({*elsewhere} - {*_ranks_in(state, ranks)}):
                 text = f"{_waits(call, checked)} {_listed(elsewhere)} started it for other ranks."

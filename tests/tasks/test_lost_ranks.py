@@ -39,7 +39,7 @@ results = mpi_map(square, iter(range(60)))
 if rank == 0:
     assert [int(r[-1]) for r in results] == [k**2 for k in range(60)]
 again = mpi_map(lambda item: (item, rank), range(30), everywhere=True)
-assert [item for item, _ in again] == list(range(30)) and {who for _, who in again} <= {1, 3}
+assert [item for item, _ in again] == list(range(30)) and {who for _, who in again} <= {0, 1, 3}
 try:
     mpiad.mpi_allreduce(1.0)
 except CommunicatorError as error:
@@ -71,6 +71,7 @@ done()
 
 def test_a_rank_that_dies_before_its_first_item_and_one_that_raises(ft_run):
     done = ft_run(4, START + """
+mpiad.mpi_barrier()
 if rank == 3:
     die()
 try:
@@ -89,6 +90,24 @@ done()
 """)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 3
+
+
+def test_a_rank_that_dies_before_the_library_has_started(ft_run):
+    """The others can't start it: no hang, but an error on each."""
+    done = ft_run(3, START + """
+if rank == 1:
+    die()
+try:
+    mpi_map(abs, range(5))
+except CommunicatorError as error:
+    assert "The process of rank 1 has died" in str(error)
+else:
+    raise AssertionError
+done()
+time.sleep(2)
+os._exit(0)
+""")  # fmt: skip
+    assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 done", "rank 2 done"]
 
 
 def test_the_root_dies(ft_run):

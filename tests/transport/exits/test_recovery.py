@@ -322,6 +322,7 @@ solve(np.ones(3))
     def test_a_rank_that_has_left_the_program(self, ft_run):
         """It can't raise any more: the job ends, with the traceback of the rank that failed."""
         done = ft_run(2, START + """
+mpiad.mpi_barrier()
 if rank == 1:
     failing["at the start"] = {1}
     try:
