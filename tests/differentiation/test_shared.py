@@ -190,6 +190,7 @@ def mixed_of(xs):
     return whole
 
 
+@pytest.mark.unguarded
 def test_a_tuple_says_which_arguments_are_shared(rank, size, rank_rng):
     xs = inputs(rank_rng, size)
     args = arguments(THETA, xs[rank], rank)
@@ -244,6 +245,7 @@ def test_tuples_that_do_not_fit_are_refused(rank):
                 derivative(lambda x, y: x * y, argnum, shared=shared)(1.0, 2.0)
 
 
+@pytest.mark.unguarded
 def test_only_shared_arguments_are_compared(rank, size):
     loss = mpiad.grad(lambda x, y: mpiad.mpi_allreduce(anp.sum(x) * anp.sum(y)), (0, 1), shared=(True, False))
     before = watch_settings.present()

@@ -100,6 +100,7 @@ def test_a_solve_goes_on_with_a_program(monkeypatch, programs, rank, size, metho
 
 @METHODS
 @pytest.mark.parametrize("dtype", [np.float32, complex])
+@pytest.mark.unguarded
 def test_batches_and_other_dtypes(right_sides, programs, rank, size, method, dtype):
     """Three systems with a preconditioner; complex systems are interpreted."""
     matrix, v = (x.astype(dtype) for x in block(rank))
@@ -119,6 +120,7 @@ def test_batches_and_other_dtypes(right_sides, programs, rank, size, method, dty
     assert bool(programs) == (dtype is np.float32) and None not in programs
 
 
+@pytest.mark.unguarded
 def test_one_program_serves_bases_of_any_length(programs, rank, size):
     """GMRES without restarts, against the dense solve."""
     n, eigenvalues = 60, np.linspace(1.0, 40.0, 60)

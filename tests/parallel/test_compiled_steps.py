@@ -265,6 +265,7 @@ def test_compiled_steps_have_the_bits_of_interpreted_ones(rule, options):
     assert len(programs(fun)) == (2 if "accumulate" in options else 1)
 
 
+@pytest.mark.unguarded
 def test_a_step_is_one_program_and_learning_rates_are_numbers_of_it():
     rates, p, fun = iter(np.linspace(0.1, 0.9, 6)), np.ones(3), mpiad.jit(lambda w, x: anp.mean((w - x) ** 2))
     optimizer = DistributedOptimizer(Adam(lambda k: next(rates)), clip_norm=0.1)
@@ -394,6 +395,7 @@ def test_a_compiled_loss_may_communicate():
 
 
 @pytest.mark.parametrize("large", [False, True])
+@pytest.mark.unguarded
 def test_what_is_wrong_on_one_rank_raises_on_all(large):
     x = np.ones(20_000 if large else 2)
     here = COMM.rank == ROOT
@@ -456,6 +458,7 @@ def test_checks_of_compiled_steps_are_those_of_interpreted_ones():
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.unguarded
 def test_replicas_are_compared_in_every_second_compiled_step():
     jitted, optimizer = mpiad.jit(lambda w, x: anp.mean((w - x) ** 2)), DistributedOptimizer(SGD(0.1), check_every=2)
     p, state = 1.0, optimizer.setup(1.0)

@@ -248,6 +248,7 @@ def test_replicas_that_differ_are_found_in_the_first_and_every_kth_call():
         step(DistributedOptimizer(SGD(0.1)), 0)
 
 
+@pytest.mark.unguarded
 def test_the_first_step_can_begin_with_the_parameters_of_rank_0():
     optimizer = DistributedOptimizer(SGD(0.5), synchronize=True, own=lambda path: "own" in path)
     params = {"w": np.array([1.0, 2.0]) + RANK, "own": np.full(1 + RANK, float(RANK)), "name": RANK}

@@ -107,6 +107,7 @@ def test_index_arrays_as_arguments(kinds):
 
 
 @serial
+@pytest.mark.unguarded
 def test_index_arrays_of_other_lengths_and_changed_in_place():
     jitted, left = mpiad.jit(divergence, strict=True), LEFT.copy()
     for n in (EDGES, 0, 11, EDGES, 1, 0, 11):

@@ -116,6 +116,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.unguarded  # under a watch nothing is prepared
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_tiles_compute_the_same_bits(name, rank, rank_rng, size, monkeypatch):
     domain = Domain((14 * size, 7, 8), dims=(size, 1, 1))
