@@ -73,7 +73,7 @@ class Solver:
 
     def forward_text(self, given: Batch) -> str:
         """Return the text of the forward kernel."""
-        return kernel_text("forward", self.traced, self._spec_for(given))
+        return kernel_text("forward", self.traced, self._spec_for(given), ())  # as in `function`: one text in its cache
 
     def texts(self, given: Batch) -> dict[str, str]:
         """Return the texts of the kernels of a solve and, as far as it is known before the solve, of its gradient."""

@@ -21,7 +21,7 @@ _MOST_TEXTS = 32
 # A training loop requests the same texts in each step. `traced` has no numbers, since numbers change between solves.
 @lru_cache(_MOST_TEXTS)
 def kernel_text(
-    kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = (), language: str = "python"
+    kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...], language: str = "python"
 ) -> str:
     """Return the text of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`."""
     # NVRTC and nvcc need no headers to compile the text in "c". Compiled as C++ for a CPU, it loops over the trajectories.
