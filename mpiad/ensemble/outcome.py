@@ -175,12 +175,13 @@ class Outcome:
         if settings.saveat is not None and not is_device_array(batch.u0):  # on a device see `device_rounds`
             times = np.broadcast_to(settings.saveat, (n, settings.saveat.shape[-1]))
             saved = np.full((*times.shape, d), np.nan, batch.u0.dtype)
+            save_step = np.full(times.shape, NOWHERE, np.int32) if settings.record else None
             empty = np.flatnonzero(batch.start == batch.end)  # the trajectories without steps
-            rows, columns = np.nonzero(times[empty] == batch.start[empty, None])
-            saved[empty[rows], columns] = batch.u0.T[empty[rows]]
-            if settings.record:
-                save_step = np.full(times.shape, NOWHERE, np.int32)
-                save_step[empty[rows], columns] = INITIAL
+            if len(empty):
+                rows, columns = np.nonzero(times[empty] == batch.start[empty, None])
+                saved[empty[rows], columns] = batch.u0.T[empty[rows]]
+                if save_step is not None:
+                    save_step[empty[rows], columns] = INITIAL
         parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
         outcome = cls(batch.u0.copy(), batch.start.copy(), *parts)
         if settings.acting is not None:

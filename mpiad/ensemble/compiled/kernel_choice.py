@@ -217,8 +217,8 @@ class Compiler:
                 try_once(batch, settings.events, given.traced)
             return problem_of(batch, settings.events, must, self.warn)
 
-        must = self.compile is True
-        trace = partial(remembered, make, batch, settings.events, given.traced, must)
+        must, is_traced = self.compile is True, given.traced
+        trace = partial(remembered, make, batch, settings.events, is_traced, must)
         if is_on_device(batch):
             if must:
                 raise NotImplementedError(
@@ -242,14 +242,16 @@ class Compiler:
             self.execution = f"arrays: a state has more than {MOST_COMPONENTS} components"
         elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
             if self._history is None:
-                tableau, loading = settings.alg.tableau, _LOADING + _LOADING_COMPONENT * len(batch.u0)
-                new = History(rates(tableau, len(batch.u0), None, given.traced), loading, loading)
-                known = _histories.setdefault(identity_of(batch.f), {})
-                self._history = known.setdefault((batch.shape, tableau, given.traced), new)
+                tableau, known = settings.alg.tableau, _histories.setdefault(identity_of(batch.f), {})
+                key = batch.shape, tableau, is_traced
+                if key not in known:
+                    loading = _LOADING + _LOADING_COMPONENT * len(batch.u0)
+                    known[key] = History(rates(tableau, len(batch.u0), None, is_traced), loading, loading)
+                self._history = known[key]
             plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
             if plan is not None:
                 return plan
-        try_once(batch, settings.events, given.traced)
+        try_once(batch, settings.events, is_traced)
         return None
 
     def _choose(
