@@ -162,8 +162,8 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
             if FAULT_TOLERANT:
                 with contextlib.suppress(MPI.Exception):
                     comm.Iprobe(MPI.ANY_SOURCE, _TAG)  # MPI learns of a death only in such calls
-            if died := FAULT_TOLERANT and lost_ranks(comm):
-                raise CommunicatorError(f"{_waits(call, checked)} The process of {_listed(died).lower()} has died.")
+                if died := [ranks[k] for k in lost_ranks(comm)]:
+                    raise CommunicatorError(f"{_waits(call, checked)} The process of {_listed(died).lower()} has died.")
             elsewhere = _ranks_in(_STARTS, ranks)  # before their other state, which they announce first
             if elsewhere := sorted({*elsewhere} - {*_ranks_in(state, ranks)}):
                 text = f"{_waits(call, checked)} {_listed(elsewhere)} started it for other ranks."
