@@ -25,6 +25,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -121,12 +122,14 @@ class EllipticSolver:
     def __call__(self, b: LocalArray) -> LocalArray:
         """Return the solution for b; collective."""
         domain = self._multigrid.domain
-        if math.prod(domain.shape) > _MOST_FACTORED or is_device_array(b):
-            return self._multigrid.solve(b, rtol=self._rtol)
-        with restoring_state(), suspended():
-            if self._factors is None:
-                self._factors = factorized(self._multigrid.matvec, np.empty(domain.local_shape), pattern=domain)
-            return self._factors(b).astype(b.dtype, copy=False)
+        if math.prod(domain.shape) <= _MOST_FACTORED and not is_device_array(b):
+            with restoring_state(), suspended():
+                if self._factors is None:
+                    self._factors = factorized(self._multigrid.matvec, np.empty(domain.local_shape), pattern=domain)
+                found = self._factors(b).astype(b.dtype, copy=False)
+            if not on_any_rank(channel(domain.comm, "inverse").data, not np.isfinite(found).all()):
+                return found
+        return self._multigrid.solve(b, rtol=self._rtol)  # it raises if b isn't finite
 
 
 def checked_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:

@@ -218,3 +218,13 @@ def test_a_block_of_another_grid_is_refused_on_all_ranks(kind):
     with pytest.raises(mpiad.errors.WorkerError, match=r"grid of \(8, 6\) cells"):
         options = {"product": "gauss-newton", "regularizer": H1(domain), "inner_product": prior}
         domain.minimize(lambda m: m - 1.0, given, method="Newton-CG-sharded", options=options)
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (80, 60)], ids=["factored", "multigrid"])
+def test_numbers_that_are_not_finite_raise_on_all_ranks(rank, shape):
+    domain = mpiad.Domain(shape)
+    block = np.ones(domain.local_shape)
+    block[0, 0] = np.nan if rank == 0 else 1.0
+    for prior in (Bilaplacian(domain, 3.0), H1(domain, 1.0, 1.0)):
+        with pytest.raises(mpiad.errors.NotFiniteError, match="not finite: 1 entries on rank 0"):
+            prior.solve(block)
