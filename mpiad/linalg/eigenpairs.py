@@ -173,7 +173,7 @@ def ritz_pairs(
     """Return pairs, converged or not, the smallest Ritz value, the history; residuals are relative to max(|λ|, floor)."""
     group, like = channel(comm, _CALL), np.asarray(stop_gradient(like))
     size, limit = _checked_sizes(group, like, k, ncv, tol, seed, mass, mass_solve, batch)
-    block_size, history, steps, settled = _BATCH if batch else _BLOCK, [], 0, np.full(k, np.nan)
+    block_size, history, is_random, settled = _BATCH if batch else _BLOCK, [], True, np.full(k, np.nan)
     key, numbers = np.array([0 if callable(seed) else int(seed), group.rank], np.uint64), itertools.count()
     normal = np.random.Generator(np.random.Philox(key=key)).standard_normal
     draw = (lambda _: seed(next(numbers))) if callable(seed) else (lambda v: normal(v.shape))
@@ -183,13 +183,13 @@ def ritz_pairs(
         block = space.add_random(min(block_size, size))
         while block:
             space.expand(block[: limit - len(space.expanded)])
-            images = space.images(len(block)) if steps == 0 else []  # of random directions
+            images = space.images(len(block)) if is_random else []
             spectrum, vectors, inside, others, rows = space.ritz(k)
             outside, values, largest = np.linalg.norm(rows, axis=0), spectrum[:k], np.max(np.abs(spectrum))
             zero = max(_ZERO * largest, tol * floor, np.finfo(float).tiny)
             kept, scale = np.abs(values) > zero, np.maximum(np.abs(values), max(floor, zero))
             residuals = (np.hypot(inside, outside) + 10.0 * np.finfo(float).eps * largest) / scale
-            history, steps = [*history, float(np.max(residuals))], steps + 1
+            history, is_random = [*history, float(np.max(residuals))], False
             # `inside` comes from errors of products, and further vectors don't decrease it.
             converged = outside <= np.maximum(np.maximum(tol * scale, inside), _ROUNDING * largest)
             finished = np.all(converged) and (len(values) == k or not np.all(kept))
@@ -198,7 +198,7 @@ def ritz_pairs(
             if (tested and np.allclose(leading, settled, tol, zero)) or len(space.expanded) >= limit:
                 break
             if tested or not others:
-                settled, steps = leading if finished else np.full(k, np.nan), 0
+                settled, is_random = leading if finished else np.full(k, np.nan), True
                 block = space.add_random(min(_BLOCK, size - len(space.expanded)))
             elif images:
                 block = images
@@ -248,7 +248,7 @@ class _KrylovSpace:
     def add_random(self, count: int) -> list[int]:
         """Add random directions, orthogonal to those that A was applied to; return their positions in the basis."""
         vectors = self._images("seed", np.zeros((count, self.basis.shape[1])))
-        return self._rotated(self._add(vectors, self._images("mass", vectors), 0.0)[1])
+        return self._rotated(self._add(vectors, self._images("mass", vectors), 0.0))
 
     def images(self, count: int) -> list[int]:
         """Return positions of vectors that span the last images under B⁻¹A, without vectors to which A was applied."""
@@ -269,7 +269,7 @@ class _KrylovSpace:
         """Apply B⁻¹A to vectors of the basis, and add the new directions."""
         weighted = self._images("product", self.basis[block])
         scale = np.max(np.abs(self.projected), initial=np.finfo(float).tiny)
-        _, coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
+        coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
         self._extend_projected()
         self.projected, self.expanded = np.hstack([self.projected, coefficients]), self.expanded + block
 
@@ -294,8 +294,8 @@ class _KrylovSpace:
         others = self.others()
         return values, vectors, inside, others, self.projected[others] @ vectors
 
-    def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> tuple[list[int], np.ndarray]:
-        """Add orthonormalized vectors, except rounding errors of `scale`; return their positions and coefficients."""
+    def _add(self, vectors: LocalArray, weighted: LocalArray, scale: float) -> np.ndarray:
+        """Add orthonormalized vectors, except rounding errors of `scale`; return coefficients in the basis."""
         coefficients = _total(self.group, self.basis @ weighted.T)
         scale = max(scale, np.max(np.abs(coefficients), initial=0.0))
         vectors, factor = vectors - coefficients.T @ self.basis, np.eye(len(vectors))
@@ -322,7 +322,7 @@ class _KrylovSpace:
             if len(vectors) == 0 or np.max(np.abs(values - 1.0)) < 0.1:
                 break
         self.basis = np.concatenate([self.basis, vectors])
-        return list(range(len(self.basis) - len(vectors), len(self.basis))), np.concatenate([coefficients, factor.T])
+        return np.concatenate([coefficients, factor.T])
 
     def _images(self, name: str, vectors: LocalArray) -> LocalArray:
         function = self.functions[name]
