@@ -173,11 +173,11 @@ class Outcome:
         d, n = batch.u0.shape
         saved = save_step = None
         if settings.saveat is not None and not is_device_array(batch.u0):  # on a device see `device_rounds`
-            times = np.broadcast_to(settings.saveat, (n, settings.saveat.shape[-1]))
-            saved = np.full((*times.shape, d), np.nan, batch.u0.dtype)
-            save_step = np.full(times.shape, NOWHERE, np.int32) if settings.record else None
+            saved = np.full((n, settings.saveat.shape[-1], d), np.nan, batch.u0.dtype)
+            save_step = np.full(saved.shape[:2], NOWHERE, np.int32) if settings.record else None
             empty = np.flatnonzero(batch.start == batch.end)  # the trajectories without steps
             if len(empty):
+                times = np.broadcast_to(settings.saveat, saved.shape[:2])
                 rows, columns = np.nonzero(times[empty] == batch.start[empty, None])
                 saved[empty[rows], columns] = batch.u0.T[empty[rows]]
                 if save_step is not None:

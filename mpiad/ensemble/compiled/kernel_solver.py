@@ -97,13 +97,12 @@ class Solver:
     def _run(self, spec: KernelSpec) -> Outcome:
         """Run the forward kernel over all trajectories."""
         batch, settings = self.batch, self.settings
-        empty_span = batch.start == batch.end
         outcome = Outcome.empty(batch, settings)
         outcome.u_end = np.array(batch.u0.T, order="C").T  # the components of a trajectory are contiguous in memory
         if outcome.saved is None:
             outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
-        if settings.progress is not None and empty_span.any():
-            settings.progress(int(np.count_nonzero(empty_span)))
+        if settings.progress is not None and (without_steps := np.count_nonzero(batch.start == batch.end)):
+            settings.progress(int(without_steps))
         run = _Launch(self.function("forward", spec), spec, self, outcome)
         tapes = run.run_all()
         if spec.record:
@@ -119,7 +118,7 @@ class Solver:
                 outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
             complete(outcome, settings.acting)
         if spec.directions:
-            outcome.carried = run.carried(empty_span)
+            outcome.carried = run.carried(batch.start == batch.end)
         return outcome
 
     def function(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> Callable[..., None]:
@@ -203,7 +202,7 @@ class _Launch:
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
         inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
-        options = (float(np.max(settings.rtol)), atol, dt, float(settings.dtmax), float(settings.max_steps))
+        options = (settings.rtol if type(settings.rtol) is float else float(np.max(settings.rtol)), atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._inputs = (*inputs, solver.times, *options)
         ends = parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject
         self._outputs = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last
@@ -229,7 +228,7 @@ class _Launch:
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
         columns = EVENT_COLUMNS + (spec.d if spec.record and spec.acting else 0)
         crossings = np.empty((_EVENT_ROWS + most_events, columns))
-        ids, time_index = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
+        ids, time_index = aligned(2 * lanes, np.dtype(np.int64)).reshape(2, lanes)
         ids[:] = -1
         lane = *fields_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter
         call, reported = Paced(self._function, state), 0
