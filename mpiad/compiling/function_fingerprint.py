@@ -21,7 +21,9 @@ from mpiad.compiling.closure import FunctionReader, Unknown
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
 # The maximum numbers of entries of an array and of values in a fingerprint. Comparing more would take longer than tracing.
-_MAX_ENTRIES, _MAX_VALUES = 1024, 256
+_MAX_ENTRIES, _MAX_VALUES = 50_000, 256
+# Arrays with more entries enter a fingerprint as a digest of their content.
+_FEW = 64
 # Floating-point types and dtypes; the part of a fingerprint for such a value begins with its type.
 _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
@@ -111,7 +113,8 @@ class _ValueReader(FunctionReader):
     def array(self, value: np.ndarray) -> None:
         if type(value) is not np.ndarray or value.size > _MAX_ENTRIES or value.dtype.kind not in "biufc":
             raise Unknown
-        self.found.append((value.dtype.str, value.shape, value.tobytes()))
+        content = value.tobytes() if value.size <= _FEW else hashlib.blake2b(value.tobytes()).digest()
+        self.found.append((value.dtype.str, value.shape, content))
 
     def container(self, value: Any, parts: list[Any]) -> None:
         if type(value) not in (list, tuple, dict, partial) and not hasattr(value, "_fields"):

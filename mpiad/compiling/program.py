@@ -264,14 +264,12 @@ def _function_of(program: Program) -> Callable[..., list[Any]]:
 
 # Construction of programs: common subexpression elimination and constant folding.
 
-# The maximum number of operations limits the time of a trace.
-_MAX_OPERATIONS = 50_000
-
 
 class Builder:
     """A program under construction. The number of a value is the index of the instruction that computes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = math.inf) -> None:
+        self._most = most  # a program with more operations is refused
         self.instructions: list[Instruction] = []
         self.refused: str | None = None  # the first reason; stored, since the function may catch the Refusal
         self._known: dict[tuple, int] = {}
@@ -359,8 +357,8 @@ class Builder:
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.instructions)
-            if number >= _MAX_OPERATIONS:
-                self.refuse(f"it has more than {_MAX_OPERATIONS} operations on scalars")
+            if number >= self._most:
+                self.refuse(f"it has more than {self._most} operations on scalars")
             self.instructions.append(instruction)
         return number
 

@@ -22,7 +22,7 @@ from mpiad.device.transfer import to_host
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.trace import packing_of, program_of
-from mpiad.ensemble.compiled.traced_problem import MOST_COMPONENTS, remembered
+from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents
 from mpiad.ensemble.sparse_lu import LEAST_SPARSE
@@ -47,10 +47,14 @@ class JacobianProgram(NamedTuple):
         return values[:count], rows_of(getval(u), *slopes) if of_time else None
 
 
+# The maximum number of operations of a Jacobian's program, which limits the time to make and to compile it.
+_MOST_OPERATIONS = 50_000
+
+
 @lru_cache(32)
 def jacobian_program(program: Program) -> JacobianProgram:
-    """Return the program that computes the derivatives of f with respect to state and time."""
-    d, builder = program.groups["state"], Builder()
+    """Return the program of the derivatives of f with respect to state and time; raise a Refusal if it is too long."""
+    d, builder = program.groups["state"], Builder(_MOST_OPERATIONS)
     outputs = derivatives_by_inputs(builder, program, {"state": None, "time": None})
     nonzero = {place: number for place, number in outputs.items() if builder.value(number) != 0}
     places, slopes = ([place for place in nonzero if (place[1] == d) is timed] for timed in (False, True))
@@ -64,6 +68,8 @@ def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Pr
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
 
 
+# The largest states of which f is evaluated by its program in derivatives by arrays.
+_MOST_COMPONENTS = 100
 # Number of operations of a program that take as much time as one operation of traced arrays.
 _PER_TRACED = 8
 
@@ -146,7 +152,7 @@ _Found = TypeVar("_Found")
 def field_program(batch: Batch) -> Program | None:
     """Return the program of f; None if f can't be traced, or if derivatives of f by arrays take less time."""
     # On a device the comparison of the program with f would copy arrays to the host.
-    if len(batch.u0) > MOST_COMPONENTS or is_on_device(batch) or np.iscomplexobj(batch.u0):
+    if len(batch.u0) > _MOST_COMPONENTS or is_on_device(batch) or np.iscomplexobj(batch.u0):
         return None
 
     def faster(own: Batch) -> Program | str:

@@ -23,6 +23,8 @@ from mpiad.differentiation.rules.interpolation import entries_of, interpolated
 from mpiad.programs.recorder import reason_against
 from mpiad.programs.traced_array import TracedArray, array_of, cast, mapped, plain, take
 
+# The maximum number of operations limits the time of a trace.
+_MAX_OPERATIONS = 50_000
 _OF_MANY = {"maximum": "largest", "minimum": "smallest"}
 
 
@@ -32,7 +34,7 @@ class ScalarRecorder:
     kind = TracedArray
 
     def __init__(self, real: DTypeLike):
-        self.builder, self._real = Builder(), np.dtype(real)  # of the program's real numbers
+        self.builder, self._real = Builder(_MAX_OPERATIONS), np.dtype(real)  # of the program's real numbers
 
     def refuse(self, reason: str) -> NoReturn:
         """Store the reason why the function can't be compiled, and raise a Refusal."""

@@ -167,7 +167,7 @@ def test_what_kernels_refuse_is_refused_on_all_ranks(solved_by):
 
 @pytest.mark.columns("kernels say why not, and raise")
 def test_an_f_that_cannot_be_compiled_is_told_once_by_all_ranks(caplog, monkeypatch):
-    for name in ("_LOADING", "_LOADING_COMPONENT"):
+    for name in ("_LOADING", "_LOADING_COMPONENT", "_LOADING_OPERATION"):
         monkeypatch.setattr(kernel_choice, name, 0.0)
 
     def branches(u, p, t):

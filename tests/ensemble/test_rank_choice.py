@@ -21,7 +21,7 @@ def comm():
 @pytest.fixture
 def cheap(monkeypatch):
     """Loading costs nothing, and compiling takes ages."""
-    for name, value in {"_LOADING": 1e-9, "_LOADING_COMPONENT": 0.0, "_LINES": 1e6}.items():
+    for name, value in {"_LOADING": 1e-9, "_LOADING_COMPONENT": 0.0, "_LOADING_OPERATION": 0.0, "_LINES": 1e6}.items():
         monkeypatch.setattr(kernel_choice, name, value)
 
 
@@ -85,7 +85,7 @@ def test_an_error_on_one_rank_leaves_no_rank_waiting(comm, rank):
 
 
 def test_fits_and_steady_states(monkeypatch):
-    for name in ("_LOADING", "_LOADING_COMPONENT", "_LINES"):
+    for name in ("_LOADING", "_LOADING_COMPONENT", "_LOADING_OPERATION", "_LINES"):
         monkeypatch.setattr(kernel_choice, name, 0.0)
     decay = ODEProblem(lambda u, p, t: [p[0] - u[0]], [0.0], (0.0, 2.0), [1.0])
     levels = np.linspace(1.0, 2.0, 5)[:, None]

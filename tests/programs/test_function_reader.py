@@ -162,6 +162,11 @@ def bytes_that_change():
     return lambda x: x * found[0], lambda: found.append(1)
 
 
+def one_of_many_numbers():
+    found = np.arange(40_000.0).reshape(200, 200)
+    return lambda x: x * found[3, 4], lambda: found.__setitem__((150, 20), -1.0)
+
+
 def random_numbers():
     return lambda x: x * np.random.normal(), lambda: None  # noqa: NPY002
 
@@ -185,6 +190,7 @@ KINDS = [
     (own_method, SEEN, SEEN), (inherited_class_method, SEEN, SEEN), (class_method, SEEN, SEEN),
     (derivative, SEEN, SEEN), (shadowed_function, SEEN, SEEN), (polynomial, SEEN, SEEN), (vectorized, REFUSED, SEEN),
     (masked, REFUSED, SEEN), (array_of_structures_with_objects, REFUSED, REFUSED), (set_of_numbers, REFUSED, SEEN),
+    (one_of_many_numbers, SEEN, SEEN),
     (double_ended_queue, REFUSED, SEEN), (view_of_a_dict, REFUSED, SEEN), (values_of_a_dict, REFUSED, REFUSED),
     (bytes_that_change, REFUSED, REFUSED), (random_numbers, REFUSED, REFUSED),
     (attributes_by_a_function, REFUSED, REFUSED),

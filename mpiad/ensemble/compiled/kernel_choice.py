@@ -21,15 +21,17 @@ import numpy as np
 from mpiad._typing import Array, Function
 from mpiad.compiling.arguments import signature_in
 from mpiad.compiling.cache import is_cached
-from mpiad.compiling.program import OPERATIONS, Program
+from mpiad.compiling.program import OPERATIONS, Program, Refusal
 from mpiad.compiling.source import lowered
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.trace import identity_of
-from mpiad.ensemble.compiled.traced_problem import MOST_COMPONENTS, TracedProblem, problem_of, remembered, warn_once
+from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, statements, warn_once
+from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Acting, Settings
+from mpiad.ensemble.sparse_lu import LEAST_SPARSE
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.ensemble.trial import try_once
 from mpiad.transport import Channel
@@ -39,44 +41,57 @@ from mpiad.transport.resources import cores
 # compile times of kernels of 300 to 9,500 lines, on an idle core of an x86 server with AVX-512.
 #
 # Arrays. For each iteration of the loop over steps: per stage, and per stage and square root of the operations of f, which
-# approximates the number of NumPy's calls; for implicit methods also per step, and per entry of the Jacobian.
-_STAGE, _CALLS, _IMPLICIT, _ENTRY = 20e-6, 3e-6, 300e-6, 4e-6
-# For each step of a trajectory: per stage and component, operation or function of the C library, and per entry.
-_COMPONENT, _OPERATION, _FUNCTION, _COLUMN_ENTRY = 8e-9, 0.4e-9, 4e-9, 60e-9
+# approximates the number of NumPy's calls; for implicit methods also per step.
+_STAGE, _CALLS, _IMPLICIT = 20e-6, 3e-6, 300e-6
+# For each step of a trajectory: per stage and component, operation or function of the C library.
+_COMPONENT, _OPERATION, _FUNCTION = 8e-9, 0.4e-9, 4e-9
 # Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per exponential
-# or hyperbolic tangent, which are vector instructions (see `compiling.elementary`); per entry of the Jacobian.
-_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL, _LANE_ENTRY = 2e-9, 0.1e-9, 10e-9, 1e-9, 1e-9
+# or hyperbolic tangent, which are vector instructions (see `compiling.elementary`).
+_LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL = 2e-9, 0.1e-9, 10e-9, 1e-9
+# Per entry of a small, a large or a large sparse Jacobian: arrays per iteration, and per step of a trajectory; kernels.
+_ENTRY, _LARGE_ENTRY, _SPARSE_ENTRY = (4e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 1e-9), (0.3e-6, 10e-9, 25e-9)
 # A gradient with its solve, by arrays and by kernels, in units of the solve.
 _GRADIENT, _LANE_GRADIENT = 5, 2.5
 # The time from an untraced f to a kernel that is on disk (tracing, the kernel's text, the import of LLVM, loading): a
-# constant, and an addition per component of a state. Compile time of a kernel of n lines: _LINES n^1.5.
-_LOADING, _LOADING_COMPONENT, _LINES = 0.04, 0.002, 3e-5
+# constant, and an addition per component of a state or, if f is traced, per operation, three times as large with a
+# gradient. Compile time of a kernel of n lines: _LINES n^1.5.
+_LOADING, _LOADING_COMPONENT, _LOADING_OPERATION, _LINES = 0.04, 0.002, 1e-4, 3e-5
 # The number of steps that is expected for the first solve with rtol = 1e-3.
 _STEPS = 25.0
+# The largest states for kernels: limits the time of a trace, and for implicit methods the size of factors in the caches.
+_MOST_COMPONENTS, _MOST_IMPLICIT = 1000, 300
+# What is expected of an f that isn't traced yet, per component: operations, and entries of a large Jacobian.
+_OPERATIONS, _ENTRIES = 4, 5
+# The number of trajectories that a kernel solves at a time.
+_LANES = 16
 
 
 class Rates(NamedTuple):
     """Estimated times in seconds."""
 
     iteration: float  # arrays, per iteration of the loop over steps
-    saved: float  # what a kernel saves per step of a trajectory; negative if it is slower
+    column: float  # arrays, per step of a trajectory
+    lane: float  # a kernel, per step of a trajectory
 
 
 @lru_cache(64)
 def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool) -> Rates:
     """Return the times of a step, with its adjoint if `gradient`; for a typical f if it isn't traced yet."""
-    operations, functions, exponentials = 4 * d, 0, 0
+    operations, functions, exponentials, calls = _OPERATIONS * d, 0, 0, inf
     if program is not None:
         called = [instruction.operation for instruction in lowered(program).instructions]
         operations, functions = program.cost, sum(not OPERATIONS[name].simple for name in called if name in OPERATIONS)
-        exponentials = called.count("exp") + called.count("tanh")
-    entries = d * d if tableau.implicit else 0
-    iteration = tableau.calls * (_STAGE + _CALLS * operations**0.5) + _IMPLICIT * bool(entries) + _ENTRY * entries
-    column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions) + _COLUMN_ENTRY * entries
+        exponentials, calls = called.count("exp") + called.count("tanh"), statements(program)
+    entries = 0
+    if tableau.implicit:
+        entries = d * d if d < LEAST_SPARSE else _ENTRIES * d if program is None else len(jacobian_program(program).places)
+    per_entry = _ENTRY if d < LEAST_SPARSE else _SPARSE_ENTRY if entries < d * d / 4 else _LARGE_ENTRY
+    iteration = tableau.calls * (_STAGE + _CALLS * min(operations**0.5, calls)) + _IMPLICIT * bool(entries)
+    column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions)
     lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_EXPONENTIAL * exponentials
-    lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials)) + _LANE_ENTRY * entries
-    arrays, kernel = (_GRADIENT, _LANE_GRADIENT) if gradient else (1, 1)
-    return Rates(arrays * iteration, arrays * column - kernel * lane)
+    lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials))
+    times = zip((iteration, column, lane), per_entry, (_GRADIENT, _GRADIENT, _LANE_GRADIENT) if gradient else (1, 1, 1))
+    return Rates(*(factor * (time + entry * entries) for time, entry, factor in times))
 
 
 @dataclass
@@ -215,10 +230,21 @@ class Compiler:
             # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.
             if not known:
                 try_once(batch, settings.events, given.traced)
-            return problem_of(batch, settings.events, must, self.warn)
+            found = problem_of(batch, settings.events, most, must, self.warn)
+            if found is not None and settings.alg.tableau.implicit:
+                try:
+                    jacobian_program(found.program)
+                except Refusal as error:
+                    text = f"the Jacobian of f can't be compiled ({error})"
+                    if must:
+                        raise TypeError(f"solve: compile=True, but {text}. Leave compile out.") from error
+                    self.warn(batch.f, f"{text}, so f is called with arrays instead")
+                    return None
+            return found
 
         must, is_traced = self.compile is True, given.traced
-        trace = partial(remembered, make, batch, settings.events, is_traced, must)
+        most = _MOST_IMPLICIT if settings.alg.tableau.implicit else _MOST_COMPONENTS
+        trace = partial(remembered, make, batch, settings.events, is_traced, must, settings.alg.tableau.implicit)
         if is_on_device(batch):
             if must:
                 raise NotImplementedError(
@@ -238,8 +264,8 @@ class Compiler:
                     "root of a condition. Leave compile out, or give times= instead of the condition."
                 )
             self.execution = "arrays: kernels don't support a mass_matrix together with these events"
-        elif not must and len(batch.u0) > MOST_COMPONENTS:
-            self.execution = f"arrays: a state has more than {MOST_COMPONENTS} components"
+        elif not must and len(batch.u0) > most:
+            self.execution = f"arrays: a state has more than {most} components"
         elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
             if self._history is None:
                 tableau, known = settings.alg.tableau, _histories.setdefault(identity_of(batch.f), {})
@@ -263,19 +289,25 @@ class Compiler:
 
         def saved() -> float:
             iterations, steps = history.iterations + self._solves * longest * batches, self._solves * self._count * mean
-            return iterations * history.rates.iteration + (history.steps + steps) * history.rates.saved
+            # A kernel takes as long for one trajectory as for all that it solves at a time.
+            of_kernel = max(history.steps + steps, _LANES * iterations) * history.rates.lane
+            return iterations * history.rates.iteration + (history.steps + steps) * history.rates.column - of_kernel
 
-        plan, loading, cost, gain = None, history.loading, history.cost, saved()
-        if 0.0 in history.costs.values() or gain >= cost:  # a kernel that has been used may be the one of this solve
+        plan, cost, gain = None, history.cost, saved()
+        used = 0.0 in history.costs.values()  # a kernel that may be the one of this solve
+        if used or gain >= cost:
             plan = trace()
             if plan is None:
                 # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
-                history.iterations, history.steps, history.cost, cost = 0.0, 0.0, loading, inf
+                history.iterations, history.steps, history.cost, cost = 0.0, 0.0, history.loading, inf
             else:
                 history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program, given.traced)
-                cost, gain = history.cost_of(self._solver(plan, batch, _with_acting(settings)), given), saved()
+                history.loading = _LOADING + _LOADING_OPERATION * plan.program.cost * (3 if given.traced else 1)
+                cost, gain = history.loading, saved()
+                if used or gain >= cost:  # otherwise the kernel's text, which takes part of this time, isn't made
+                    cost = history.cost_of(self._solver(plan, batch, _with_acting(settings)), given)
                 history.cost = cost
-        if not self._agree(cost, gain, loading):
+        if not self._agree(cost, gain, history.loading):
             return None
         history.iterations = history.steps = 0.0
         return plan

@@ -202,7 +202,8 @@ class _Launch:
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
         inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
-        options = (settings.rtol if type(settings.rtol) is float else float(np.max(settings.rtol)), atol, dt, float(settings.dtmax), float(settings.max_steps))
+        rtol = settings.rtol if type(settings.rtol) is float else float(np.max(settings.rtol))
+        options = (rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._inputs = (*inputs, solver.times, *options)
         ends = parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject
         self._outputs = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last

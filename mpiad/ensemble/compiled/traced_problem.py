@@ -7,9 +7,10 @@ Training loops solve with the same f repeatedly. The programs are reused if the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -35,7 +36,6 @@ _Found = TypeVar("_Found")
 
 # Tangents in up to this number of directions are faster than an adjoint, unless they have too many numbers.
 FEW, _FEW_NUMBERS = 4, 40
-MOST_COMPONENTS = 100
 # Maximum number of statements of f, where repeated operations are loops; a step calls f two to ten times.
 MOST_OPERATIONS = 1500
 # Maximum number of different programs of a function that are compiled.
@@ -49,8 +49,8 @@ _structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
 _first_numbers: WeakKeyDictionary[Any, dict[tuple, tuple[list[float | bytes], list[int], TracedProblem]]] = (
     WeakKeyDictionary()
 )
-# Maximum number of cached traces, of all functions together.
-_MOST_KNOWN = 64
+# Maximum numbers of cached traces, of all functions together, and of their operations: a few hundred bytes each.
+_MOST_KNOWN, _MOST_KNOWN_OPERATIONS = 64, 500_000
 _known: dict[tuple[Fingerprint, tuple], Any] = {}  # the cached traces
 _kinds: dict[tuple[Fingerprint | None, tuple], None] = {}  # the keys of the cached traces, without floats
 
@@ -112,16 +112,21 @@ def remembered(
     result = make(kind in _kinds)
     if result is not None:
         _known[key], _kinds[kind] = result, None
-        for cache in (_known, _kinds):
-            if len(cache) > _MOST_KNOWN:
-                # The oldest entry is dropped.
-                cache.pop(next(iter(cache)))  # type: ignore[arg-type]
+        # The oldest entries are dropped.
+        operations = sum(found.program.cost for found in _known.values() if isinstance(found, TracedProblem))
+        if len(_known) > _MOST_KNOWN or operations > _MOST_KNOWN_OPERATIONS:
+            _known.pop(next(iter(_known)))
+        if len(_kinds) > _MOST_KNOWN:
+            _kinds.pop(next(iter(_kinds)))
     return result
 
 
-def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> TracedProblem | None:
-    """Return the programs of f and the events; if they can't be compiled, warn and return None, or with `must` raise."""
-    program = _program_of(batch.f, "f", batch, must, warn)
+def problem_of(batch: Batch, events: Sequence[Event], most: int, must: bool, warn: Warn) -> TracedProblem | None:
+    """Return the programs of f and the events; if they can't be compiled, warn and return None, or with `must` raise.
+
+    `most`: the number of components of a state beyond which `must` is needed.
+    """
+    program = _program_of(batch.f, "f", batch, must, warn, most=most)
     if program is None:
         return None
     conditions: list[Program] = []
@@ -206,7 +211,14 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
 
 
 def _program_of(
-    f: Function, name: str, batch: Batch, must: bool, warn: Warn, called: Called | None = None, result: Shape | None = None
+    f: Function,
+    name: str,
+    batch: Batch,
+    must: bool,
+    warn: Warn,
+    called: Called | None = None,
+    result: Shape | None = None,
+    most: float = math.inf,
 ) -> Program | None:
     """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` evaluates for several columns."""
     instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
@@ -218,10 +230,10 @@ def _program_of(
         warn(f, f"{name} can't be compiled ({error}), {instead}")
         return None
     d, limits = program.groups["state"], "fit into a kernel that is fast and compiles quickly"
-    count = _statements(program)
-    if called is None and (d > MOST_COMPONENTS or count > MOST_OPERATIONS):
+    count = statements(program)
+    if called is None and (d > most or count > MOST_OPERATIONS):
         kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
-        text = f"a state has {d} {kind} and f {count} operations; up to {MOST_COMPONENTS} and {MOST_OPERATIONS}"
+        text = f"a state has {d} {kind} and f {count} operations; up to {most} and {MOST_OPERATIONS}"
         warn(f, f"{text} {limits}" + ("" if must else ", so f is called with arrays instead"))
         return program if must else None
     if count > MOST_OPERATIONS and not must:
@@ -230,10 +242,13 @@ def _program_of(
     return None if not must and changes(f, program, warn, name) else program
 
 
-def _statements(program: Program) -> int:
+def statements(program: Program) -> int:
     """Return the number of operations of a program; of a long one, the number of statements, in which loops count once."""
-    if program.cost <= MOST_OPERATIONS:
-        return program.cost
+    return program.cost if program.cost <= MOST_OPERATIONS else _in_loops(program)
+
+
+@lru_cache(64)
+def _in_loops(program: Program) -> int:
     leaves = {i: f"s[{i}]" for i, x in enumerate(program.instructions) if not x.arguments}
     loops = rerolled(program, leaves, numbered("out", len(program.outputs)), {}, False)
     return program.cost if loops is None else len(loops)

@@ -29,5 +29,5 @@ def _interruptible():
 @pytest.fixture
 def free(monkeypatch):
     """Kernels cost nothing, so that "auto" takes one whenever it can."""
-    for name in ("_LOADING", "_LOADING_COMPONENT", "_LINES"):
+    for name in ("_LOADING", "_LOADING_COMPONENT", "_LOADING_OPERATION", "_LINES"):
         monkeypatch.setattr(kernel_choice, name, 0.0)

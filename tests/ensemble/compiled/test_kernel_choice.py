@@ -23,10 +23,13 @@ from mpiad.ensemble import (
     EnsembleSerial,
     EnsembleThreads,
     ODEProblem,
+    Rodas5P,
     Tsit5,
+    field_jacobian,
     solve,
 )
 from mpiad.ensemble.compiled import kernel_choice, traced_problem
+from mpiad.programs import scalar_recorder
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 
@@ -215,14 +218,68 @@ def test_an_f_that_branches_is_told_once(caplog):
 
 @pytest.mark.usefixtures("free")
 def test_large_ones(caplog, monkeypatch):
-    for module in (kernel_choice, traced_problem):
-        monkeypatch.setattr(module, "MOST_COMPONENTS", 3)
+    monkeypatch.setattr(kernel_choice, "_MOST_COMPONENTS", 3)
     sol = solve(many(lambda u, p, t: -u, d=4))
     assert not is_compiled(sol)
     assert sol.execution == "arrays: a state has more than 3 components"
     assert not caplog.records
     assert is_compiled(solve(many(lambda u, p, t: -u, 3, d=4), compile=True))
     assert "4 components" in caplog.text and "up to 3" in caplog.text
+
+
+@pytest.mark.usefixtures("free")
+def test_large_states_of_explicit_and_implicit_methods():
+    """A chain of 350 components is compiled with an explicit method; by both it relaxes as its matrix exponential says."""
+
+    def chain(u, p, t):
+        return np.concatenate([u[1:], u[:1]]) - u
+
+    start = np.cos(np.arange(350.0))
+    problem = ODEProblem(chain, start, (0.0, 0.5))
+    modes = np.exp(0.5 * (np.exp(2j * np.pi * np.arange(350) / 350) - 1))
+    exact = np.fft.ifft(np.fft.fft(start) * modes).real
+    ways = {}
+    for alg in (Tsit5(), Rodas5P()):
+        sol = solve(problem, alg, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(sol.u_end, exact, atol=1e-7)
+        ways[type(alg).__name__] = is_compiled(sol), sol.execution
+    assert ways["Tsit5"][0] and ways["Rodas5P"] == (False, "arrays: a state has more than 300 components")
+
+
+@pytest.mark.parametrize("alg", [Tsit5(), Rodas5P()])
+def test_the_gradient_has_more_operations_than_a_trace_may_have(alg, monkeypatch):
+    """The adjoint of f is derived from its program, whose operations are limited, and may be a few times as long."""
+    monkeypatch.setattr(scalar_recorder, "_MAX_OPERATIONS", 80)
+    rates = np.linspace(0.5, 1.5, 8)
+
+    def f(u, p, t):
+        for k in range(4):
+            u = u * (1 + p[k] / 4)
+        return -u
+
+    def end(p):
+        sol = solve(ODEProblem(f, rates, (0.0, 1.0), p), alg, rtol=1e-10, atol=1e-12, compile=True)
+        assert is_compiled(sol)
+        return anp.sum(sol.u_end)
+
+    p = np.array([0.4, -0.3, 0.2, 0.1])
+    factor = np.prod(1 + p / 4)
+    np.testing.assert_allclose(end(p), np.sum(rates) * np.exp(-factor), rtol=1e-9)
+    slope = -np.sum(rates) * np.exp(-factor) * factor / (4 + p)
+    np.testing.assert_allclose(mpiad.grad(end)(p), slope, rtol=1e-8)
+
+
+@pytest.mark.usefixtures("free")
+def test_a_jacobian_with_too_many_operations(caplog, monkeypatch):
+    monkeypatch.setattr(field_jacobian, "_MOST_OPERATIONS", 20)
+    weights = np.random.default_rng(3).normal(size=(6, 6))
+    problem = ODEProblem(lambda u, p, t: anp.tanh(anp.dot(weights, u)) - u, np.ones(6), (0.0, 1.0))
+    with pytest.raises(TypeError, match=r"compile=True, but the Jacobian of f can't be compiled .*more than 20 operations"):
+        solve(problem, Rodas5P(), compile=True)
+    assert is_compiled(solve(problem, Tsit5()))
+    sol = solve(problem, Rodas5P(), rtol=1e-8, atol=1e-10)
+    assert not is_compiled(sol) and "the Jacobian of f can't be compiled" in caplog.text
+    np.testing.assert_allclose(sol.u_end, solve(problem, Tsit5(), rtol=1e-10, atol=1e-12).u_end, atol=1e-7)
 
 
 @pytest.mark.usefixtures("free")

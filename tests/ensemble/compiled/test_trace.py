@@ -14,7 +14,6 @@ from autograd.extend import primitive
 from traced_right_hand_sides import MATRIX, SYSTEMS
 
 import mpiad
-from mpiad.compiling import program
 from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.program import Untraceable, evaluated
 from mpiad.ensemble.batch import Parameters
@@ -22,6 +21,7 @@ from mpiad.ensemble.compiled.trace import packing_of, trace
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.extend import custom_operator
+from mpiad.programs import scalar_recorder
 from mpiad.pytrees import flatten
 
 pytestmark = pytest.mark.serial
@@ -270,7 +270,7 @@ def test_random_numbers_are_refused():
 
 
 def test_too_large_a_program_is_refused(monkeypatch):
-    monkeypatch.setattr(program, "_MAX_OPERATIONS", 300)
+    monkeypatch.setattr(scalar_recorder, "_MAX_OPERATIONS", 300)
 
     def f(u, p, t):
         for i in range(200):

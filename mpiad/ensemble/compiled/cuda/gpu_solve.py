@@ -34,6 +34,7 @@ from mpiad.transport.devices.device_arrays import ArrayModule, DeviceKernel, is_
 
 # Maximum local memory per thread. With more, spilled registers cause about as much memory traffic as array operations.
 MOST_LOCAL_BYTES = 8192
+_MOST_COMPONENTS = 100  # of a state
 
 
 class DeviceSolution(EnsembleSolution):
@@ -155,7 +156,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
 
         def make(known: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
-            traced = problem_of(host, settings.events, must, compiler.warn)
+            traced = problem_of(host, settings.events, _MOST_COMPONENTS, must, compiler.warn)
             programs = [] if traced is None or must else [traced.program, *traced.conditions]
             for name, cost in zip(("f", *["a condition of the events"] * len(programs)), (g.cost for g in programs)):
                 if cost > MOST_OPERATIONS:
