@@ -154,7 +154,7 @@ class SplineCoupling(_Coupling):
         self.per_coordinate = parameters_per_spline(bins)
 
     def _map(self, x: Array, outputs: Array, inverse: bool) -> tuple[Array, Array]:
-        return (spline_inverse if inverse else spline)(x, np.reshape(outputs, (*x.shape, -1)), self.bins, self.bound)
+        return spline(x, np.reshape(outputs, (*x.shape, -1)), self.bins, self.bound, inverse)
 
 
 class SplineAutoregressive:
@@ -195,7 +195,7 @@ class SplineAutoregressive:
         z = np.zeros_like(x)
         # Pass k computes coordinate k from the coordinates before it.
         for k in range(dim):
-            found, log_slopes = spline_inverse(x, self._numbers(params, z), self.bins, self.bound)
+            found, log_slopes = spline(x, self._numbers(params, z), self.bins, self.bound, inverse=True)
             z = concatenate([found[:, : k + 1], np.zeros_like(found[:, k + 1 :])], axis=1)
         return z, np.sum(log_slopes, axis=1)
 
@@ -220,38 +220,33 @@ def parameters_per_spline(bins: int) -> int:
     return 3 * bins - 1
 
 
-def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return splines at x and their slopes' logarithms; last axis of `numbers`: `parameters_per_spline` raw parameters."""
-    b = _bin_of(x, numbers, bins, bound, of_values=False)
+def spline(x: Array, numbers: Array, bins: int, bound: float, inverse: bool = False) -> tuple[Array, Array]:
+    """Return splines at x, or the points at which they have the values x, and the logarithms of this map's slopes.
+
+    The last axis of `numbers` contains `parameters_per_spline` raw parameters.
+    """
+    b = _bin_of(x, numbers, bins, bound, of_values=inverse)
     slope = b.height / b.width
-    # The formula must also be finite outside of the bins, since 0 · NaN in the adjoint of `where` is NaN.
-    fraction = np.where(b.inside, (x - b.x) / b.width, 0.5)
-    product = fraction * (1 - fraction)
-    denominator = slope + (b.left + b.right - 2 * slope) * product
-    y = b.y + b.height * (slope * fraction**2 + b.left * product) / denominator
-    return np.where(b.inside, y, x), np.where(b.inside, _log_slope(slope, fraction, b, denominator), 0.0)
-
-
-def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return the points at which the splines have the values y, and the logarithms of the inverses' slopes."""
-    b = _bin_of(y, numbers, bins, bound, of_values=True)
-    slope = b.height / b.width
-    offset = np.where(b.inside, y - b.y, b.height / 2)
-    curve = offset * (b.left + b.right - 2 * slope)
-    a2 = b.height * (slope - b.left) + curve
-    a1 = b.height * b.left - curve
-    a0 = -slope * offset
-    # The root between 0 and 1 of a quadratic equation, in the form without cancellation.
-    fraction = 2 * a0 / (-a1 - np.sqrt(a1**2 - 4 * a2 * a0))
-    denominator = slope + (b.left + b.right - 2 * slope) * fraction * (1 - fraction)
-    x = b.x + fraction * b.width
-    return np.where(b.inside, x, y), np.where(b.inside, -_log_slope(slope, fraction, b, denominator), 0.0)
-
-
-def _log_slope(slope: Array, fraction: Array, b: _Bin, denominator: Array) -> Array:
+    bend = b.left + b.right - 2 * slope
+    # The formulas must also be finite outside of the bins, since 0 · NaN in the adjoint of `where` is NaN.
+    if inverse:
+        offset = np.where(b.inside, x - b.y, b.height / 2)
+        a2 = b.height * (slope - b.left) + offset * bend
+        a1 = b.height * b.left - offset * bend
+        a0 = -slope * offset
+        # The root between 0 and 1 of a quadratic equation, in the form without cancellation.
+        fraction = 2 * a0 / (-a1 - np.sqrt(a1**2 - 4 * a2 * a0))
+    else:
+        fraction = np.where(b.inside, (x - b.x) / b.width, 0.5)
     complement = 1 - fraction
+    denominator = slope + bend * fraction * complement
     numerator = b.right * fraction**2 + 2 * slope * fraction * complement + b.left * complement**2
-    return 2 * np.log(slope) + np.log(numerator) - 2 * np.log(denominator)
+    log_slope = 2 * np.log(slope) + np.log(numerator) - 2 * np.log(denominator)
+    if inverse:
+        y, log_slope = b.x + fraction * b.width, -log_slope
+    else:
+        y = b.y + b.height * fraction * (slope * fraction + b.left * complement) / denominator
+    return np.where(b.inside, y, x), np.where(b.inside, log_slope, 0.0)
 
 
 def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) -> _Bin:

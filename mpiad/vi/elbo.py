@@ -180,14 +180,13 @@ class Objective(NamedTuple):
         return float(np.mean(found.values[valid])), divergences[0], variables.filled(gradients, lambda leaf: None)
 
     def _model_term(self, params: Tree, theta: Array, found: Evaluations) -> Array:
-        values, gradients = found.values[found.valid], found.gradients[found.valid]
+        count, constant = len(theta), stop_gradient(theta)
         if self.gradient == "pathwise":
             # The model's gradients are constants, so this is linear in θ, and its gradient is that of the mean loss.
-            return np.sum(to_device_of(gradients, stop_gradient(theta)) * theta) / len(values)
-        count = len(values)
+            return np.sum(to_device_of(found.gradients[found.valid], constant) * theta) / count
+        values = found.values[found.valid]
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
         # The score is the derivative of log q with respect to φ at a constant θ.
-        constant = stop_gradient(theta)
         return np.mean(to_device_of(values - others, constant) * self.posterior.log_prob(params, constant))
 
     def _divergence(self, params: Tree, theta: Array, log_q: Array) -> Array:
@@ -197,15 +196,14 @@ class Objective(NamedTuple):
             # With constant params, only the dependence of log q on φ through θ remains.
             log_q = self.posterior.log_prob(stop_gradient(params), theta)
         log_p = log_prior(self.prior, theta)
-        not_finite = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
-        outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if not_finite else 0
-        if outside:
+        known = to_host(stop_gradient(log_p)) if self.w else numpy.zeros(0)
+        if outside := int(numpy.isneginf(known).sum()):
             raise FloatingPointError(
                 f"VI: the prior's density is zero at {outside} of {len(theta)} draws, so that KL(q‖prior) is infinite. "
                 "Use a posterior within the prior's support, or a prior without bounds (for bounded parameters, draw "
                 "unbounded ones and transform them in the loss)."
             )
-        if not_finite:
+        if not_finite := int((~numpy.isfinite(known)).sum()):
             raise FloatingPointError(
                 f"VI: the prior's log density is NaN or infinite at {not_finite} of {len(theta)} draws, which are finite. "
                 "Correct log_prob of the prior."

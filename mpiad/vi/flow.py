@@ -10,8 +10,7 @@ import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.primitives import stop_gradient
-from mpiad.primitives.checks import positive_count
-from mpiad.vi.posterior import LOG_2PI, initial_moments
+from mpiad.vi.posterior import LOG_2PI, LocationScale
 
 
 class Layer(Protocol):
@@ -30,7 +29,7 @@ class Layer(Protocol):
         ...
 
 
-class Flow:
+class Flow(LocationScale):
     """Normalizing flow (Rezende and Mohamed, 2015): standard normal noise, transformed by a sequence of layers.
 
     Parameters
@@ -54,16 +53,15 @@ class Flow:
     """
 
     def __init__(self, dim: int, layers: Sequence[Layer], mean: float | Array = 0.0, sd: float | Array = 1.0):
-        self.dim, self.layers = positive_count(dim, "Flow: dim"), list(layers)
+        super().__init__(dim, mean, sd)
+        self.layers = list(layers)
         for layer in self.layers:
             if not all(callable(getattr(layer, name, None)) for name in ("initial", "forward", "inverse")):
                 raise TypeError(f"Flow: a layer must have initial, forward and inverse, but got {layer!r:.60}.")
-        self._mean, self._sd = initial_moments(dim, mean, sd, "Flow")
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the initial variational parameters of all layers, the shift and the scale."""
-        layers = [layer.initial(self.dim, rng) for layer in self.layers]
-        return {"layers": layers, "mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
+        return {"layers": [layer.initial(self.dim, rng) for layer in self.layers], **super().initial(rng)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""

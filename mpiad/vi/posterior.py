@@ -32,19 +32,19 @@ class Posterior(Protocol):
 LOG_2PI = float(numpy.log(2 * numpy.pi))
 
 
-def initial_moments(dim: int, mean: float | Array, sd: float | Array, name: str) -> tuple[Array, Array]:
-    """Return means and standard deviations, of shape (dim,); raise a ValueError if an `sd` isn't positive and finite."""
-    means, sds = (numpy.broadcast_to(numpy.asarray(x, float), (dim,)) for x in (mean, sd))
-    if not (numpy.all(sds > 0) and numpy.all(numpy.isfinite(sds))):
-        raise ValueError(f"{name}: sd must be above zero and finite, but got {sd!r:.80}.")
-    return means, sds
+class LocationScale:
+    """The base class of families whose variational parameters include a shift, `mean`, and logarithms of scales."""
 
-
-class _Gaussian:
     def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
         name = type(self).__name__
         self.dim = positive_count(dim, f"{name}: dim")
-        self._mean, self._sd = initial_moments(dim, mean, sd, name)
+        self._mean, self._sd = (numpy.broadcast_to(numpy.asarray(x, float), (dim,)) for x in (mean, sd))
+        if not (numpy.all(self._sd > 0) and numpy.all(numpy.isfinite(self._sd))):
+            raise ValueError(f"{name}: sd must be above zero and finite, but got {sd!r:.80}.")
+
+    def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
+        """Return the initial variational parameters: the mean and the logarithm of the standard deviation."""
+        return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
@@ -52,7 +52,7 @@ def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
     return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 
 
-class MeanFieldGaussian(_Gaussian):
+class MeanFieldGaussian(LocationScale):
     """A normal distribution for each parameter, independent of the others.
 
     Parameters
@@ -72,10 +72,6 @@ class MeanFieldGaussian(_Gaussian):
      [0. 4.]] [-3.224]
     """
 
-    def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
-        """Return the initial variational parameters: the mean and the logarithm of the standard deviation."""
-        return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
-
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
         return params["mean"] + np.exp(params["log_sd"]) * noise, _log_density(noise, params)
@@ -89,7 +85,7 @@ class MeanFieldGaussian(_Gaussian):
         return params["mean"], np.diag(np.exp(2 * params["log_sd"]))
 
 
-class FullRankGaussian(_Gaussian):
+class FullRankGaussian(LocationScale):
     """A normal distribution with any covariance, L Lᵀ with a lower triangular L.
 
     Parameters
@@ -115,7 +111,7 @@ class FullRankGaussian(_Gaussian):
         Entries of the triangle are in units of the diagonal entry of their row, so that one learning rate suits all
         parameters.
         """
-        return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd), "below": numpy.zeros((self.dim, self.dim))}
+        return {**super().initial(rng), "below": numpy.zeros((self.dim, self.dim))}
 
     def factor(self, params: Tree) -> Array:
         """Return the lower triangular factor L of the covariance."""
