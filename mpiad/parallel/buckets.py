@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
@@ -88,26 +89,24 @@ class Sums:
         self._missing[self._plan.bucket_of[index]] -= 1
         while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:
             self._begun = True
-            self._messages += opaque_step(_start, self._channel, self._next(), specs=())
+            self._sum_next(_start)
 
     def add_all(self, arrays: list[Array]) -> None:
-        """Add all arrays, and complete the sums."""
+        """Add all arrays, whose sums `wait` computes."""
         self._arrays = list(arrays)
-        for _ in self._plan.buckets:
-            self._messages += _reduce(self._channel, self._next())
 
-    def _next(self) -> list[Array]:
-        """Return the arrays of the next bucket."""
+    def _sum_next(self, step: Callable[[Channel, list[Array]], tuple[Any]]) -> None:
+        """Sum the arrays of the next bucket by `_start` or `_reduce`."""
         indices = self._plan.buckets[len(self._messages)].indices
-        found = [self._arrays[k] for k in indices]
+        arrays = [self._arrays[k] for k in indices]
         for k in indices:
             self._arrays[k] = None  # frees the array
-        return found
+        self._messages += opaque_step(step, self._channel, arrays, specs=())
 
     def wait(self, divisor: float = 1) -> list[Array]:
         """Return the sums, divided by a number, after all arrays have been added."""
-        if len(self._messages) < len(self._missing):
-            self._messages += opaque_step(_reduce, self._channel, self._next(), specs=())
+        while len(self._messages) < len(self._missing):
+            self._sum_next(_reduce)
         *found, _ = opaque_step(_finish, self._plan, self._messages, divisor, specs=self._plan.host_specs)
         self._begun = False
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad.device.transfer import Constants
 from mpiad.parallel.parameters import refuse_traced
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.primitives.checks import positive_count
@@ -18,7 +18,7 @@ from mpiad.transport import Channel
 from mpiad.transport.core.buffers import even_range
 from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.replication import require_replicated
-from mpiad.transport.devices.device_arrays import arrays_of, is_array
+from mpiad.transport.devices.device_arrays import is_array
 from mpiad.transport.watch import watch_settings
 
 
@@ -147,7 +147,9 @@ class DistributedDataContainer:
             if self._arrays is None:
                 found = Items(self.data[index] for index in indices.tolist())
             else:
-                found = self._build(_entries(self._arrays, indices))
+                copies = Constants(indices)
+                # `take` is twice as fast as indexing.
+                found = self._build([leaf.take(*copies.like(leaf), axis=0) for leaf in self._arrays])
         last_container.first = _first_leaf(found)
         return found
 
@@ -164,13 +166,6 @@ class DistributedDataContainer:
         """Return this rank's sample indices, from places start to stop of the order; the first ranks may have one more."""
         first, end = even_range(stop - start, self._size, self._rank)
         return self._order[start + first : start + end]
-
-
-def _entries(leaves: Sequence[Array], indices: np.ndarray) -> list[Array]:
-    on_device = functools.cache(lambda namespace: namespace.to_device(indices))
-    located = [(arrays_of(leaf), leaf) for leaf in leaves]
-    # `take` is twice as fast as indexing.
-    return [leaf.take(indices, axis=0) if namespace is None else leaf[on_device(namespace)] for namespace, leaf in located]
 
 
 def _parts(data: Tree) -> tuple[int, Sequence[Array] | None, Function]:

@@ -672,12 +672,11 @@ def norm_of(arrays: list[Array]) -> float:
         square = sum(on_host([vdot(array, array).real for array in arrays]))
         if math.isfinite(square):
             return math.sqrt(square)
-        norms = on_host([np.max(np.abs(array)) for array in arrays])
-        if all(map(math.isfinite, norms)):
-            # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
-            scaled = [np.abs(array).astype(float) / max(norm, 1e-300) for array, norm in zip(arrays, norms)]
-            norms = [norm * math.sqrt(x) for norm, x in zip(norms, on_host([np.sum(array * array) for array in scaled]))]
-        return math.hypot(*norms)
+        scale = math.hypot(*on_host([np.max(np.abs(array)) for array in arrays]))
+        if not math.isfinite(scale):
+            return scale
+        # The arrays are scaled, since squares overflow.
+        return scale * math.sqrt(sum(on_host([np.sum((np.abs(array).astype(float) / scale) ** 2) for array in arrays])))
 
 
 def totals(
