@@ -62,7 +62,7 @@ class Training:
         self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback
         # Copies, because a user's optimizer may overwrite its arguments.
         self._params, self._best = _copied(params), params
-        self._average = Average() if average else None
+        self._averages, self._reported = average, None  # whether to report an average, and the reported parameters
         self._state = optimizer.setup(self._params)
         self._lowest, self._best_epoch = math.inf, 0
         self._start = time.perf_counter()
@@ -70,11 +70,6 @@ class Training:
         self.failure: Exception | None = None
         # Sent to all ranks after each epoch: None to continue, or the reason for the end, possibly a picklable exception.
         self.end_reason: str | Exception | None = None
-
-    @property
-    def reported_and_best(self) -> tuple[Tree, Tree]:
-        """Return the reported parameters and the best ones."""
-        return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
         """Return noise on the parameters' device, and draws on the host; after an exception, store it and return NaN."""
@@ -138,29 +133,28 @@ class Training:
                     f"VI: in epoch {epoch} the gradient isn't finite, but draws, objective and the model's gradients are. "
                     "Correct the derivative of the log density of the prior, or of the posterior."
                 )
-            text = "variational parameters aren't finite. Lower the learning rate."
-            raise FloatingPointError(f"VI: after epoch {epoch} {text}")
-        if self._average is not None:
-            self._average.add(self._params)
+            raise FloatingPointError(
+                f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
+            )
+        self._reported = averaged(self._reported, self._params, epoch + 1) if self._averages else self._params
         if self._callback is not None:
             try:
                 self._callback(epoch, value, self._params)
             except StopIteration:
                 self.end_reason = "ended by the callback"
 
-    def result_fields(self, n_epochs: int) -> tuple[dict[str, Any], bool]:
-        """Return fields of `VIResult`, with arrays on the host, and whether the root's parameters are on a device."""
-        params, best = map(to_host, self.reported_and_best)
+    def result_fields(self, n_epochs: int) -> dict[str, Any]:
+        """Return fields of `VIResult`."""
         epochs, message = len(self.history["objective"]), self.end_reason or f"all {n_epochs} epochs were completed"
         fields = {"history": self.history, "epochs": epochs, "best_epoch": self._best_epoch, "message": message}
-        return {"params": params, "best_params": best, **fields}, parameter_on_device(self._params) is not None
+        return {"params": self._reported, "best_params": self._best, **fields}
 
 
 _ETA = 8
 
 
-class Average:
-    """The average of the variational parameters over the last part of a run, updated after each epoch.
+def averaged(average: Tree, params: Tree, count: int) -> Tree:
+    """Update the average of the variational parameters over the last part of a run, after `count` epochs.
 
     At a constant learning rate the noise of the draws keeps the parameters from converging, and the mean of the parameters
     of many epochs is closer to the optimum than those of any single epoch (Polyak and Juditsky, 1992; for variational
@@ -170,22 +164,15 @@ class Average:
     n of epochs. For η = 8, the mean age and the variance are those of the plain mean of the last fifth of the epochs: the
     mean age is n / (η + 2) = n / 10, and the sum of the squared weights (η + 1)² / (2η + 1) / n ≈ 5 / n.
 
-    `params`: the average; leaves that aren't floating-point variables are the newest ones.
+    Leaves that aren't floating-point variables are the newest ones, and so are all after the first epoch, when `average`
+    is None. The parameters may be overwritten afterwards.
     """
-
-    def __init__(self) -> None:
-        self.params: Tree = None
-        self._count = 0
-
-    def add(self, params: Tree) -> None:
-        """Update the average; the parameters may be overwritten afterwards."""
-        self._count += 1
-        part = (_ETA + 1) / (self._count + _ETA)
-        leaves, build = flatten(_copied(params))
-        for k, mean in enumerate(flatten(self.params)[0]):  # a None before the first call
-            if is_variable(mean):
-                leaves[k] = mean + part * (leaves[k] - mean)
-        self.params = build(leaves)
+    part = (_ETA + 1) / (count + _ETA)
+    leaves, build = flatten(_copied(params))
+    for k, mean in enumerate(flatten(average)[0]):
+        if is_variable(mean):
+            leaves[k] = mean + part * (leaves[k] - mean)
+    return build(leaves)
 
 
 def _copied(params: Tree) -> Tree:
@@ -379,7 +366,9 @@ class VI:
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)
-            fields, is_on_device = used.data.bcast(None if training is None else training.result_fields(n_epochs), root)
+            own = {} if training is None else training.result_fields(n_epochs)
+            is_on_device = parameter_on_device(own.get("params")) is not None
+            fields, is_on_device = used.data.bcast((to_host(own), is_on_device), root)
         # This generator differs from those of all epochs, so the draws are independent of the fit.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         draws = [np.asarray(part) for part in self.posterior.draw(fields["params"], noise)]
@@ -387,10 +376,9 @@ class VI:
             terms, valid = self._log_weights(used, root, Model(self.loss, data, False, model.device), draws, call, self.w)
             fields["log_weights"] = np.where(valid, terms, np.nan)
         # The root returns its own arrays; other ranks copy them to the device of their model, if it uses one.
-        if training is not None:
-            fields["params"], fields["best_params"] = training.reported_and_best
-        elif is_on_device:
+        if is_on_device and training is None:
             fields["params"], fields["best_params"] = model.to_device(fields["params"], fields["best_params"])
+        fields |= own
         rank, trace = _first_failure(used, model) if any(fields["history"]["dropped"]) else (root, "")
         fields["failure"] = trace and f"rank {rank}: {trace.rstrip().splitlines()[-1]}"
         result = VIResult(self.posterior, **fields, samples=draws[0], average=average, w=self.w)

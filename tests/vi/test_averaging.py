@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from mpiad.parallel import Adam
 from mpiad.vi import VI, MeanFieldGaussian
-from mpiad.vi.inference import Average
+from mpiad.vi.inference import averaged
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -74,16 +74,16 @@ def test_a_run_that_ends_early_reports_what_a_run_of_so_many_epochs_does():
 
 @pytest.mark.serial
 def test_the_average_weighs_as_the_last_fifth_and_keeps_kinds_and_places_of_numbers():
-    average, size = Average(), 1000
+    average, size = None, 1000
     flat = {"ages": np.zeros((), np.float32), "order": np.array([2, 0, 1]), "scalars": (0.0, [1j])}
     weights = np.zeros(size)
     for k in range(size):
         one_hot = np.zeros(size)
         one_hot[k] = 1
         flat["ages"][()], flat["scalars"] = size - 1 - k, (float(k), [1j * k])
-        average.add({**flat, "one hot": one_hot})
+        average = averaged(average, {**flat, "one hot": one_hot}, k + 1)
         one_hot[:] = np.nan  # as an optimizer that overwrites
-    weights, found = average.params["one hot"], average.params
+    weights, found = average["one hot"], average
     assert weights.sum() == pytest.approx(1, rel=1e-12)
     assert weights @ np.arange(size)[::-1] == pytest.approx(size / 10, rel=0.01)  # the mean age of the last fifth
     assert 1 / np.sum(weights**2) == pytest.approx(size / 5, rel=0.06)
