@@ -386,14 +386,11 @@ def _run_in_groups(
         return 0.0
 
     sum_over(range(settings.chains or 1), run, groups=division)
-    moments = channel(division.across, _CALL).data.allgather({k: (each.mean, each.squares) for k, each in found.items()})
     for each in found.values():
-        del each.state, each.mean, each.squares  # of which other groups have other blocks
-    records = channel(division.whole, _CALL).data.allgather(found if division.comm.rank == 0 else {})
-    found = {number: each for part in records for number, each in part.items()}
-    for number, (mean, squares) in (pair for part in moments for pair in part.items()):
-        found[number].mean, found[number].squares = mean, squares
-    return found
+        del each.state  # needed by this group only
+    # One rank per group, with the same blocks; apart from blocks, the ranks of a group have the same numbers.
+    parts = channel(division.across, _CALL).data.allgather(found)
+    return {number: each for part in parts for number, each in part.items()}
 
 
 @dataclasses.dataclass
