@@ -90,11 +90,9 @@ class Rule:
         if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
             allowed = "above zero, or a function of the number of updates"
             raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
-        for field, bound in _BOUNDS.items():
-            value: float = getattr(self, field, 0.0)
-            if not (isinstance(value, Real) and 0 <= value < bound):
-                raise ValueError(f"{name}: {field} must be a number in [0, {bound}), but got {value!r}.")
         for field, value in list(vars(self).items()):
+            if field in _BOUNDS and not (isinstance(value, Real) and 0 <= float(value) < _BOUNDS[field]):
+                raise ValueError(f"{name}: {field} must be a number in [0, {_BOUNDS[field]}), but got {value!r}.")
             if isinstance(value, Real) and not isinstance(value, bool):
                 # With a number of NumPy, the formula would have its dtype instead of that of the parameters.
                 object.__setattr__(self, field, float(value))

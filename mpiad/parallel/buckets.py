@@ -43,8 +43,7 @@ class Plan:
         open_buckets: dict[Any, list[int]] = {}
         filled: dict[Any, int] = {}
         groups: list[list[int]] = []
-        for index in reversed(range(len(specs))):
-            spec = specs[index]
+        for index, spec in reversed(list(enumerate(specs))):
             length = math.prod(spec.shape) * spec.dtype.itemsize
             kind = spec.dtype, spec.arrays
             if kind not in open_buckets or filled[kind] + length > limit:

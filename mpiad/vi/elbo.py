@@ -23,7 +23,8 @@ from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_ter
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import CommunicatorError
-from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, stop_gradient
+from mpiad.parallel.parameters import variables_of
+from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten, is_variable, leaf_on_device
 from mpiad.transport import channel
@@ -90,14 +91,13 @@ class Model:
         (gradient,) = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
         return value, to_host(gradient)
 
-    def evenly(self, theta: Array | None, dim: int, root: Rank, comm: Comm) -> Array | None:
-        """Evaluate equal shares of the root's draws on all ranks, including the root; return all rows on the root."""
+    def evenly(self, theta: Array | None, dim: int, root: Rank, comm: Comm) -> Array:
+        """Evaluate equal shares of the root's draws on all ranks, including the root; return all rows, on the root only."""
         local_draws = mpi_scatter(theta, root, axis=0, comm=comm)
         with channel(comm, "VI.run").evaluating("a draw of VI"):
             found = [self.row(point) for point in local_draws]
         rows = numpy.array(found).reshape(len(local_draws), 2 + dim)
-        gathered = mpi_gather(rows, root, axis=0, comm=comm)
-        return gathered if mpi_rank(comm) == root else None
+        return mpi_gather(rows, root, axis=0, comm=comm)
 
 
 def _number(value: object) -> float:
@@ -160,9 +160,7 @@ class Objective(NamedTuple):
 
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[float, float, Tree]:
         """Return the mean loss, KL without its weight, and the gradient; `noise` is on the device, `found` on the host."""
-        leaves, build = flatten(params)
-        indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-        valid = found.valid
+        variables, valid = variables_of(params, "VI.run", required=False), found.valid
         noise = noise if valid.all() else noise[numpy.flatnonzero(valid)]
         divergences: list[float] = []
 
@@ -174,7 +172,6 @@ class Objective(NamedTuple):
             model = self._model_term(params, theta, found)
             return model + self.w * divergence if self.w else model
 
-        variables = Variables(leaves, indices, build)
         traced = trace_backwards(surrogate, variables)
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
         return float(np.mean(found.values[valid])), divergences[0], variables.filled(gradients, lambda leaf: None)

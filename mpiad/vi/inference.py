@@ -75,7 +75,7 @@ class Training:
         """Return noise on the parameters' device, and draws on the host; after an exception, store it and return NaN."""
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         theta = np.full(noise.shape, math.nan)
-        with self._failing(), np.errstate(all="ignore"):
+        with self.failing(), np.errstate(all="ignore"):
             noise = to_device_of(noise, self._params)
             found = to_host(self._objective.posterior.draw(self._params, noise)[0])
             if np.shape(found) != theta.shape:
@@ -85,7 +85,7 @@ class Training:
         return noise, theta
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
         """Return a context whose exception is stored, to be sent to all ranks, which raise it together."""
         try:
             yield
@@ -97,12 +97,9 @@ class Training:
                 self.end_reason = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
 
     def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
-        """Update the variational parameters; if the run ends, store the reason."""
-        if self.failure is None:
-            with self._failing():
-                self._learn(noise, theta, found)
-
-    def _learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
+        """Update the variational parameters, unless an exception was stored; if the run ends, store the reason."""
+        if self.failure is not None:
+            return
         epoch = len(self.history["objective"])
         if not np.isfinite(theta).all():
             raise FloatingPointError(
@@ -398,7 +395,7 @@ class VI:
             else:
                 rows = model.evenly(theta, self.posterior.dim, root, self.comm)
             if training is not None:
-                with used.evaluating("an update of VI"):
+                with used.evaluating("an update of VI"), training.failing():
                     training.learn(noise, theta, evaluations_of(np.asarray(rows)))
                 if bar is not None:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
