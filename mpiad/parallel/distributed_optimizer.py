@@ -137,7 +137,7 @@ def _evaluation(
         used = channel(comm, "parallel.value_and_grad")
         find = variables_of if optimizer is None else optimizer._variables
         variables, count = known or _examined(used, call, find, samples, params, batch)
-        leaves, places, build, shared = variables
+        leaves, places, _, shared = variables
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
             specs = list(map(on_host, specs))
@@ -152,14 +152,8 @@ def _evaluation(
             if k in position:
                 sums.add(position[k], parts[k])
 
-        def checks(*new: Any) -> _Checks:
-            if optimizer is not None:
-                return optimizer._checks
-            compare = partial(require_equal_replicas, used, call, {"params": build(list(new))})
-            return _Checks(compare if watch_settings.debug() else None)
-
         structure = variables._replace(leaves=[0.0] * len(leaves))  # without traced values
-        sum_up = partial(totals, used, plan, structure, call, count, checks=(checks, leaves))
+        sum_up = partial(totals, used, plan, structure, call, count, optimizer=optimizer, leaves=leaves)
         with restoring_state(), suspended(body=False), Sums(used, plan if position else plan_of((), 0)) as sums:
             if count and loss is not None:
                 floats = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
@@ -681,19 +675,18 @@ def norm_of(arrays: list[Array]) -> float:
 
 def totals(
     used: Channel, plan: Plan, variables: Variables, call: str, count: int, loss: Array = 0.0,
-    problem: PendingError | None = None, depends: bool = True,
-    checks: tuple[Callable[..., _Checks], Sequence[Any]] = (_Checks, ()),
+    problem: PendingError | None = None, depends: bool = True, optimizer: DistributedOptimizer | None = None,
+    leaves: Sequence[Any] = (),
 ) -> tuple[float, float]:  # fmt: skip
     """Return the number of all ranks' samples and the mean loss; raise a `problem`, or if parameters don't match.
 
-    `depends`: whether this rank's loss depends on the parameters; `checks`: a function that returns further checks, and its
-    arguments.
+    `depends`: whether this rank's loss depends on the parameters; `optimizer`: has further checks; `leaves`: of the
+    parameters, compared in debug mode if there is no optimizer.
     """
-    check, checked = checks
 
-    def summed(loss: Array, *checked: Array) -> tuple[Any, ...]:
+    def summed(loss: Array, *leaves: Array) -> tuple[Any, ...]:
         used.separate()  # is created by all ranks here, in compiled programs, too
-        compare, batch, owns = check(*checked)
+        compare, batch, owns = _Checks() if optimizer is None else optimizer._checks
         mine = problem or problem_with(loss, 1.0, call, "loss must return one real number")
         value = 0.0 if mine else float(np.reshape(to_host(loss), ()))
         if batch is not None and not math.isfinite(value):
@@ -727,9 +720,11 @@ def totals(
             raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
         if compare is not None:
             compare()
+        elif optimizer is None and leaves and watch_settings.debug():
+            require_equal_replicas(used, call, {"params": variables.build(list(leaves))})
         return total, sum_of_losses, None
 
-    total, sum_of_losses, _ = opaque_step(summed, loss, *checked, specs=[_NUMBER, _NUMBER])
+    total, sum_of_losses, _ = opaque_step(summed, loss, *leaves, specs=[_NUMBER, _NUMBER])
     return total, sum_of_losses / total
 
 

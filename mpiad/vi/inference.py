@@ -130,9 +130,8 @@ class Training:
                     f"VI: in epoch {epoch} the gradient isn't finite, but draws, objective and the model's gradients are. "
                     "Correct the derivative of the log density of the prior, or of the posterior."
                 )
-            raise FloatingPointError(
-                f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
-            )
+            text = "variational parameters aren't finite. Lower the learning rate."
+            raise FloatingPointError(f"VI: after epoch {epoch} {text}")
         self._reported = averaged(self._reported, self._params, epoch + 1) if self._averages else self._params
         if self._callback is not None:
             try:
