@@ -221,23 +221,21 @@ class VIResult:
         samples, dim = self.samples, self.samples.shape[1]
         names = names or [f"θ{k}" for k in range(dim)]
         figure, grid = pyplot.subplots(dim, dim, figsize=(2.2 * dim, 2.2 * dim), squeeze=False, layout="constrained")
-        for i in range(dim):
-            for j in range(dim):
-                axes = grid[i, j]
-                if j > i:
-                    axes.axis("off")
-                elif i == j:
-                    if prior is not None:
-                        axes.hist(prior[:, i], bins=40, density=True, color="0.85")
-                    axes.hist(samples[:, i], bins=40, density=True, color="C0", alpha=0.8)
-                    axes.set_yticks([])
-                else:
-                    axes.hist2d(samples[:, j], samples[:, i], bins=40, cmap="Blues")
-                if truth is not None and j <= i:
-                    axes.axvline(truth[j], color="C3", linewidth=1)
-                    if j < i:
-                        axes.axhline(truth[i], color="C3", linewidth=1)
-                axes.set(xlabel=names[j] if i == dim - 1 else "", ylabel=names[i] if j == 0 and i else "")
+        for (i, j), axes in np.ndenumerate(grid):
+            if j > i:
+                axes.axis("off")
+            elif i == j:
+                if prior is not None:
+                    axes.hist(prior[:, i], bins=40, density=True, color="0.85")
+                axes.hist(samples[:, i], bins=40, density=True, color="C0", alpha=0.8)
+                axes.set_yticks([])
+            else:
+                axes.hist2d(samples[:, j], samples[:, i], bins=40, cmap="Blues")
+            if truth is not None and j <= i:
+                axes.axvline(truth[j], color="C3", linewidth=1)
+                if j < i:
+                    axes.axhline(truth[i], color="C3", linewidth=1)
+            axes.set(xlabel=names[j] if i == dim - 1 else "", ylabel=names[i] if j == 0 and i else "")
         return figure
 
     def plot_predictive(
