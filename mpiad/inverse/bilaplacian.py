@@ -66,13 +66,11 @@ class Bilaplacian(GaussianPrior):
         anisotropy: Sequence[float] | None = None, mean: float | LocalArray = 0.0, *,
         spacing: float | Sequence[float] = 1.0, rtol: float = 1e-10,
     ):  # fmt: skip
-        numbers = {"correlation_length": correlation_length, "spacing": spacing, "rtol": rtol}
-        if anisotropy is not None:
-            numbers["anisotropy"] = anisotropy
+        ratios = 1.0 if anisotropy is None else anisotropy
+        numbers = {"correlation_length": correlation_length, "anisotropy": ratios, "spacing": spacing, "rtol": rtol}
         fields = {"mean": mean, "std": std}
         self.mean, deviation = agreed_fields(domain, fields, numbers, "inverse.Bilaplacian")
         self.domain, ndim = domain, len(domain.shape)
-        ratios = np.ones(ndim) if anisotropy is None else np.asarray(anisotropy, dtype=float)
         # Since the diagonal of Θ contains the squared ratios, the operator is isotropic for spacings divided by the ratios.
         steps = np.broadcast_to(np.asarray(spacing, dtype=float), ndim) / ratios
         diffusion = float(correlation_length) ** 2 / (8.0 * (2.0 - ndim / 2.0))  # 1 / κ²

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Function, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 from mpiad.transport.core.tracing import opaque_step
@@ -94,7 +93,7 @@ class Sums:
         """Add all arrays, whose sums `wait` computes."""
         self._arrays = list(arrays)
 
-    def _sum_next(self, step: Callable[[Channel, list[Array]], tuple[Any]]) -> None:
+    def _sum_next(self, step: Function) -> None:
         """Sum the arrays of the next bucket by `_start` or `_reduce`."""
         indices = self._plan.buckets[len(self._messages)].indices
         arrays = [self._arrays[k] for k in indices]

@@ -676,7 +676,7 @@ def norm_of(arrays: list[Array]) -> float:
 def totals(
     used: Channel, plan: Plan, variables: Variables, call: str, count: int, loss: Array = 0.0,
     problem: PendingError | None = None, depends: bool = True, optimizer: DistributedOptimizer | None = None,
-    leaves: Sequence[Any] = (),
+    leaves: Sequence[Array] = (),
 ) -> tuple[float, float]:  # fmt: skip
     """Return the number of all ranks' samples and the mean loss; raise a `problem`, or if parameters don't match.
 

@@ -117,12 +117,7 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
     True
     """
     is_root = channel(comm, "parallel.reduce_").rank == root
-
-    def reduced(array: Array) -> Array:
-        total = mpi_reduce(array, op, root, comm=comm)
-        return total if is_root else array
-
-    return _overwritten(x, "parallel.reduce_", comm, reduced)
+    return _overwritten(x, "parallel.reduce_", comm, lambda array: mpi_reduce(array, op, root, comm=comm), is_root)
 
 
 def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -184,11 +179,13 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
         return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
 
 
-def _overwritten(x: Tree, call: str, comm: Comm, compute: Callable[[Array], Array]) -> Tree:
+def _overwritten(x: Tree, call: str, comm: Comm, compute: Callable[[Array], Array], here: bool = True) -> Tree:
+    """Return x, with its arrays overwritten by the results of `compute` if this rank gets them (`here`); collective."""
     arrays = _writable(x, call, comm)
     with restoring_state(), suspended():
         # All results are computed before any of them is written, since an array may occur twice in the pytree.
-        for array, result in zip(arrays, list(map(compute, arrays))):
+        results = list(map(compute, arrays))
+        for array, result in zip(arrays, results if here else ()):
             array[...] = result
     return x
 
