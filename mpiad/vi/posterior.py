@@ -47,9 +47,9 @@ class LocationScale:
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
 
-def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
+def _log_density(scaled: Array, params: Tree) -> Array:
     """Return the log densities of points mean + L ε, given ε (`scaled`): log N(ε; 0, I) - log det L."""
-    return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=axis) - np.sum(params["log_sd"])
+    return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=1) - np.sum(params["log_sd"])
 
 
 class MeanFieldGaussian(LocationScale):
@@ -124,7 +124,7 @@ class FullRankGaussian(LocationScale):
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
         """Return the log densities of points of shape (S, dim)."""
-        return _log_density(np.linalg.solve(self.factor(params), (theta - params["mean"]).T), params, axis=0)
+        return _log_density(np.linalg.solve(self.factor(params), (theta - params["mean"]).T).T, params)
 
     def moments(self, params: Tree) -> tuple[Array, Array]:
         """Return the mean and the covariance."""
