@@ -1,7 +1,7 @@
 """Fingerprints of functions: the values that a function reads besides its arguments (see `FunctionReader`).
 
-A function whose fingerprint is unchanged returns the same result for the same arguments. Immutable values, small arrays and
-containers of these enter the fingerprint by value.
+A function whose fingerprint is unchanged returns the same result for the same arguments. Immutable values and containers of
+these enter the fingerprint by value, and arrays by a digest of their content.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from mpiad.compiling.closure import FunctionReader, Unknown
 
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
-# The maximum numbers of entries of an array and of values in a fingerprint. Comparing more would take longer than tracing.
-_MAX_ENTRIES, _MAX_VALUES = 50_000, 256
-# Arrays with more entries enter a fingerprint as a digest of their content.
-_FEW = 64
+# The maximum number of values in a fingerprint. Comparing more would take longer than tracing.
+_MAX_VALUES = 256
 # Floating-point types and dtypes; the part of a fingerprint for such a value begins with its type.
 _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
@@ -73,6 +71,8 @@ def is_of_a_package(primitive: Any) -> bool:
 
 
 class _ValueReader(FunctionReader):
+    most_entries = 50_000  # of an array; tracing takes less time than reading more
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Any] = []
@@ -111,10 +111,9 @@ class _ValueReader(FunctionReader):
             raise Unknown  # a number of a user's type
 
     def array(self, value: np.ndarray) -> None:
-        if type(value) is not np.ndarray or value.size > _MAX_ENTRIES or value.dtype.kind not in "biufc":
+        if type(value) is not np.ndarray or value.size > self.most_entries or value.dtype.kind not in "biufc":
             raise Unknown
-        content = value.tobytes() if value.size <= _FEW else hashlib.blake2b(value.tobytes()).digest()
-        self.found.append((value.dtype.str, value.shape, content))
+        self.found.append((value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()))
 
     def container(self, value: Any, parts: list[Any]) -> None:
         if type(value) not in (list, tuple, dict, partial) and not hasattr(value, "_fields"):
@@ -140,13 +139,10 @@ class _ValueReader(FunctionReader):
 class _PortableReader(_ValueReader):
     """A reader that replaces unknown values by their types."""
 
+    most_entries = sys.maxsize
+
     def read(self, value: object) -> None:
         try:
             super().read(value)
         except Unknown:
             self.found.append(type(value).__name__)
-
-    def array(self, value: np.ndarray) -> None:
-        if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
-            raise Unknown
-        self.found.append((value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()))

@@ -27,7 +27,14 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleT
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.trace import identity_of
-from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, statements, warn_once
+from mpiad.ensemble.compiled.traced_problem import (
+    MOST_OPERATIONS,
+    TracedProblem,
+    problem_of,
+    remembered,
+    statements,
+    warn_once,
+)
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Acting, Settings
@@ -81,7 +88,7 @@ def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool) -> 
     if program is not None:
         called = [instruction.operation for instruction in lowered(program).instructions]
         operations, functions = program.cost, sum(not OPERATIONS[name].simple for name in called if name in OPERATIONS)
-        exponentials, calls = called.count("exp") + called.count("tanh"), statements(program)
+        exponentials, calls = called.count("exp") + called.count("tanh"), statements(program, MOST_OPERATIONS)
     entries = 0
     if tableau.implicit:
         entries = d * d if d < LEAST_SPARSE else _ENTRIES * d if program is None else len(jacobian_program(program).places)

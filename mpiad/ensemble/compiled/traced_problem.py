@@ -7,7 +7,6 @@ Training loops solve with the same f repeatedly. The programs are reused if the 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -38,6 +37,7 @@ _Found = TypeVar("_Found")
 FEW, _FEW_NUMBERS = 4, 40
 # Maximum number of statements of f, where repeated operations are loops; a step calls f two to ten times.
 MOST_OPERATIONS = 1500
+_FIT = "fit into a kernel that is fast and compiles quickly"
 # Maximum number of different programs of a function that are compiled.
 _MOST_PROGRAMS = 8
 
@@ -126,9 +126,15 @@ def problem_of(batch: Batch, events: Sequence[Event], most: int, must: bool, war
 
     `most`: the number of components of a state beyond which `must` is needed.
     """
-    program = _program_of(batch.f, "f", batch, must, warn, most=most)
+    program = _program_of(batch.f, "f", batch, must, warn)
     if program is None:
         return None
+    if (d := program.groups["state"]) > most:
+        kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
+        instead = "" if must else ", so f is called with arrays instead"
+        warn(batch.f, f"a state has {d} {kind}; up to {most} {_FIT}{instead}")
+        if not must:
+            return None
     conditions: list[Program] = []
     affects: list[Program | None] = []
     real = real_dtype(batch.u0.dtype)
@@ -211,14 +217,7 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
 
 
 def _program_of(
-    f: Function,
-    name: str,
-    batch: Batch,
-    must: bool,
-    warn: Warn,
-    called: Called | None = None,
-    result: Shape | None = None,
-    most: float = math.inf,
+    f: Function, name: str, batch: Batch, must: bool, warn: Warn, called: Called | None = None, result: Shape | None = None
 ) -> Program | None:
     """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` evaluates for several columns."""
     instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
@@ -229,26 +228,19 @@ def _program_of(
             raise TypeError(f"solve: compile=True, but {name} can't be compiled: {error}.") from error
         warn(f, f"{name} can't be compiled ({error}), {instead}")
         return None
-    d, limits = program.groups["state"], "fit into a kernel that is fast and compiles quickly"
-    count = statements(program)
-    if called is None and (d > most or count > MOST_OPERATIONS):
-        kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
-        text = f"a state has {d} {kind} and f {count} operations; up to {most} and {MOST_OPERATIONS}"
-        warn(f, f"{text} {limits}" + ("" if must else ", so f is called with arrays instead"))
-        return program if must else None
-    if count > MOST_OPERATIONS and not must:
-        warn(f, f"{name} has {count} operations; up to {MOST_OPERATIONS} {limits}, {instead}")
-        return None
+    count = statements(program, MOST_OPERATIONS)
+    if count > MOST_OPERATIONS:
+        warn(f, f"{name} has {count} operations; up to {MOST_OPERATIONS} {_FIT}" + ("" if must else f", {instead}"))
+        if not must:
+            return None
     return None if not must and changes(f, program, warn, name) else program
 
 
-def statements(program: Program) -> int:
-    """Return the number of operations of a program; of a long one, the number of statements, in which loops count once."""
-    return program.cost if program.cost <= MOST_OPERATIONS else _in_loops(program)
-
-
 @lru_cache(64)
-def _in_loops(program: Program) -> int:
+def statements(program: Program, most: int) -> int:
+    """Return the number of operations of a program; if it is above `most`, that of statements, where loops count once."""
+    if program.cost <= most:
+        return program.cost
     leaves = {i: f"s[{i}]" for i, x in enumerate(program.instructions) if not x.arguments}
     loops = rerolled(program, leaves, numbered("out", len(program.outputs)), {}, False)
     return program.cost if loops is None else len(loops)
