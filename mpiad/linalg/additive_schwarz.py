@@ -95,15 +95,12 @@ class AdditiveSchwarz:
             raise TypeError(f"{_CALL}: matrix must be a DistributedMatrix, but got {type(matrix).__name__}.")
         group = channel(matrix.comm, _CALL)
         with raising_together(group):
-            if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
-                raise ValueError(
-                    f"{_CALL}: the matrix must be square, with equally distributed rows and columns, but is {matrix!r}."
-                )
+            matrix._require_square(_CALL)
             positive_count(overlap, f"{_CALL}: overlap", 0)
             if local not in ("lu", "amg") or (options and local == "lu"):
                 expected = 'local must be "lu", or "amg", which takes options'
                 raise ValueError(f"{_CALL}: {expected}, but got local={local!r}, options={options!r}.")
-        self.comm, self.rank, self.size = matrix.comm, group.rank, group.size
+        self.comm, self.rank = matrix.comm, group.rank
         self.rows, self.restricted, self._transposed = matrix.local_shape[0], restricted, False
         with restoring_state(), suspended():
             rows = matrix.local_rows()
@@ -146,9 +143,7 @@ class AdditiveSchwarz:
         -----
         All ranks of the matrix call it.
         """
-        error = self.refusal(r)
-        if error is not None:
-            raise error
+        self.require_fit(r)
         return through_host(self._corrected, r)
 
     def _corrected(self, r: LocalArray) -> LocalArray:
@@ -170,14 +165,13 @@ class AdditiveSchwarz:
             out += np.tensordot(inverse[self.rank], sums, 1)[..., None]
         return out
 
-    def refusal(self, r: LocalArray) -> Exception | None:
-        """Return the error if `r` doesn't match the rows of this rank, else None."""
-        if r.shape[-1:] == (self.rows,):
-            return None
-        return ValueError(
-            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual has "
-            f"shape {r.shape}. Create the preconditioner from the system's matrix, divided among the ranks in the same way."
-        )
+    def require_fit(self, r: LocalArray) -> None:
+        """Raise a ValueError if `r` doesn't match the rows of this rank."""
+        if r.shape[-1:] != (self.rows,):
+            raise ValueError(
+                f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual has "
+                f"shape {r.shape}. Create it from the system's matrix, divided among the ranks in the same way."
+            )
 
 
 def _algebraic_multigrid(matrix: Any, options: dict[str, object]) -> Callable[[LocalArray, str], LocalArray]:

@@ -19,8 +19,8 @@ from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants
 from mpiad.differentiation.segment_sum import segment_sum
 from mpiad.domain import Domain
-from mpiad.linalg.probing import Probing, checked_product, kind_of, pattern_error, positions, probing_of
-from mpiad.linalg.solve import function_error, solve
+from mpiad.linalg.probing import Probing, checked_product, kind_of, positions, probing_of, require_pattern
+from mpiad.linalg.solve import require_functions, solve
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.sparse_products import (
     Pattern,
@@ -29,18 +29,18 @@ from mpiad.linalg.sparse_products import (
     require_matrix,
     transposed_product,
 )
-from mpiad.linalg.vectors import block_error, on_host, require_together, through_host
+from mpiad.linalg.vectors import on_host, require_block, require_on_host, require_together, through_host
 from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
 from mpiad.redistribution import GhostExchange
 from mpiad.transport import channel
-from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together, raising_together
+from mpiad.transport.core.agreement import agreed, alike_on_all, raising_together
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
+from mpiad.transport.devices.device_arrays import arrays_of, is_array
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 # The last matrix of each probing, after the entries of the pattern that it contains.
@@ -93,21 +93,6 @@ def require_complete(matvec: Function, params: tuple, shape: tuple[int, ...], ma
     text = f"in row {row}, the entry of column {first} is missing in the pattern, or matvec isn't linear."
     advice = "Pass a pattern with this entry, or a Domain with a wider halo."
     raise agreed(group, ValueError(f"{call}: the matrix doesn't reproduce the operator: {text} {advice}"))
-
-
-def _column_error(all_sizes: np.ndarray, columns: int | None) -> Exception | None:
-    rows, parts, totals = (all_sizes[:, k].tolist() for k in range(3))
-    if len(set(totals)) > 1:
-        return ValueError(f"DistributedMatrix: rows of all ranks must have the same number of columns, but got {totals}.")
-    if sum(parts) != totals[0]:
-        problem = f"the ranks' rows, {rows}, add up to {sum(rows)}"
-        if columns is not None:
-            problem = f"columns={parts} adds up to {sum(parts)}"
-        return ValueError(
-            f"DistributedMatrix: {problem}, but the matrix has {totals[0]} columns. Pass each rank's number of "
-            "columns as columns=."
-        )
-    return None
 
 
 def _counts(counts: Sequence[int] | None, size: int, total: int, call: str) -> list[int]:
@@ -183,7 +168,17 @@ class DistributedMatrix:
         local = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
         all_sizes = np.empty((group.size, 3), np.int64)
         group.data.Allgather(local, all_sizes)
-        raise_together(group, _column_error(all_sizes, columns))
+        rows_of, columns_of, totals = all_sizes.T.tolist()
+        if len(set(totals)) > 1:
+            problem = f"rows of all ranks must have the same number of columns, but got {totals}."
+            raise agreed(group, ValueError(f"DistributedMatrix: {problem}"))
+        if sum(columns_of) != totals[0]:
+            problem = f"the ranks' rows, {rows_of}, add up to {sum(rows_of)}"
+            if columns is not None:
+                problem = f"columns={columns_of} adds up to {sum(columns_of)}"
+            advice = "Pass each rank's number of columns as columns=."
+            text = f"DistributedMatrix: {problem}, but the matrix has {totals[0]} columns. {advice}"
+            raise agreed(group, ValueError(text))
         self.offsets = [np.concatenate([[0], np.cumsum(all_sizes[:, k])]) for k in (0, 1)]
         own = [slice(int(offsets[group.rank]), int(offsets[group.rank + 1])) for offsets in self.offsets]
         self.owned_rows, self.owned_columns = own
@@ -301,10 +296,8 @@ class DistributedMatrix:
             n, m = (operator.index(length) for length in shape)
             row_counts = _counts(counts, group.size, n, call)
             plain, offsets = getval(values), np.concatenate([[0], np.cumsum(row_counts)])
-            if (error := block_error(call, "values", plain)) is not None:
-                raise error
-            if arrays_of(plain) is not None:
-                raise TypeError(f"{call}: values must be on the host, but are {named(plain)}. See mpiad.device.to_host.")
+            require_block(call, "values", plain)
+            require_on_host(call, "values", plain)
             remedy = ", or set the numbers of rows with counts="
             row, column = positions(rows, columns, plain.shape, (n, m), offsets, group.rank, call, remedy)
             return row, column, row_counts, row_counts if n == m else even_lengths(m, group.size)
@@ -383,10 +376,9 @@ class DistributedMatrix:
         group = channel(comm, call)
 
         def check() -> None:
-            error = function_error(call, {"matvec": matvec}) or block_error(call, "like", plain)
-            error = error or pattern_error(call, "like", np.shape(plain), pattern, group)
-            if error is not None:
-                raise error
+            require_functions(call, {"matvec": matvec})
+            require_block(call, "like", plain)
+            require_pattern(call, "like", plain.shape, pattern, group)
 
         alike_on_all(group, check, lambda _: [f"pattern={kind_of(pattern)}"], call)
         with restoring_state(), suspended():
@@ -509,7 +501,7 @@ class DistributedMatrix:
         -------
         Each value on the diagonal gets the cotangent of its entry.
         """
-        self._require_square("diagonal")
+        self._require_square("DistributedMatrix.diagonal")
         xp = arrays_of(getval(self.values))
         kind, (entries,) = getval(self.values).dtype, self._diagonal.on(xp)
         zero = np.zeros(1, kind) if xp is None else xp.full((1,), 0, kind)
@@ -562,9 +554,9 @@ class DistributedMatrix:
     def _solve(
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
-        self._require_square("solve")
-        # All ranks check b together. If a rank raised during a product, the other ranks would wait for its messages.
         call = "DistributedMatrix.solve"
+        self._require_square(call)
+        # All ranks check b together. If a rank raised during a product, the other ranks would wait for its messages.
         alike_on_all(self._channel, lambda: self._checked(b, 0, "solve"), lambda b: [f"{b.shape[:-1]=}"], call)
         if method == "direct":
             # With exact factors, one or two iterations suffice; they also correct rounding errors.
@@ -590,8 +582,8 @@ class DistributedMatrix:
     def _require_square(self, call: str) -> None:
         if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():  # the same on all ranks
             raise ValueError(
-                f"DistributedMatrix.{call}: the matrix must be square, with equally distributed rows and columns, but is "
-                "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
+                f"{call}: the matrix must be square, with equally distributed rows and columns, but is {self!r}, and has "
+                f"{self.local_shape[1]} columns there."
             )
 
     def _checked(self, x: Array, axis: int, call: str) -> LocalArray:

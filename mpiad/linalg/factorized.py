@@ -32,11 +32,11 @@ from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, probed_matrix, require_complete
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
-from mpiad.linalg.probing import Probing, kind_of, pattern_error, probing_of
-from mpiad.linalg.solve import change_along, function_error, over_lanes, transposed_matvec
+from mpiad.linalg.probing import Probing, kind_of, probing_of, require_pattern
+from mpiad.linalg.solve import change_along, over_lanes, require_functions, transposed_matvec
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
-from mpiad.linalg.vectors import block_error
+from mpiad.linalg.vectors import require_block, require_on_host
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
@@ -47,7 +47,6 @@ from mpiad.transport.core.agreement import agreed, alike_on_all, raise_together
 from mpiad.transport.core.calls import is_noting
 from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import opaque, restoring_state, tracing
-from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
 
 _CALL = "linalg.factorized"
@@ -374,8 +373,12 @@ class Factorized:
         return 0, ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {b.shape}.")
 
     def _checked(self, b: Array) -> tuple[int, Exception | None]:
-        error = block_error(_CALL, "b", b) or host_error(_CALL, "b", b)
-        return self._counted(b) if error is None else (0, error)
+        try:
+            require_block(_CALL, "b", b)
+            require_on_host(_CALL, "b", b)
+        except TypeError as error:
+            return 0, error
+        return self._counted(b)
 
     def _current(self, count: int, error: Exception | None) -> _Factors:
         """Return the factors, computed again if the params have changed in place.
@@ -435,13 +438,6 @@ class _Options(NamedTuple):
 # Their number is limited, since factors refer to their operator, and would keep it and themselves alive.
 _MOST_KEPT = 4
 _kept: list[tuple[Any, _Factors]] = []
-
-
-def host_error(call: str, name: str, value: Array) -> Exception | None:
-    """Return an error if an argument is a device array."""
-    if not is_device_array(value):
-        return None
-    return TypeError(f"{call} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
 
 
 @recoverable(_CALL)
@@ -528,18 +524,14 @@ def factorized(
 
 
 def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:
-    matrix, shape = isinstance(matvec, DistributedMatrix), getattr(like, "shape", ())
-    error = None if matrix else function_error(_CALL, {"matvec": matvec}) or block_error(_CALL, "like", like)
-    error = error or (None if matrix else host_error(_CALL, "like", like))
-    if error is not None:
-        raise error
-    if matrix and (like is not None or params or pattern is not None):
-        raise TypeError(f"{_CALL}: a DistributedMatrix takes no like, params or pattern.")
     if method not in _METHODS:
         raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r}.")
-    if matrix:
-        matvec._require_square("factorized")
-        return
-    error = pattern_error(_CALL, "like", shape, pattern, group)
-    if error is not None:
-        raise error
+    if isinstance(matvec, DistributedMatrix):
+        if like is not None or params or pattern is not None:
+            raise TypeError(f"{_CALL}: a DistributedMatrix takes no like, params or pattern.")
+        matvec._require_square(_CALL)
+    else:
+        require_functions(_CALL, {"matvec": matvec})
+        require_block(_CALL, "like", like)
+        require_on_host(_CALL, "like", like)
+        require_pattern(_CALL, "like", like.shape, pattern, group)

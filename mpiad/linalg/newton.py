@@ -8,7 +8,6 @@ product with J, and u is one of the parameters, so the solves can be differentia
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,21 +18,22 @@ from mpiad.differentiation import linearize, make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.linalg.factorized import KeptFactors, host_error
+from mpiad.linalg.factorized import KeptFactors
 from mpiad.linalg.iteration import diagnosis, forcing_term, iterate, rounding_floor
-from mpiad.linalg.probing import kind_of, pattern_error
+from mpiad.linalg.probing import kind_of, require_pattern
 from mpiad.linalg.solve import (
     METHODS,
     Problem,
     change_along,
-    function_error,
+    check_arguments,
     param_cotangents,
     solution,
     solution_of_adjoint,
 )
-from mpiad.linalg.system import Settings, System, agree_on, preconditioner_error, settings_error
-from mpiad.linalg.vectors import block_error
+from mpiad.linalg.system import Settings, System, agree_on, check_settings
+from mpiad.linalg.vectors import require_on_host
 from mpiad.primitives import stop_gradient
+from mpiad.primitives.checks import positive_count
 from mpiad.primitives.cotangents import spec_like
 from mpiad.programs.function import Jitted
 from mpiad.pytrees import flatten
@@ -253,12 +253,20 @@ def newton(
     """
     comm = pattern.comm if isinstance(pattern, Domain) and comm is None else comm
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    settings = settings._replace(jacobian=jacobian, reuse=reuse, pattern=kind_of(pattern))
     # These settings are for the solves of derivatives; each Newton step has its own tolerance.
     linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
-    error = _arg_error(residual, stop_gradient(u0), preconditioner, linear, settings)
-    error = error or _jacobian_error(stop_gradient(u0), preconditioner, settings, pattern)
-    settings = agree_on(settings, error, preconditioner)
+    start = stop_gradient(u0)
+
+    def check() -> dict[str, object]:
+        functions = {"residual": residual, "preconditioner": preconditioner, "callback": callback}
+        check_arguments(settings, functions, "u0", start)
+        if maxiter is None:
+            raise ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
+        check_settings(linear, METHODS, start.ndim)
+        _check_jacobian(start, preconditioner, settings, jacobian, pattern, reuse)
+        return {"jacobian": jacobian, "reuse": reuse, "pattern": kind_of(pattern)}
+
+    settings = agree_on(settings, check, preconditioner)
     leaves, build = flatten(params)
 
     def one(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
@@ -280,10 +288,10 @@ def newton(
         return all_leaves[0], *build(all_leaves[1:])
 
     if jacobian == "sparse":
-        preconditioner = KeptFactors(product, arguments, np.shape(stop_gradient(u0)), pattern, comm, _CALL, reuse)
+        preconditioner = KeptFactors(product, arguments, start.shape, pattern, comm, _CALL, reuse)
     linear = linear._replace(preconditioned=settings.preconditioned or jacobian == "sparse")
     system = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
-    return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), system))
+    return root(*leaves, problem=NonlinearProblem(residual, build, settings, start, system))
 
 
 class NonlinearProblem(NamedTuple):
@@ -349,35 +357,20 @@ defjvp_together(root, _tangent)
 root.batched_adjoint = True
 
 
-def _arg_error(
-    residual: object, u0: Array, preconditioner: Function | None, linear: Settings, settings: Settings
-) -> Exception | None:
-    functions = {"residual": residual, "preconditioner": preconditioner, "callback": settings.callback}
-    error = function_error(_CALL, functions) or block_error(_CALL, "u0", u0)
-    if error is not None:
-        return error
-    if settings.maxiter is None:
-        return ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
-    return (
-        settings_error(settings, METHODS, u0.ndim)
-        or settings_error(linear, METHODS, u0.ndim)
-        or preconditioner_error([preconditioner], u0)
-    )
-
-
-def _jacobian_error(u0: Array, preconditioner: Function | None, settings: Settings, pattern: object) -> Exception | None:
-    jacobian, reuse = settings.jacobian, settings.reuse
+def _check_jacobian(
+    u0: Array, preconditioner: Function | None, settings: Settings, jacobian: str, pattern: object, reuse: int
+) -> None:
     if jacobian not in ("products", "sparse"):
-        return ValueError(f"{_CALL}: jacobian must be 'products' or 'sparse', but got {jacobian!r}.")
-    if not isinstance(reuse, Integral) or int(reuse) < 0:
-        return ValueError(f"{_CALL}: reuse must be an integer, zero or more, but got {reuse!r}.")
+        raise ValueError(f"{_CALL}: jacobian must be 'products' or 'sparse', but got {jacobian!r}.")
+    positive_count(reuse, f"{_CALL}: reuse", 0)
     if jacobian == "products":
-        given = pattern is not None or reuse != 0
-        return TypeError(f"{_CALL}: pattern and reuse are for jacobian='sparse' only.") if given else None
+        if pattern is not None or reuse:
+            raise TypeError(f"{_CALL}: pattern and reuse are for jacobian='sparse' only.")
+        return
     if preconditioner is not None or settings.method == "cg":
-        return ValueError(
+        raise ValueError(
             f"{_CALL}: jacobian='sparse' takes no preconditioner, since the factors precondition, and requires "
             f"method='gmres' or 'bicgstab', but got method={settings.method!r} and preconditioner={preconditioner!r}."
         )
-    error = host_error(f"{_CALL}: jacobian='sparse'", "u0", u0)
-    return error or pattern_error(_CALL, "u0", np.shape(u0), pattern, channel(settings.comm, _CALL))
+    require_on_host(f"{_CALL}: jacobian='sparse'", "u0", u0)
+    require_pattern(_CALL, "u0", u0.shape, pattern, channel(settings.comm, _CALL))

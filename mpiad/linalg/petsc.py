@@ -17,7 +17,7 @@ from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.solve import Problem, solution
-from mpiad.linalg.system import Settings, System, agree_on, settings_error
+from mpiad.linalg.system import Settings, System, agree_on, check_settings
 from mpiad.optional_packages import optional_package
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import flatten
@@ -84,7 +84,7 @@ def solve(
     comm = matrix.comm if matrix is not None else comm
     group = channel(comm, _CALL)
     settings = Settings("petsc", rtol, atol, maxiter, comm, None, verify=verify, call=_CALL)
-    settings = agree_on(settings, _arg_error(petsc, operator, stop_gradient(b), params, settings))
+    settings = agree_on(settings, lambda: _checked(petsc, operator, stop_gradient(b), params, settings))
     matvec: Any = operator if matrix is None else matrix.operator()
     leaves, build = flatten(params if matrix is None else (matrix.values,))
     method = _method(petsc, group, matrix, dict(options or {}))
@@ -92,23 +92,24 @@ def solve(
     return solution(b, *leaves, problem=Problem(matvec, None, build, settings, start, solver=method))
 
 
-def _arg_error(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, settings: Settings) -> Exception | None:
+def _checked(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, settings: Settings) -> dict[str, object]:
     scalar = np.dtype(petsc.ScalarType)
     if not callable(operator) and not isinstance(operator, DistributedMatrix):
-        return TypeError(f"{_CALL}: operator must be a function or a DistributedMatrix, but got {type(operator).__name__}.")
+        raise TypeError(f"{_CALL}: operator must be a function or a DistributedMatrix, but got {type(operator).__name__}.")
     if isinstance(operator, DistributedMatrix) and params:
-        return ValueError(f"{_CALL}: a DistributedMatrix takes no params, but got {len(params)}.")
+        raise ValueError(f"{_CALL}: a DistributedMatrix takes no params, but got {len(params)}.")
     arrays: list[Any] = [b, *([stop_gradient(operator.values)] if isinstance(operator, DistributedMatrix) else [])]
     for array in arrays:
         if is_device_array(array):
-            return TypeError(
+            raise TypeError(
                 f"{_CALL} works on the host, but got {named(array)} of shape {array.shape}. Copy it with "
                 "mpiad.device.to_host, and the result back with mpiad.device.to_device; linalg.solve runs on devices."
             )
     if not isinstance(b, np.ndarray) or b.dtype != scalar:
         dtype = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
-        return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {dtype}.")
-    return settings_error(settings, ("petsc",), b.ndim)
+        raise TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {dtype}.")
+    check_settings(settings, ("petsc",), b.ndim)
+    return {}
 
 
 def _method(

@@ -192,14 +192,14 @@ def kind_of(pattern: object) -> str:
     return kinds.get(type(pattern), "a Domain" if isinstance(pattern, Domain) else "a sparse matrix")
 
 
-def pattern_error(call: str, name: str, shape: tuple[int, ...], pattern: Any, group: Channel) -> Exception | None:
-    """Return an error if a pattern doesn't fit operators on blocks like the argument `name`, which has a shape."""
+def require_pattern(call: str, name: str, shape: tuple[int, ...], pattern: Any, group: Channel) -> None:
+    """Raise an error if a pattern doesn't fit operators on blocks like the argument `name`, which has a shape."""
     count = math.prod(shape)
     if isinstance(pattern, Domain):
         if shape != pattern.local_shape:
-            return ValueError(f"{call}: {name} must have the domain's local shape, {pattern.local_shape}, but has {shape}.")
+            raise ValueError(f"{call}: {name} must have the domain's local shape, {pattern.local_shape}, but has {shape}.")
     elif pattern is None and (group.size > 1 or count > _MOST_PROBED):
-        return ValueError(
+        raise ValueError(
             f"{call}: without a pattern, the operator must be on one rank and have at most {_MOST_PROBED} unknowns, but "
             f"there are {group.size} rank(s), and {count} unknowns on this one. Pass the Domain, or a sparse matrix with "
             "the nonzero entries, as pattern=."
@@ -208,8 +208,7 @@ def pattern_error(call: str, name: str, shape: tuple[int, ...], pattern: Any, gr
         if not scipy.sparse.issparse(pattern) or pattern.shape[0] != count:
             shown = f"one of shape {pattern.shape}" if scipy.sparse.issparse(pattern) else type(pattern).__name__
             expected = f"a Domain or a sparse matrix with {count} rows, or a pair of arrays (rows, columns)"
-            return TypeError(f"{call}: pattern must be {expected}, but got {shown}.")
-    return None
+            raise TypeError(f"{call}: pattern must be {expected}, but got {shown}.")
 
 
 def positions(

@@ -18,8 +18,8 @@ from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.compiled_iteration import Operator
 from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
-from mpiad.linalg.system import Settings, System, agree_on, preconditioner_error, settings_error
-from mpiad.linalg.vectors import block_error, column, inner
+from mpiad.linalg.system import Settings, System, agree_on, check_settings
+from mpiad.linalg.vectors import column, inner, require_block
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
@@ -415,17 +415,16 @@ def solve(
     >>> print(mpiad.linalg.solve(lambda u, k: k * u, np.ones(2), 4.0))
     [0.25 0.25]
     """
-    settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None)
+    settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify)
     leaves, build = flatten(params)
     start = None if x0 is None else stop_gradient(x0)
     problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, communicated=set())
-    error = _arg_error(problem, stop_gradient(b))
-    systems = () if error else spec_like(b).shape[:batch]
-    problem = problem._replace(settings=agree_on(settings, error, preconditioner, systems))
-    return solution(b, *leaves, problem=problem)
+    settings = agree_on(settings, lambda: _checked(problem, stop_gradient(b)), preconditioner)
+    return solution(b, *leaves, problem=problem._replace(settings=settings))
 
 
-def _arg_error(problem: Problem, b: Array) -> Exception | None:
+def _checked(problem: Problem, b: Array) -> dict[str, object]:
+    """Return further arguments that must be the same on all ranks; raise an error if an argument is invalid."""
     transpose, x0 = problem.preconditioner_transpose, problem.start
     functions = {
         "matvec": problem.matvec,
@@ -433,19 +432,27 @@ def _arg_error(problem: Problem, b: Array) -> Exception | None:
         "preconditioner_transpose": None if isinstance(transpose, str) and transpose == "derived" else transpose,
         "callback": problem.settings.callback,
     }
-    error = function_error("linalg.solve", functions) or block_error("linalg.solve", "b", b)
-    if error is not None:
-        return error
+    check_arguments(problem.settings, functions, "b", b)
     if x0 is not None and is_device_array(x0) != is_device_array(b):
-        return TypeError("linalg.solve: x0 and b must be on one device, but only one of them is on a device.")
+        raise TypeError("linalg.solve: x0 and b must be on one device, but only one of them is on a device.")
     if x0 is not None and np.shape(x0) != b.shape:
-        return ValueError(f"linalg.solve: x0 must have the shape of b, {b.shape}, but has {np.shape(x0)}.")
-    return settings_error(problem.settings, METHODS, b.ndim) or preconditioner_error(functions.values(), b)
+        raise ValueError(f"linalg.solve: x0 must have the shape of b, {b.shape}, but has {np.shape(x0)}.")
+    return {"with_x0": x0 is not None, "leading axes of b": b.shape[: problem.settings.batch]}
 
 
-def function_error(call: str, functions: dict[str, object]) -> Exception | None:
-    """Return an error if one of the functions isn't callable; all but the first may be None."""
+def check_arguments(settings: Settings, functions: dict[str, Any], name: str, block: Array) -> None:
+    """Raise an error if a setting, one of the functions or the array called `name` is invalid."""
+    require_functions(settings.call, functions)
+    require_block(settings.call, name, block)
+    check_settings(settings, METHODS, block.ndim)
+    # If a preconditioner of this library raised during a product, the other ranks would wait for its messages.
+    for fun in functions.values():
+        if hasattr(fun, "require_fit"):
+            fun.require_fit(block)
+
+
+def require_functions(call: str, functions: dict[str, Any]) -> None:
+    """Raise a TypeError if one of the functions isn't callable; all but the first may be None."""
     for number, (name, fun) in enumerate(functions.items()):
         if not callable(fun) and (fun is not None or number == 0):
-            return TypeError(f"{call}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
-    return None
+            raise TypeError(f"{call}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")

@@ -22,7 +22,7 @@ from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import Constants
 from mpiad.differentiation.segment_sum import Segments, add_segments
 from mpiad.extend import custom_operator, defjvp, defvjp
-from mpiad.linalg.vectors import block_error
+from mpiad.linalg.vectors import require_block
 from mpiad.redistribution import GhostExchange
 from mpiad.redistribution.ghosts import accumulate_ghosts, fetch_ghosts
 from mpiad.transport.core.tracing import tracing
@@ -208,8 +208,7 @@ def sparse_matmul(A: Array, x: LocalArray) -> LocalArray:  # noqa: N803 the name
     """
     call, plain = "linalg.sparse_matmul", getval(x)
     require_matrix(A, f"{call}: A")
-    if (error := block_error(call, "x", plain)) is not None:
-        raise error
+    require_block(call, "x", plain)
     axis = -1 if plain.ndim == 1 else -2
     if not plain.ndim or plain.shape[axis] != A.shape[1]:
         raise ValueError(

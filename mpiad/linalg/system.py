@@ -11,25 +11,24 @@ from __future__ import annotations
 import cmath
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Comm, Function, LocalArray, Shape
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.compiled_iteration import Iteration, Operator, TracedSystem
 from mpiad.linalg.vectors import are_finite, column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
+from mpiad.primitives.checks import positive_count
 from mpiad.programs.function import Jitted
 from mpiad.transport import MAX, channel
 from mpiad.transport.core.agreement import agreed, raise_first, raise_together, require_same
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
-
-SIDES = ("left", "right")
 
 
 class Settings(NamedTuple):
@@ -48,34 +47,33 @@ class Settings(NamedTuple):
     verify: bool = True  # whether to check the result by additional products
     call: str = "linalg.solve"  # name of the public function, for error messages
     probe: bool = True  # whether to check if the null space contains constants; False in solves of derivatives
-    with_x0: bool = False  # whether there is an initial guess
-    jacobian: str = "products"  # of Newton's method: "products" or "sparse"
-    reuse: int = 0  # number of further steps of Newton's method that use the factors of a sparse Jacobian
-    pattern: str = "None"  # description of the pattern of a sparse Jacobian
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
     preconditioned: bool = False
 
 
 def agree_on(
-    settings: Settings, error: Exception | None, preconditioner: Function | None = None, systems: Shape = ()
+    settings: Settings, check: Callable[[], dict[str, object]], preconditioner: Function | None = None
 ) -> Settings:
-    """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings.
+    """Return the settings with `reported` and `preconditioned`; raise on all ranks if they differ, or if `check` raises.
 
-    `systems`: the leading axes of b that index systems, which must be the same on all ranks, too.
+    ``check()`` returns further arguments that must be the same on all ranks, by name.
     """
-    group = channel(settings.comm, settings.call)
-    reported, preconditioned = settings.callback is not None, preconditioner is not None
-    failed = error is not None
+    group, error, further = channel(settings.comm, settings.call), None, {}
+    try:
+        further = check()
+    except Exception as found:  # noqa: BLE001 the other ranks mustn't wait
+        error = found
+    failed, reported, preconditioned = error is not None, settings.callback is not None, preconditioner is not None
     if group.size > 1:
         # `comm` and `callback`, the fields 4 and 5, are excluded, since their `repr` differs between processes.
-        checksum = zlib.crc32(repr((settings[:4], settings[6:], systems)).encode())
+        checksum = zlib.crc32(repr((settings[:4], settings[6:], further)).encode())
         # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
         local, largest = np.array([failed, checksum, -checksum, reported, preconditioned], np.int64), np.empty(5, np.int64)
         group.data.Allreduce(local, largest, MAX)
         failed, above, below, reported, preconditioned = largest.tolist()
         if not failed and above != -below:
-            compared = settings._replace(comm=None, callback=None)._asdict() | {"leading axes of b": systems}
+            compared = settings._replace(comm=None, callback=None)._asdict() | further
             require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared.items()), settings.call)
     if failed:
         raise_first(group, error)
@@ -84,37 +82,21 @@ def agree_on(
     return settings._replace(reported=bool(reported), preconditioned=bool(preconditioned))
 
 
-def settings_error(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
-    """Return an error if the settings are invalid for a right-hand side with `ndim` axes, else None."""
-    sides = () if s.method == "cg" else SIDES
-    tolerances = 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0
-    for valid, text in (
-        (s.method in methods, "method must be one of {methods}, but got {s.method!r}."),
-        (s.side is None or s.side in sides, "side must be {side}, but got {s.side!r}."),
-        (tolerances, "rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
-        (
-            s.maxiter is None or _is_count(s.maxiter),
-            "maxiter must be None or an integer above zero, but got {s.maxiter!r}.",
-        ),
-        (_is_count(s.restart), "restart must be an integer above zero, but got {s.restart!r}."),
-        (_is_count(s.batch, 0, ndim), "batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
-    ):
-        if not valid:
-            side = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
-            known = ", ".join(map(repr, methods))
-            return ValueError(f"{s.call}: {text.format(s=s, methods=known, side=side, ndim=ndim)}")
-    return None
-
-
-def _is_count(value: object, minimum: int = 1, maximum: float = math.inf) -> bool:
-    return isinstance(value, Integral) and minimum <= int(value) <= maximum
-
-
-def preconditioner_error(functions: Iterable[Any], b: object) -> Exception | None:
-    """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, else None."""
-    # The check precedes the call: if a rank raised during the call, the other ranks would wait for its messages.
-    errors = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
-    return next((error for error in errors if error is not None), None)
+def check_settings(s: Settings, methods: Collection[str], ndim: int) -> None:
+    """Raise a ValueError if the settings are invalid for a right-hand side with `ndim` axes."""
+    if s.method not in methods:
+        raise ValueError(f"{s.call}: method must be one of {', '.join(map(repr, methods))}, but got {s.method!r}.")
+    if s.side is not None and (s.method == "cg" or s.side not in ("left", "right")):
+        sides = "None for 'cg', which is preconditioned symmetrically" if s.method == "cg" else "'left' or 'right'"
+        raise ValueError(f"{s.call}: side must be {sides}, but got {s.side!r}.")
+    if not (0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0):
+        problem = f"rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."
+        raise ValueError(f"{s.call}: {problem}")
+    if s.maxiter is not None and not (isinstance(s.maxiter, Integral) and int(s.maxiter) > 0):
+        raise ValueError(f"{s.call}: maxiter must be None or an integer above zero, but got {s.maxiter!r}.")
+    positive_count(s.restart, f"{s.call}: restart")
+    if not (isinstance(s.batch, Integral) and 0 <= int(s.batch) <= ndim):
+        raise ValueError(f"{s.call}: batch must count leading axes of b, which has {ndim}, but got {s.batch!r}.")
 
 
 _MAX_ITERATIONS = 10_000

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpiad._typing import Array, LocalArray
 from mpiad.transport.core.buffers import conversion
-from mpiad.transport.devices.device_arrays import arrays_of, is_device_array, named
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, is_device_array, named
 from mpiad.transport.resources import combination, vdot, vdots
 
 
@@ -112,14 +112,18 @@ def are_within(numbers: np.ndarray, bounds: np.ndarray) -> bool:
 # factorizations, `through_host` copies the arguments and results.
 
 
-def block_error(call: str, name: str, x: Array) -> Exception | None:
-    """Return a TypeError if an untraced argument isn't an array of single- or double-precision numbers."""
-    is_array = isinstance(x, np.ndarray) or is_device_array(x)
-    if is_array and x.dtype.char in "fdFD" and x.dtype.isnative:
-        return None
-    kind = f"dtype {x.dtype}. {conversion(x.dtype, name) or 'Convert it.'}" if is_array else f"{type(x).__name__}."
-    allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
-    return TypeError(f"{call}: {name} must be {allowed}, but got {kind}")
+def require_block(call: str, name: str, x: Array) -> None:
+    """Raise a TypeError unless an untraced argument is an array of single- or double-precision numbers."""
+    if not is_array(x) or x.dtype.char not in "fdFD" or not x.dtype.isnative:
+        kind = f"dtype {x.dtype}. {conversion(x.dtype, name) or 'Convert it.'}" if is_array(x) else f"{type(x).__name__}."
+        allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
+        raise TypeError(f"{call}: {name} must be {allowed}, but got {kind}")
+
+
+def require_on_host(call: str, name: str, x: Array) -> None:
+    """Raise a TypeError if an untraced argument is on a device."""
+    if is_device_array(x):
+        raise TypeError(f"{call} works on the host, but {name} is {named(x)}: copy it with mpiad.device.to_host.")
 
 
 def require_together(call: str, **values: Any) -> None:

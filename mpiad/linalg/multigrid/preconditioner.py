@@ -20,7 +20,7 @@ from mpiad.linalg.multigrid.elliptic import Coefficient, Elliptic, layers_of
 from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
 from mpiad.linalg.multigrid.stencil import stencil_of
 from mpiad.linalg.multigrid.weighted_sums import are_compiled
-from mpiad.linalg.system import Settings, System, agree_on, settings_error
+from mpiad.linalg.system import Settings, System, agree_on, check_settings
 from mpiad.linalg.vectors import column, on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
@@ -332,19 +332,18 @@ class Multigrid:
         All ranks of the domain call it.
         """
         call, systems = "linalg.Multigrid.solve", math.prod(np.shape(b)[: -len(self.domain.shape)])
-        settings = Settings(
-            "cg", rtol, atol, maxiter, self.domain.comm, callback, batch=systems, call=call, with_x0=x0 is not None
-        )
-        error = settings_error(settings, ("cg",), systems)
-        try:
+        settings = Settings("cg", rtol, atol, maxiter, self.domain.comm, callback, batch=systems, call=call)
+
+        def check() -> dict[str, object]:
+            check_settings(settings, ("cg",), systems)
             self._checked(b, call)
             if x0 is not None and self._checked(x0, call).shape != b.shape:
                 raise ValueError(f"{call}: x0 must have the shape of b, {b.shape}, but has {x0.shape}.")
             require_together(call, b=b, x0=0.0 if x0 is None else x0)
-        except (TypeError, ValueError) as invalid:
-            error = invalid
+            return {"with_x0": x0 is not None}
+
         with restoring_state(), suspended():
-            settings = agree_on(settings, error)
+            settings = agree_on(settings, check)
             if not b.size:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
@@ -375,13 +374,9 @@ class Multigrid:
             return "very different spacings need more iterations"
         return f"kappa varies by a factor of {ratio:.0e}, an extreme contrast (double precision resolves up to 5e+15)"
 
-    def refusal(self, r: LocalArray) -> Exception | None:
-        """Return the error if `r` doesn't match this rank's block, else None."""
-        try:
-            self._checked(r.real, "linalg.Multigrid")
-        except (TypeError, ValueError) as error:
-            return error
-        return None
+    def require_fit(self, r: LocalArray) -> None:
+        """Raise an error if `r` doesn't match this rank's block."""
+        self._checked(r.real, _CALL)
 
     def _checked(self, r: Array, call: str) -> LocalArray:
         ndim = len(self.domain.shape)
