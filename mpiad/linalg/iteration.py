@@ -38,6 +38,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     b = system.rows(b)
     targets, norms = system.start(b)
     if not any(targets.tolist()):
+        system.note(norms)
         return system.block(np.zeros_like(b))
     # If a residual is larger than this, rounding isn't the only reason: the operator is singular to working precision.
     largest_rounding = np.finfo(b.dtype).eps ** 0.25 * norms

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.domain.partition import Partition
 from mpiad.errors import NotFiniteError
-from mpiad.linalg.iteration import diagnosis, require_iterations
+from mpiad.linalg.iteration import diagnosis, iterate, require_iterations
 from mpiad.linalg.multigrid.color_layout import Distribution, distribution_of, layout_of
 from mpiad.linalg.multigrid.elliptic import Coefficient, Elliptic, layers_of
 from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
@@ -137,8 +137,8 @@ _EXTREME = 1e8  # error messages mention the contrast of κ if it is at least th
 
 def _conjugate_gradients(
     level: Level, system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray
-) -> None:
-    """Solve by conjugate gradients, in place; faster for small grids than `linalg.krylov`, which checks user functions."""
+) -> bool:
+    """Solve by conjugate gradients; a `Method`, faster for small grids than `krylov`'s, which checks user functions."""
     p, s, before, curvature = np.zeros_like(r), np.zeros_like(r), np.full(len(r), np.inf), np.zeros(len(r))
     while (active := norms > targets).any():
         require_iterations(system, targets)
@@ -158,11 +158,12 @@ def _conjugate_gradients(
             direction += change
         alpha = column(x, np.where(active, rz, 0.0) / np.where(active, curvature, 1.0))
         x += alpha * p
-        r -= alpha * s
+        r = r - alpha * s  # `r` may be the right-hand side
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
         norms = system.norms(r)
         system.require_finite(norms, r, "the residual")
         system.note(norms)
+    return True
 
 
 class Multigrid:
@@ -279,8 +280,8 @@ class Multigrid:
         level = self._level_for(r)
         with restoring_state(), suspended():
             # If the operator is singular, the right-hand side must have mean zero, as the result does.
-            split = self._layout.split(self._without_mean(self._systems(r)))
-            return self._without_mean(self._layout.join(level.cycle(split))).reshape(r.shape).astype(r.dtype)
+            cycled = self._layout.join(level.cycle(self._split(r)))
+            return self._without_mean(cycled).reshape(r.shape).astype(r.dtype)
 
     @property
     def T(self) -> Multigrid:
@@ -331,16 +332,16 @@ class Multigrid:
         -----
         All ranks of the domain call it.
         """
-        call, systems = "linalg.Multigrid.solve", math.prod(np.shape(b)[: -len(self.domain.shape)])
-        settings = Settings("cg", rtol, atol, maxiter, self.domain.comm, callback, batch=systems, call=call)
+        call = "linalg.Multigrid.solve"
+        settings = Settings("cg", rtol, atol, maxiter, self.domain.comm, callback, batch=1, verify=False, call=call)
 
         def check() -> dict[str, object]:
-            check_settings(settings, ("cg",), systems)
+            check_settings(settings, ("cg",), 1)
             self._checked(b, call)
             if x0 is not None and self._checked(x0, call).shape != b.shape:
                 raise ValueError(f"{call}: x0 must have the shape of b, {b.shape}, but has {x0.shape}.")
             require_together(call, b=b, x0=0.0 if x0 is None else x0)
-            return {"with_x0": x0 is not None}
+            return {"with_x0": x0 is not None, "leading axes of b": b.shape[: -len(self.domain.shape)]}
 
         with restoring_state(), suspended():
             settings = agree_on(settings, check)
@@ -348,24 +349,13 @@ class Multigrid:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
             # The solve is in double precision, since in single precision the residual can't fall by a factor of 1e-8.
-            rhs, level = self._without_mean(self._systems(b).astype(np.float64)), self._level_for(b)
-            split, settings = self._layout.split(rhs), settings._replace(batch=1)
-            system = System(self.matvec, None, split, settings, diagnose=self._slowness_reason)
-            x, r = system.full(0.0), system.rows(split)
-            targets, norms = system.start(r)
-            if x0 is not None:
-                # For a zero right-hand side the solution is zero.
-                start = self._without_mean(self._systems(x0)) * column(rhs, np.where(norms > 0.0, 1.0, 0.0))
-                r = system.rows(self._layout.split(self._without_mean(rhs - self.matvec(start)))) / system.units_of_rows
-                norms = system.norms(r)
-                system.require_finite(norms, r, "the residual of x0")
-            system.note(norms)
-            _conjugate_gradients(level, system, x, r, norms, targets)
+            split, start = (None if x is None else self._split(x.astype(np.float64)) for x in (b, x0))
+            product = lambda u: self._split(self.matvec(self._layout.join(u)))  # noqa: E731
+            system = System(product, None, split, settings, diagnose=self._slowness_reason)
+            u = iterate(partial(_conjugate_gradients, self._level_for(b)), system, split, start)
             system.settle()
             self.history = system.history
-            x *= system.units_of_rows
-            u = self._without_mean(self._layout.join(system.block(x)))
-            return (u if x0 is None else u + start).reshape(b.shape).astype(b.dtype)
+            return self._without_mean(self._layout.join(u)).reshape(b.shape).astype(b.dtype)
 
     def _slowness_reason(self) -> str:
         """Return a possible reason for slow convergence; collective."""
@@ -390,9 +380,9 @@ class Multigrid:
             )
         return r
 
-    def _systems(self, block: LocalArray) -> LocalArray:
-        """Return blocks of shape (..., *local_shape) with the leading axes merged into one."""
-        return block.reshape(-1, *self.domain.local_shape)
+    def _split(self, block: LocalArray) -> LocalArray:
+        """Return blocks (..., *local_shape), without their means, in the layout of the levels (systems, colors, size)."""
+        return self._layout.split(self._without_mean(block.reshape(-1, *self.domain.local_shape)))
 
     def _without_mean(self, blocks: LocalArray) -> LocalArray:
         """Return blocks of several systems; if the kernel contains constants, subtract each system's mean over the grid."""
