@@ -57,10 +57,7 @@ class TracedSystem:
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> Array:
         """Return inner products over all ranks, in double precision, of pairs of rows, shape (pairs, k)."""
-        return self.sums(anp.stack([anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs]))
-
-    def sums(self, local: Array) -> Array:
-        """Return sums over all ranks of numbers in double precision."""
+        local = anp.stack([anp.sum(x.astype(np.float64) * y, axis=1) for x, y in pairs])
         return mpi_allreduce(local, comm=self._comm)
 
     def updated(self, update: Jitted, vectors: tuple[LocalArray, ...], numbers: tuple[Array, ...]) -> Sequence[LocalArray]:
@@ -153,18 +150,14 @@ class Operator:
 
 def _are_alike(one: Any, other: Any) -> bool:
     """Return whether two objects are the same, or functions with the same code that read the same objects."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (float, str, bool)):
-        return one == other
+    if one is other or type(one) is not type(other):
+        return one is other
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(_are_alike, one, other))
-    if not isinstance(one, FunctionType):
-        return False
-    same = one.__code__ is other.__code__ and one.__globals__ is other.__globals__ and not one.__dict__ | other.__dict__
-    return same and all(_are_alike(_parts(one)[k], _parts(other)[k]) for k in range(3))
+    if isinstance(one, FunctionType):
+        same = one.__code__ is other.__code__ and one.__globals__ is other.__globals__ and not one.__dict__ | other.__dict__
+        return same and _are_alike(_parts(one), _parts(other))
+    return isinstance(one, (float, str, bool)) and one == other
 
 
 def _parts(fun: FunctionType) -> tuple:

@@ -27,7 +27,7 @@ from mpiad.primitives.checks import positive_count
 from mpiad.programs.function import Jitted
 from mpiad.transport import MAX, channel
 from mpiad.transport.core.agreement import agreed, raise_first, raise_together, require_same
-from mpiad.transport.devices.device_arrays import arrays_of, is_device_array, named
+from mpiad.transport.devices.device_arrays import arrays_of, contiguous, is_array, is_device_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 
@@ -113,7 +113,7 @@ class System:
         self.settings, self.side = settings, settings.side
         # The failures of this rank's user functions in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
-        self.usable: LocalArray | None = None  # argument for repeating a failed call of the operator; None: zeros
+        self.usable: LocalArray | None = None  # argument for repeating a failed call of a user function; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self.has_inverse = False  # whether the preconditioner is the inverse, the start of an iteration
@@ -157,29 +157,28 @@ class System:
         return r if self._precondition is None else self._called(self._precondition, r, "preconditioner")
 
     def _called(self, fun: Function, rows: LocalArray, name: str) -> LocalArray:
-        usable_arg = self.usable if name == self._name else None
-        again = (lambda: self.block(self.full(0.0))) if usable_arg is None else (lambda: usable_arg)
-        out, on_device = self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), self._xp is not None
-        is_usable = (arrays_of(out) == self._xp if on_device else isinstance(out, np.ndarray)) and out.shape == self._shape
-        # A complex product of a real system is an error, since its imaginary part would be lost.
-        if is_usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
-            rows = out.astype(self.dtype, copy=False)
-            rows = self._xp.contiguous(rows) if on_device else np.ascontiguousarray(rows)
-            return rows.reshape(self.count, self.length)
-        if self.failures.error is None:
-            self.failures.note(self._problem_with(out, f"{self.settings.call}: {name}"))
+        again = lambda: self.block(self.full(0.0)) if self.usable is None else self.usable  # noqa: E731
+        out = self.failures.attempt(name, fun, rows.reshape(self._shape), again=again)
+        error = self._problem_with(out, name)
+        if error is None:
+            return contiguous(out.astype(self.dtype, copy=False)).reshape(self.count, self.length)
+        self.failures.note(error)  # ignored if the function has raised an exception
         return self.full(np.nan)
 
-    def _problem_with(self, out: Array, subject: str) -> Exception:
-        """Return the error for the result of a user function that isn't an array like b."""
+    def _problem_with(self, out: Array, name: str) -> Exception | None:
+        """Return an error if the result of a user function isn't an array like b."""
+        is_like_b = is_array(out) and arrays_of(out) == self._xp
+        # A complex product of a real system is an error, since its imaginary part would be lost.
+        if is_like_b and out.shape == self._shape and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
+            return None
+        subject, on_device = f"{self.settings.call}: {name}", self._xp is not None
         if isbox(out):
             return TypeError(
                 f"{subject} uses a traced variable of an enclosing function (it returned a {type(out).__name__}), "
                 "through which no derivative can flow. Pass it to solve among the params, and take it as an argument; "
                 "mpiad.stop_gradient(x) returns its plain value if no derivative is needed."
             )
-        on_device = self._xp is not None
-        if is_device_array(out) != on_device or not (on_device or isinstance(out, np.ndarray)):
+        if not is_like_b:
             expected, advice = "an array", ""
             if on_device or is_device_array(out):
                 expected += " on the device of b" if on_device else " on the host, as b is"
