@@ -33,7 +33,7 @@ from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, 
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
 from mpiad.linalg.probing import Probing, kind_of, probing_of, require_pattern
-from mpiad.linalg.solve import change_along, over_lanes, require_functions, transposed_matvec
+from mpiad.linalg.solve import change_along, operator_product, require_functions
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
 from mpiad.linalg.vectors import require_block, require_on_host
@@ -73,14 +73,8 @@ class _Operator(NamedTuple):
 
     def product(self, u: Array, variables: Sequence[Array], indices: tuple[int, ...], transposed: bool) -> Array:
         """Return A u or Aᵀ u for blocks (..., *shape); `variables` and `indices` as in `params`."""
-        params = self.params(variables, indices)
-
-        def one(block: Array) -> Array:
-            if not transposed:
-                return self.matvec(block, *params)
-            return transposed_matvec(self.matvec, params, block)(block)
-
-        return over_lanes(one, 0 if self.takes_batches else len(spec_like(u).shape) - len(self.shape))(u)
+        lanes = 0 if self.takes_batches else len(spec_like(u).shape) - len(self.shape)
+        return operator_product(self.matvec, self.params(variables, indices), u, lanes, transposed)
 
 
 class _Use(NamedTuple):

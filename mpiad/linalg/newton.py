@@ -311,18 +311,18 @@ class NonlinearProblem(NamedTuple):
 @custom_operator
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the root: a differentiable operator, whose arguments are the leaves of the parameters."""
-    failures, kept = problem.jacobian.new_failures(), problem.jacobian.preconditioner
+    jacobian, kept = problem.jacobian.with_failures(), problem.jacobian.preconditioner
 
     def linear(u: LocalArray, rtol: float) -> System:
         if isinstance(kept, KeptFactors):
             kept.update([u, *leaves])
         # The solution isn't verified by a product, since the nonlinear residual is evaluated next.
-        settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
-        system = problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
+        settings = jacobian.settings._replace(rtol=rtol, verify=False)
+        system = jacobian._replace(settings=settings).system([u, *leaves], u)
         system.has_inverse = isinstance(kept, KeptFactors) and kept.is_accurate
         return system
 
-    u = find_root(lambda u: problem.at([u, *leaves]), linear, problem.start, problem.settings, failures)
+    u = find_root(lambda u: problem.at([u, *leaves]), linear, problem.start, problem.settings, jacobian.failures)
     if isinstance(kept, KeptFactors) and kept.factors is None:  # no step was taken, but derivatives need factors
         kept.update([u, *leaves])
     return u
@@ -332,24 +332,23 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
     """Return the transpose of the root's derivative -J⁻¹ ∂F/∂p."""
 
     def vjp(g: LocalArray) -> list:
-        failures, lanes = problem.jacobian.new_failures(), len(spec_like(g).shape) > len(spec_like(ans).shape)
-        pull = failures.attempt(
-            "residual", lambda u: make_vjp(problem.at)([u, *leaves])[0], ans, again=lambda: problem.start
-        )
-        multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures, lanes)
+        jacobian, lanes = problem.jacobian.with_failures(), len(spec_like(g).shape) > len(spec_like(ans).shape)
+        traced = lambda u: make_vjp(problem.at)([u, *leaves])[0]  # noqa: E731
+        pull = jacobian.failures.attempt("residual", traced, ans, again=lambda: problem.start)
+        multiplier = solution_of_adjoint(g, [ans, *leaves], jacobian, lanes)
         # The cotangent of u is Jᵀ λ, which must be equal to g; this is checked if the method assumes that J is symmetric.
-        return param_cotangents(pull, multiplier, g, problem.jacobian, failures, lanes)
+        return param_cotangents(pull, multiplier, g, jacobian, lanes)
 
     return vjp
 
 
 def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
-    failures = problem.jacobian.new_failures()
+    jacobian = problem.jacobian.with_failures()
     along = lambda u: change_along(problem.at, u, leaves, gs)  # noqa: E731
-    change = failures.attempt("residual", along, ans, again=lambda: problem.start)
+    change = jacobian.failures.attempt("residual", along, ans, again=lambda: problem.start)
     rhs = spec_like(stop_gradient(ans)).zeros() if change is None else -change
-    return solution(rhs, ans, *leaves, problem=problem.jacobian._replace(failures=failures))
+    return solution(rhs, ans, *leaves, problem=jacobian)
 
 
 defvjp_together(root, _adjoint)

@@ -63,40 +63,26 @@ class Problem(NamedTuple):
     transposed: bool = False  # whether the operator of the system is the transposed one
     # ``solver(params, transposed)`` returns the method of another library; if it is None, the method is in `METHODS`.
     solver: Callable[..., Method] | None = None
-    failures: DeferredFailures | None = None  # this rank's failures in the enclosing call; None: no enclosing call
+    failures: Any = None  # `DeferredFailures`: this rank's failures in the enclosing call; None: no enclosing call
     communicated: set[str] | None = None  # names of user functions that have communicated; see `DeferredFailures`
     lanes: int = 0  # number of additional first axes of b, for right-hand sides of simultaneous reverse passes
 
-    def derived(self, failures: DeferredFailures) -> Problem:
+    def derived(self) -> Problem:
         """Return the problem for a tangent: the same operator, with zero as the initial guess."""
-        settings = self.settings._replace(callback=None, reported=False, probe=False)
-        return self._replace(start=None, settings=settings, failures=failures)
+        return self._replace(start=None, settings=self.settings._replace(callback=None, reported=False, probe=False))
 
     @property
     def hermitian(self) -> bool:
         """Whether the method requires a symmetric or Hermitian operator."""
         return self.settings.method == "cg"
 
-    def adjoint(self, failures: DeferredFailures) -> Problem:
-        """Return the problem for an adjoint: the transposed operator, unless the operator is Hermitian."""
-        derived = self.derived(failures)
-        return derived if self.hermitian else derived._replace(transposed=not self.transposed)
-
-    def product(self, all_leaves: Tree) -> LocalArray:
-        """Return the product of `matvec` with u, the first leaf; an enclosing trace records the computation."""
-        params = self.build(all_leaves[1:])
-        return over_lanes(lambda u: self.matvec(u, *params), self.lanes)(all_leaves[0])
-
-    def product_of_system(self, all_leaves: Tree) -> LocalArray:
-        """Return the product of this system's operator (transposed if `transposed`) with u, the first leaf."""
-        if not self.transposed:
-            return self.product(all_leaves)
-        params = tuple(self.build(all_leaves[1:]))
-        return over_lanes(lambda u: transposed_matvec(self.matvec, params, u)(u), self.lanes)(all_leaves[0])
+    def product(self, all_leaves: Tree, transposed: bool = False) -> LocalArray:
+        """Return the product of `matvec`, or its transpose, with u, the first leaf; an enclosing trace records it."""
+        return operator_product(self.matvec, tuple(self.build(all_leaves[1:])), all_leaves[0], self.lanes, transposed)
 
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system that the iterative methods solve, for untraced blocks."""
-        params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
+        params, failures = tuple(self.build(leaves)), self.failures or self.with_failures().failures
         apply, precondition = self._functions(params, b, failures.attempt)
         read = self.matvec, self.preconditioner, self.transposed, self.lanes, self.preconditioner_transpose
         comm, side = self.settings.comm, self.settings.side
@@ -123,9 +109,16 @@ class Problem(NamedTuple):
             precondition = bind_params(self.preconditioner, params)
         return apply, precondition
 
-    def new_failures(self) -> DeferredFailures:
-        """Return a collector of the failures of this rank's user functions in one call."""
-        return DeferredFailures(self.settings.comm, self.settings.call, self.communicated)
+    def with_failures(self) -> Problem:
+        """Return the problem with a new collector of the failures of this rank's user functions in one call."""
+        return self._replace(failures=DeferredFailures(self.settings.comm, self.settings.call, self.communicated))
+
+
+def operator_product(matvec: Function, params: tuple, u: Array, lanes: int, transposed: bool) -> Array:
+    """Return ``matvec(u, *params)``, or the product with the transpose, for u with `lanes` additional first axes."""
+    if transposed:
+        return over_lanes(lambda u: transposed_matvec(matvec, params, u)(u), lanes)(u)
+    return over_lanes(lambda u: matvec(u, *params), lanes)(u)
 
 
 def over_lanes(fun: Function, lanes: int = 1) -> Function:
@@ -154,28 +147,26 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
         lanes = len(spec_like(g).shape) > len(spec_like(ans).shape)
         if lanes and problem.solver is not None:
             return _stacked([vjp(g[k]) for k in range(len(g))])
-        failures = problem.new_failures()
+        used = problem.with_failures()
 
         def vjp_at(u: LocalArray) -> Function:
             zero = spec_like(stop_gradient(u)).zeros()
-            return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
+            traced = lambda u: make_vjp(problem.product)([u, *leaves])[0]  # noqa: E731
+            return used.failures.attempt("matvec", traced, u, again=lambda: zero)
 
         # In both cases, λᵀ A u is differentiated with respect to the parameters; A is the user's operator.
         if not problem.transposed:
             # The operator is traced before the solve, since the solve's first reduction reports exceptions to all ranks.
             pull = vjp_at(ans)
             near = start_of_adjoint(g, ans, b, problem.settings) if problem.hermitian and not lanes else None
-            left = multiplier = solution_of_adjoint(g, leaves, problem, failures, lanes, near)
-        else:
-            left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures, lanes)
-            if lanes:  # A u is differentiated at another u = λ in each lane
-                pulls = [vjp_at(multiplier[k]) for k in range(len(g))]
-                failures.raise_together()
-                parts = [param_cotangents(pull, left, g[k], problem, failures) for k, pull in enumerate(pulls)]
-                return [multiplier, *_stacked(parts)]
-            pull = vjp_at(multiplier)
-            failures.raise_together()
-        return [multiplier, *param_cotangents(pull, left, g, problem, failures, lanes)]
+            multiplier = solution_of_adjoint(g, leaves, used, lanes, near)
+            return [multiplier, *param_cotangents(pull, multiplier, g, used, lanes)]
+        multiplier = solution_of_adjoint(g, leaves, used, lanes)
+        # A u is differentiated at u = λ, which differs between lanes.
+        pulls = [vjp_at(multiplier[k]) for k in range(len(g))] if lanes else [vjp_at(multiplier)]
+        used.failures.raise_together()
+        parts = [param_cotangents(pull, ans, g, used) for pull in pulls]
+        return [multiplier, *(_stacked(parts) if lanes else parts[0])]
 
     return vjp
 
@@ -185,15 +176,13 @@ def _stacked(cotangents: list[list]) -> list:
     return [None if parts[0] is None else stack(parts) for parts in zip(*cotangents)]
 
 
-def param_cotangents(
-    pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures, lanes: bool = False
-) -> list:
+def param_cotangents(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, lanes: bool = False) -> list:
     """Return the cotangents of a user function's arguments but the first; minus `left` is the cotangent of its result."""
-    cotangents = failures.attempt("adjoint", partial(pull, batch=lanes), left) or [None]
+    cotangents = problem.failures.attempt("adjoint", partial(pull, batch=lanes), left) or [None]
     if problem.hermitian:
-        require_transpose(stop_gradient(cotangents[0]), stop_gradient(g), problem.settings, failures)
+        require_transpose(stop_gradient(cotangents[0]), stop_gradient(g), problem)
     else:
-        failures.raise_together()  # no reduction follows that would report failures
+        problem.failures.raise_together()  # no reduction follows that would report failures
     return [None if part is None else -part for part in cotangents[1:]]
 
 
@@ -214,33 +203,32 @@ def start_of_adjoint(g: LocalArray, u: LocalArray, b: LocalArray, settings: Sett
 
 
 def solution_of_adjoint(
-    g: LocalArray,
-    leaves: Tree,
-    problem: Problem,
-    failures: DeferredFailures,
-    lanes: bool = False,
-    start: LocalArray | None = None,
+    g: LocalArray, leaves: Tree, problem: Problem, lanes: bool = False, start: LocalArray | None = None
 ) -> LocalArray:
     """Return the solution λ of Aᵀ λ = g, differentiably; `lanes`: g has a first axis for several systems; collective."""
     if lanes:
         blocks = [g[k : k + _MOST_LANES] for k in range(0, len(g), _MOST_LANES)]
         settings = problem.settings._replace(batch=problem.settings.batch + 1)
         of_block = problem._replace(lanes=problem.lanes + 1, settings=settings)
-        return concatenate([solution_of_adjoint(block, leaves, of_block, failures) for block in blocks])
+        return concatenate([solution_of_adjoint(block, leaves, of_block) for block in blocks])
+    derived = problem.derived()
+    if not problem.hermitian:
+        return solution(g, *leaves, problem=derived._replace(transposed=not problem.transposed))
     # For Hermitian A, Aᵀ λ = g is equivalent to A λ* = g*.
-    if problem.hermitian and g.dtype.kind == "c":
-        return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))
-    return solution(g, *leaves, problem=problem.adjoint(failures)._replace(start=start))
+    if g.dtype.kind == "c":
+        return anp.conj(solution(anp.conj(g), *leaves, problem=derived))
+    return solution(g, *leaves, problem=derived._replace(start=start))
 
 
 def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     """Return the derivative of the solution along tangents of b and of the leaves."""
-    residual, failures = tangent_of(b, gs[0]), problem.new_failures()
+    residual, derived = tangent_of(b, gs[0]), problem.with_failures().derived()
     if leaves:
-        along = lambda u: change_along(problem.product_of_system, u, leaves, gs[1:])  # noqa: E731
-        change = failures.attempt("matvec", along, ans, again=spec_like(stop_gradient(ans)).zeros)
+        of_system = partial(problem.product, transposed=problem.transposed)
+        along = lambda u: change_along(of_system, u, leaves, gs[1:])  # noqa: E731
+        change = derived.failures.attempt("matvec", along, ans, again=spec_like(stop_gradient(ans)).zeros)
         residual = residual if change is None else residual - change
-    return solution(residual, *leaves, problem=problem.derived(failures))
+    return solution(residual, *leaves, problem=derived)
 
 
 def change_along(fun: Function, u: LocalArray, leaves: Sequence[Array], gs: Sequence[Array]) -> LocalArray:
@@ -256,14 +244,15 @@ defjvp_together(solution, _tangent)
 solution.batched_adjoint = True
 
 
-def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
+def require_transpose(transposed: LocalArray | None, g: LocalArray, problem: Problem) -> None:
     """Raise a ValueError on all ranks if Aᵀ λ, `transposed`, differs from g = A λ: A isn't symmetric."""
+    settings = problem.settings
     gap = (np.nan if transposed is None else transposed) - g
     with restoring_state(), suspended():
         local = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
         squares = mpi_allreduce(np.real(local).ravel().astype(np.float64), comm=settings.comm)
     if not np.isfinite(squares).all():
-        failures.raise_together()
+        problem.failures.raise_together()
     error, norm = np.sqrt(squares).tolist()
     # For ill-conditioned systems rounding errors may exceed the tolerance.
     if error > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
@@ -451,7 +440,7 @@ def check_arguments(settings: Settings, functions: dict[str, Any], name: str, bl
             fun.require_fit(block)
 
 
-def require_functions(call: str, functions: dict[str, Any]) -> None:
+def require_functions(call: str, functions: dict[str, object]) -> None:
     """Raise a TypeError if one of the functions isn't callable; all but the first may be None."""
     for number, (name, fun) in enumerate(functions.items()):
         if not callable(fun) and (fun is not None or number == 0):
