@@ -259,7 +259,6 @@ class _KrylovSpace:
     def _rotated(self, coefficients: np.ndarray) -> list[int]:
         """Rotate the vectors to which A wasn't applied so that the first ones span directions; return their positions."""
         # Otherwise an eigenvector among these vectors would be missed, since new directions are orthogonal to it.
-        self._extend_projected()
         others = self.others()
         rotation = np.linalg.qr(coefficients[others], mode="complete")[0].T
         self.basis[others], self.projected[others] = rotation @ self.basis[others], rotation @ self.projected[others]
@@ -270,16 +269,11 @@ class _KrylovSpace:
         weighted = self._images("product", self.basis[block])
         scale = np.max(np.abs(self.projected), initial=np.finfo(float).tiny)
         coefficients = self._add(self._images("mass_solve", weighted), weighted, scale)
-        self._extend_projected()
         self.projected, self.expanded = np.hstack([self.projected, coefficients]), self.expanded + block
 
     def others(self) -> list[int]:
         """Return the positions of vectors to which A wasn't applied."""
         return sorted(set(range(len(self.basis))) - set(self.expanded))
-
-    def _extend_projected(self) -> None:
-        rows = np.zeros((len(self.basis) - len(self.projected), len(self.expanded)))
-        self.projected = np.vstack([self.projected, rows])
 
     def ritz(self, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], np.ndarray]:
         """Return the Ritz values, k vectors, norms of residuals in `expanded`, the other positions, components there."""
@@ -322,6 +316,7 @@ class _KrylovSpace:
             if len(vectors) == 0 or np.max(np.abs(values - 1.0)) < 0.1:
                 break
         self.basis = np.concatenate([self.basis, vectors])
+        self.projected = np.pad(self.projected, ((0, len(vectors)), (0, 0)))
         return np.concatenate([coefficients, factor.T])
 
     def _images(self, name: str, vectors: LocalArray) -> LocalArray:
