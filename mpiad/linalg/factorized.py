@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -32,7 +32,7 @@ from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, probed_matrix, require_complete
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
-from mpiad.linalg.probing import Probing, kind_of, probing_of, require_pattern
+from mpiad.linalg.probing import kind_of, probing_of, require_pattern
 from mpiad.linalg.solve import change_along, operator_product, require_functions
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.system import Settings, System
@@ -149,13 +149,13 @@ def _current_number(zero: np.ndarray, solve: Factorized, count: int, error: Exce
 
 @custom_operator
 def _with_factors(b: LocalArray, solve: Factorized, number: np.ndarray) -> LocalArray:
-    factors = solve._recent.get(int(number))
+    factors = next((kept for kept in solve._recent if kept.number == number), None)
     if factors is None:  # on all ranks
         text = (
             f"{_CALL}: the params have changed in place {_MOST_KEPT} times since the solve whose derivative this is. Call "
             "factorized again for other params."
         )
-        raise agreed(solve._factors.options.group, RuntimeError(text))
+        raise agreed(solve._recent[-1].options.group, RuntimeError(text))
     return factors.solved(b, solve._transposed)
 
 
@@ -173,10 +173,11 @@ class _Factors:
     `given` contains the leaves of the params, which the user may change later; None if nobody asks whether they changed.
     """
 
-    def __init__(self, operator: _Operator, given: Any, options: _Options, number: int = 0, requires_all: bool = True):
-        self.operator, self.given, self.options, self.number = operator, given, options, number
+    def __init__(self, operator: _Operator, given: Any, options: _Options, previous: _Factors | None = None):
+        self.operator, self.given, self.options = operator, given, options
+        self.number, self._probing = (0, None) if previous is None else (previous.number + 1, previous._probing)
         with restoring_state(), suspended():
-            self.matrix = matrix = options.assembled(operator, requires_all)
+            self.matrix = matrix = self._assembled(is_exact=given is not None or previous is None)
             if options.group.size == 1:
                 name = f"{options.call}: the matrix {matrix.shape}"
                 self._inverse: Any = SparseFactors(matrix.local_rows(), name)
@@ -188,14 +189,25 @@ class _Factors:
         with contextlib.suppress(Unknown):
             self._watch = None if given is None else watch_of(operator.matvec, (), given)
 
+    def _assembled(self, is_exact: bool) -> DistributedMatrix:
+        """Return the matrix; if `is_exact`, raise on all ranks if the pattern misses an entry."""
+        matvec, build, leaves, shape, takes_batches = self.operator
+        _, comm, pattern, _, matrix, call = self.options
+        if matrix is not None:
+            return matrix.with_values(leaves[0])
+        params, self._probing = tuple(build(leaves)), self._probing or probing_of(pattern, math.prod(shape), comm, call)
+        matrix = probed_matrix(matvec, params, shape, comm, call, takes_batches, self._probing)
+        if is_exact:
+            require_complete(matvec, params, shape, matrix, call)
+        return matrix
+
     def is_current(self) -> bool:
         """Return whether the params, and the objects in the operator's closure, are unchanged on this rank."""
         return self._watch is None or self._watch.is_the_same()
 
     def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
-        same = operator.shape == self.operator.shape
-        same = same and all(x is y for x, y in zip(options[:-1], self.options[:-1]))  # apart from what is known
+        same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
         return same and self._has_leaves(operator.leaves) and self.is_current()
 
     def _has_leaves(self, leaves: Sequence[object]) -> bool:
@@ -210,7 +222,7 @@ class _Factors:
                 "object among the params, or call factorized again."
             )
             raise agreed(self.options.group, RuntimeError(text))
-        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options, self.number + 1)
+        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options, self)
 
     def _rows(self, b: LocalArray) -> LocalArray:
         """Return blocks (..., *shape) as rows, in the dtype of the solution."""
@@ -248,7 +260,7 @@ class KeptFactors:
         self, matvec: Function, build: Function, shape: tuple[int, ...], pattern: Any, comm: Comm, call: str, reuse: int
     ) -> None:
         self._operator = _Operator(matvec, build, [], shape, True)
-        self._options = _Options(channel(comm, call), comm, pattern, "auto", None, call, [])
+        self._options = _Options(channel(comm, call), comm, pattern, "auto", None, call)
         self._reuse, self._uses_left, self._transposed = reuse, 0, False
         self.factors: Any = None
 
@@ -258,8 +270,7 @@ class KeptFactors:
             self._uses_left -= 1
             return
         # An entry that the pattern misses in later steps only makes the preconditioner less accurate.
-        operator, is_first = self._operator._replace(leaves=leaves), self.factors is None
-        self.factors = _Factors(operator, None, self._options, requires_all=is_first)
+        self.factors = _Factors(self._operator._replace(leaves=leaves), None, self._options, self.factors)
         self._uses_left = self._reuse
 
     @property
@@ -303,18 +314,21 @@ class Factorized:
     """
 
     def __init__(self, factors: _Factors, variables: list[Array], indices: tuple[int, ...]):
-        self._factors, self._variables, self._indices = factors, variables, indices
-        self._recent = {factors.number: factors}  # by number, for reverse passes of compiled programs
-        self._transposed, self._other = False, None
-        self.shape, self.matrix, self.comm = factors.matrix.shape, factors.matrix, factors.options.comm
+        self._variables, self._indices, self._transposed = variables, indices, False
+        self._recent = [factors]  # the current ones are the last; the others are for reverse passes of compiled programs
+        self.shape, self.comm = factors.matrix.shape, factors.options.comm
 
     @property
+    def matrix(self) -> DistributedMatrix:
+        """The matrix that was factored."""
+        return self._recent[-1].matrix
+
+    @cached_property
     def T(self) -> Factorized:
         """The inverse of the transpose."""
-        if self._other is None:
-            self._other = other = Factorized(self._factors, self._variables, self._indices)
-            other._transposed, other._other, other._recent = not self._transposed, self, self._recent
-        return self._other
+        other = copy(self)
+        other._transposed, other.T = not self._transposed, self
+        return other
 
     def __repr__(self) -> str:
         return f"<factorized operator of shape {self.shape}>"
@@ -361,7 +375,8 @@ class Factorized:
 
     def _counted(self, b: Array) -> tuple[int, Exception | None]:
         """Return the number of right-hand sides, and an error if `b` has another shape."""
-        shape, lead = self._factors.operator.shape, max(b.ndim - len(self._factors.operator.shape), 0)
+        shape = self._recent[-1].operator.shape
+        lead = max(b.ndim - len(shape), 0)
         if b.shape[lead:] == shape:
             return math.prod(b.shape[:lead]), None
         return 0, ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {b.shape}.")
@@ -379,7 +394,8 @@ class Factorized:
 
         Raise on all ranks an error of any, or if `count`, the number of right-hand sides, differs between ranks.
         """
-        group, largest = self._factors.options.group, 2 if error is not None else int(not self._factors.is_current())
+        factors = self._recent[-1]
+        group, largest = factors.options.group, 2 if error is not None else int(not factors.is_current())
         if group.size > 1:
             found = np.empty(3, np.int64)
             group.data.Allreduce(np.array([largest, count, -count]), found, MAX)
@@ -390,12 +406,9 @@ class Factorized:
         if largest == 2:
             raise_together(group, error)
         if largest:
-            self._factors = factors = self._factors.again()
-            self._recent[factors.number], self.matrix = factors, factors.matrix
-            self._recent.pop(factors.number - _MOST_KEPT, None)
-            if self._other is not None:
-                self._other._factors, self._other.matrix = factors, factors.matrix
-        return self._factors
+            factors = factors.again()
+            self._recent[:] = [*self._recent, factors][-_MOST_KEPT:]
+        return factors
 
 
 @opaque
@@ -413,19 +426,6 @@ class _Options(NamedTuple):
     method: str
     matrix: DistributedMatrix | None
     call: str = _CALL  # for messages
-    known: list[Probing] = []  # the probing, once it is known
-
-    def assembled(self, operator: _Operator, requires_all: bool) -> DistributedMatrix:
-        """Return the matrix; raise on all ranks, if `requires_all`, if the pattern misses an entry."""
-        if self.matrix is not None:
-            return self.matrix.with_values(operator.leaves[0])
-        params, shape = tuple(operator.build(operator.leaves)), operator.shape
-        if not self.known:
-            self.known.append(probing_of(self.pattern, math.prod(shape), self.comm, self.call))
-        matrix = probed_matrix(operator.matvec, params, shape, self.comm, self.call, operator.takes_batches, *self.known)
-        if requires_all:
-            require_complete(operator.matvec, params, shape, matrix, self.call)
-        return matrix
 
 
 # The last operators with their factors, the newest first. A step of a time loop that calls `factorized` uses them again.
@@ -505,7 +505,7 @@ def factorized(
     leaves, build = flatten(params)
     indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
     plain = [stop_gradient(leaf) for leaf in leaves]
-    options = _Options(group, comm, pattern, method, matrix, _CALL, [])
+    options = _Options(group, comm, pattern, method, matrix)
     copies = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in plain]
     operator = _Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
     known = [pair for pair in _kept if pair[0] is matvec]
