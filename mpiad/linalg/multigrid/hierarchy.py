@@ -182,6 +182,7 @@ class Plan(NamedTuple):
     singular: bool  # whether constants are in the operator's kernel
     doubled: int  # number of levels below the current level that are visited twice
     compiled: bool  # whether cycles on the host are compiled
+    twice: bool = False  # whether the current level is visited twice
 
 
 class Coarser:
@@ -195,42 +196,26 @@ class Coarser:
         after = distribution.merged(max(distribution.shape) if last else _SHORTEST[len(distribution.cuts)])
         self._gathering = Agglomeration(distribution, after, plan.rank, plan.comm)
         whole = self._gathering.gather(stack)
-        self._level: Level | None = None
-        self._coarsest: Coarsest | None = None
-        self._twice = plan.doubled > 0
-        if whole is None:
-            return
-        if last:
-            self._coarsest = Coarsest(whole, distribution.periodic, plan.singular)
-        else:
+        self._solver: Level | Coarsest | None = None
+        if whole is not None and last:
+            self._solver = Coarsest(whole, distribution.periodic, plan.singular)
+        elif whole is not None:
             layout = layout_of(self._gathering.box)  # type: ignore[arg-type]
             # A coarse operator couples diagonal neighbors, even if the finest operator doesn't.
             stencil = stencil_of(layout, offsets(len(distribution.cuts)), whole)
-            self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
+            plan = plan._replace(doubled=max(0, plan.doubled - 1), twice=plan.doubled > 0)
+            self._solver = hierarchy(stencil, after, plan)
 
     def on(self, xp: ArrayModule) -> Coarser:
         """Return a copy of this problem on a device."""
         other = copy.copy(self)
-        other._level = None if self._level is None else self._level.on(xp)
-        other._coarsest = None if self._coarsest is None else self._coarsest.on(xp)
+        other._solver = None if self._solver is None else self._solver.on(xp)
         return other
 
     def correct(self, residual: LocalArray) -> LocalArray:
         """Return the correction on this rank's coarse points and a layer around them, from the residual at these points."""
         f = self._gathering.gather(residual)
-        if self._level is not None:
-            layout = self._level.layout
-            return self._gathering.scatter(layout.join(self._cycled(self._level, layout.split(f)), rim=1), residual)
-        return self._gathering.scatter(None if self._coarsest is None else self._coarsest.solve(f), residual)
-
-    def _cycled(self, level: Level, f: LocalArray) -> LocalArray:
-        u = level.cycle(f)
-        if not self._twice:
-            return u
-        # If B is the operator of a cycle, two cycles are the operator 2 B - B A B, which is symmetric, too.
-        first = u.copy()
-        f -= level.product_after(f)
-        return first + level.cycle(f)
+        return self._gathering.scatter(None if self._solver is None else self._solver.solve(f), residual)
 
 
 def hierarchy(stencil: Stencil, distribution: Distribution, plan: Plan) -> Level:
@@ -238,14 +223,14 @@ def hierarchy(stencil: Stencil, distribution: Distribution, plan: Plan) -> Level
     halo = LevelHalo(stencil.layout, distribution, plan.rank, plan.comm)
     find_interpolation(stencil, halo)
     stack = coarse_operator(stencil, halo)
-    return Level(stencil, halo, Coarser(stack, distribution.coarse(), plan), plan.compiled)
+    return Level(stencil, halo, Coarser(stack, distribution.coarse(), plan), plan.compiled, plan.twice)
 
 
 class Level:
     """A level of the V-cycle, on a rank that owns a block of the level."""
 
-    def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False):
-        self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
+    def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False, twice: bool = False):
+        self.layout, self._stencil, self._halo, self._below, self._twice = stencil.layout, stencil, halo, below, twice
         self._count = count = len(self.layout.colors)
         # Rows of the state, for all colors: u, then the residual, then the product with u; and one row for restriction.
         self._coarse = 3 * count
@@ -268,7 +253,18 @@ class Level:
 
     def on(self, xp: ArrayModule) -> Level:
         """Return a copy of this level and all coarser levels on a device."""
-        return Level(self._stencil.on(xp), self._halo, self._below.on(xp))
+        return Level(self._stencil.on(xp), self._halo, self._below.on(xp), twice=self._twice)
+
+    def solve(self, f: LocalArray) -> LocalArray:
+        """Return the result of one or two cycles, with one layer of the halo, for blocks f; collective."""
+        f = self.layout.split(f)
+        u = self.cycle(f)
+        if self._twice:
+            # If B is the operator of a cycle, two cycles are the operator 2 B - B A B, which is symmetric, too.
+            first = u.copy()
+            f -= self.product_after(f)
+            u = first + self.cycle(f)
+        return self.layout.join(u, rim=1)
 
     def cycle(self, f: LocalArray) -> LocalArray:
         """Return the result of one V-cycle for f, starting from zero; the next call overwrites it. Collective."""

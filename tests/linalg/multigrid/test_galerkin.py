@@ -57,7 +57,7 @@ def test_operators_of_all_levels(shape, settings, more, shortest, rank_rng, monk
             rows, found = dense(level._stencil, shape, periodic)
             expected = matrix[rows].toarray()
             np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12 * abs(matrix).max())
-            level = level._below._level
+            level = level._below._solver if isinstance(level._below._solver, levels.Level) else None
         interpolation, shape = interpolation_matrix(matrix, shape, periodic)
         matrix = (interpolation.T @ matrix @ interpolation).tocsr()
         depth += 1
