@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants
 from mpiad.differentiation.segment_sum import segment_sum
 from mpiad.domain import Domain
-from mpiad.linalg.probing import Probing, checked_product, kind_of, positions, probing_of, require_pattern
+from mpiad.linalg.probing import Probing, checked_product, kind_of, local_numbers, positions, probing_of, require_pattern
 from mpiad.linalg.solve import require_functions, solve
 from mpiad.linalg.sparse_factors import SparseFactors
 from mpiad.linalg.sparse_products import (
@@ -34,7 +33,6 @@ from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
-from mpiad.redistribution import GhostExchange
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, raising_together
 from mpiad.transport.core.buffers import even_lengths
@@ -42,9 +40,6 @@ from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
 from mpiad.transport.exits.user_failures import DeferredFailures
-
-# The last matrix of each probing, after the entries of the pattern that it contains.
-_kept: weakref.WeakKeyDictionary[Probing, tuple[np.ndarray, DistributedMatrix]] = weakref.WeakKeyDictionary()
 
 
 def probed_matrix(
@@ -55,13 +50,13 @@ def probed_matrix(
     # Most operators use some neighbors in a domain's halo only. Derivatives of zeros may differ from zero.
     all_contained = probing.halo is None or isbox(values)
     contained = np.full(len(probing.rows.data), True) if all_contained else values != 0.0
-    kept = _kept.get(probing)
+    kept = probing.latest
     changed = kept is None or kept[1].comm is not comm or not np.array_equal(contained, kept[0])
     if on_any_rank(channel(comm, call).data, changed) or kept is None:
         rows = probing.rows.copy()
         rows.data = contained.astype(float)
         rows.eliminate_zeros()
-        kept = _kept[probing] = contained, DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
+        kept = probing.latest = contained, DistributedMatrix(rows, columns=rows.shape[0], comm=comm)
     return kept[1].with_values(values if all_contained else values[contained])
 
 
@@ -185,13 +180,7 @@ class DistributedMatrix:
         self.shape = int(self.offsets[0][-1]), int(self.offsets[1][-1])
         self.local_shape, self.values = (matrix.shape[0], own[1].stop - own[1].start), matrix.data
         self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
-        owned = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
-        ghosts = np.unique(matrix.indices[~owned])
-        # In a `Pattern`, this rank's columns are followed by the columns of ghosts.
-        numbers = np.where(
-            owned, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
-        )
-        exchange = GhostExchange(ghosts, (own[1].start, own[1].stop), comm)
+        numbers, exchange = local_numbers(matrix.indices, own[1].start, own[1].stop, comm)
         self._pattern = Pattern(numbers, matrix.indptr, self.local_shape, exchange)
 
     @classmethod

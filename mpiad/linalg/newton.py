@@ -291,21 +291,20 @@ def newton(
         preconditioner = KeptFactors(product, arguments, start.shape, pattern, comm, _CALL, reuse)
     linear = linear._replace(preconditioned=settings.preconditioned or jacobian == "sparse")
     system = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
-    return root(*leaves, problem=NonlinearProblem(residual, build, settings, start, system))
+    return root(*leaves, problem=NonlinearProblem(residual, settings, start, system))
 
 
 class NonlinearProblem(NamedTuple):
     """A nonlinear system without the values of its parameters."""
 
     residual: Function
-    build: Callable[[Any], Any]  # assembles the parameters from their leaves
     settings: Settings
     start: LocalArray
     jacobian: Problem  # the linear system with the Jacobian; its leaves are u and the leaves of the parameters
 
     def at(self, all_leaves: Tree) -> LocalArray:
         """Return the residual, given u and the leaves of the parameters; an enclosing trace records the computation."""
-        return self.residual(all_leaves[0], *self.build(all_leaves[1:]))
+        return self.residual(*self.jacobian.build(all_leaves))
 
 
 @custom_operator

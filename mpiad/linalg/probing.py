@@ -47,6 +47,7 @@ class Probing:
     def __init__(self, rows: Any, own: np.ndarray, count: int, halo: tuple[int, ...] | None):
         self.rows, self.own = rows, own
         self.count, self.halo = count, halo  # the number of colors, the same on all ranks, and the halo of a stencil
+        self.latest: Any = None  # the last matrix, after the entries of the pattern that it contains
         # The place of each entry in the products with the fields of all colors.
         self._places = rows.data * rows.shape[0] + np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr))
 
@@ -150,10 +151,9 @@ def _colors(rows: Any, offsets: np.ndarray, group: Channel, comm: Comm) -> np.nd
     owners = np.searchsorted(offsets, columns, side="right")[pairs.row] - 1
     sent = np.stack([columns[pairs.row], columns[pairs.col]], axis=1)[np.argsort(owners, kind="stable")]
     column, other = mpi_alltoall(sent.astype(np.int64), np.bincount(owners, minlength=group.size), comm=comm).T
-    own, ghosts = stop - start, np.setdiff1d(other, np.arange(start, stop))
-    numbers = np.where((other >= start) & (other < stop), other - start, own + np.searchsorted(ghosts, other))
-    near = scipy.sparse.csr_matrix((np.ones(len(other)), (column - start, numbers)), (own, own + len(ghosts)))
-    exchange, colors = GhostExchange(ghosts, (start, stop), comm), np.full(own + len(ghosts), -1)
+    own, (numbers, exchange) = stop - start, local_numbers(other, start, stop, comm)
+    colors = np.full(own + exchange.n_needed, -1)
+    near = scipy.sparse.csr_matrix((np.ones(len(other)), (column - start, numbers)), (own, len(colors)))
     rounds: list[int] = []
     for partners in group.data.allgather([rank for rank, _ in exchange.sources]):
         rounds.append(first_missing({rounds[rank] for rank in partners if rank < len(rounds)}))
@@ -162,6 +162,14 @@ def _colors(rows: Any, offsets: np.ndarray, group: Channel, comm: Comm) -> np.nd
             colors_of(near, colors, own)
         colors[own:] = exchange.fetch(colors[:own])
     return colors[:own]
+
+
+def local_numbers(numbers: np.ndarray, start: int, stop: int, comm: Comm) -> tuple[np.ndarray, GhostExchange]:
+    """Return local numbers, this rank's from 0 on and then the ghosts', and the exchange of the ghosts; collective."""
+    is_own = (numbers >= start) & (numbers < stop)
+    ghosts = np.unique(numbers[~is_own])
+    local = np.where(is_own, numbers - start, stop - start + np.searchsorted(ghosts, numbers))
+    return local, GhostExchange(ghosts, (start, stop), comm)
 
 
 def checked_product(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures, call: str) -> Array:

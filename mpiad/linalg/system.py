@@ -77,8 +77,6 @@ def agree_on(
             require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared.items()), settings.call)
     if failed:
         raise_first(group, error)
-    if not reported and not preconditioned:
-        return settings
     return settings._replace(reported=bool(reported), preconditioned=bool(preconditioned))
 
 
