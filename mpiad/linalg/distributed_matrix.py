@@ -38,7 +38,7 @@ from mpiad.transport.core.agreement import agreed, alike_on_all, raising_togethe
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.channels import on_any_rank
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of, is_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, zeros_like
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 
@@ -491,10 +491,9 @@ class DistributedMatrix:
         Each value on the diagonal gets the cotangent of its entry.
         """
         self._require_square("DistributedMatrix.diagonal")
-        xp = arrays_of(getval(self.values))
-        kind, (entries,) = getval(self.values).dtype, self._diagonal.on(xp)
-        zero = np.zeros(1, kind) if xp is None else xp.full((1,), 0, kind)
-        return concatenate([self.values, zero])[entries]
+        plain = getval(self.values)
+        (entries,) = self._diagonal.on(arrays_of(plain))
+        return concatenate([self.values, zeros_like(plain, (1,))])[entries]
 
     @cached_property
     def _diagonal(self) -> Constants:
