@@ -111,7 +111,7 @@ _DENSE = 512  # largest number of points for which the inverse (2 MiB) is used
 
 
 class Coarsest:
-    """Factors of an operator with a given diagonal and couplings; if `singular`, the value at the last point is zero."""
+    """Factors of an operator with given couplings; if `singular`, the value at the last point is zero."""
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
@@ -155,8 +155,8 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     shape: Shape = stack.shape[1:]
     points = np.indices(shape)
     numbers = np.arange(stack[0].size)
-    rows, columns, values = [numbers], [numbers], [stack[0].ravel()]
-    for offset, coupling in zip(offsets(len(shape)), stack[1:]):
+    rows, columns, values = [], [], []
+    for offset, coupling in zip(offsets(len(shape)), stack):
         target, inside = [axis_points + step for axis_points, step in zip(points, offset)], coupling != 0
         for axis_points, n, wraps in zip(target, shape, periodic):
             inside &= wraps | ((axis_points >= 0) & (axis_points < n))
@@ -202,7 +202,7 @@ class Coarser:
         elif whole is not None:
             layout = layout_of(self._gathering.box)  # type: ignore[arg-type]
             # A coarse operator couples diagonal neighbors, even if the finest operator doesn't.
-            stencil = stencil_of(layout, offsets(len(distribution.cuts)), whole)
+            stencil = stencil_of(layout, dict(zip(offsets(len(distribution.cuts)), whole)))
             plan = plan._replace(doubled=max(0, plan.doubled - 1), twice=plan.doubled > 0)
             self._solver = hierarchy(stencil, after, plan)
 
@@ -248,7 +248,9 @@ class Level:
         self._restriction = step([self._restricted(unfinished)])
         self._interpolation = step([self._interpolated(color) for color in unfinished])
         # In the second sweep, in reverse order, all neighbors contribute.
-        self._after = [(step([self._relaxed(c, None) for c in group]), group) for group in reversed(stencil.sweep)]
+        self._after = [
+            (step([self._relaxed(c, self.layout.colors) for c in group]), group) for group in reversed(stencil.sweep)
+        ]
         self._product = step([self._multiplied(color) for color in self.layout.colors])
 
     def on(self, xp: ArrayModule) -> Level:
@@ -297,26 +299,23 @@ class Level:
 
     # ---- the sums
 
-    def _relaxed(self, color: Color, among: list[Color] | None) -> WeightedSum:
+    def _relaxed(self, color: Color, among: list[Color]) -> WeightedSum:
         """Return the sum that solves a color's equations for the values of this color."""
-        row = self.layout.row[color]
+        row, others = self.layout.row[color], [other for other in among if other != color]
         # Until the halo is filled, its values are zero, since the inverse diagonal is zero at points of other ranks.
-        return WeightedSum(row, self._stencil.terms(color, among), base=row, scale=self._count + row)
+        return WeightedSum(row, self._stencil.terms(color, others), base=row, scale=row)
 
     def _residual(self, color: Color, later: list[Color] | None) -> WeightedSum:
-        row = self.layout.row[color]
-        terms = self._stencil.terms(color, later)
-        if later is None:
-            return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
         # The equations are satisfied after the color's update, so the residual is due to later updates of other colors.
-        return WeightedSum(self._count + row, terms)
+        row = self.layout.row[color]
+        return WeightedSum(self._count + row, self._stencil.terms(color, later), base=row if later is None else None)
 
     def _multiplied(self, color: Color) -> WeightedSum:
         row = self.layout.row[color]
         if color in self._stencil.sweep[0]:
             # A cycle updates this group last, so its equations are satisfied: the product is f.
             return WeightedSum(2 * self._count + row, base=row)
-        return WeightedSum(2 * self._count + row, self._stencil.terms(color), diagonal=Term(row, row), negative=True)
+        return WeightedSum(2 * self._count + row, self._stencil.terms(color), negative=True)
 
     def _restricted(self, colors: list[Color]) -> WeightedSum:
         terms, has_coarse = [], self.layout.colors[0] in colors

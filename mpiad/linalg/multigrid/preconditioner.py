@@ -403,7 +403,7 @@ class Multigrid:
     def _levels(self, distribution: Distribution) -> Level:
         ndim = len(self.domain.shape)
         # The diagonal is the sum of c and the coefficients of all faces; there is no coupling across physical sides.
-        diagonal, couplings = self.c, {}
+        diagonal, couplings = self.c, dict[tuple[int, ...], LocalArray]()
         for axis, (step, faces) in enumerate(zip(self.operator.sides.spacing, self._faces)):
             of_faces = layers_of(faces / step**2, axis, ndim, cut=False)
             diagonal = diagonal + of_faces(0, -1) + of_faces(1, None)
@@ -412,7 +412,7 @@ class Multigrid:
                 if self.domain.neighbours[axis][end] is None:
                     layers_of(coupling, axis, ndim, cut=False)(-end, None if end else 1)[...] = 0.0
                 couplings[tuple(offset if other == axis else 0 for other in range(ndim))] = coupling
-        stencil = stencil_of(self._layout, list(couplings), [diagonal, *couplings.values()])
+        stencil = stencil_of(self._layout, {(0,) * ndim: -diagonal, **couplings})
         doubled = _DOUBLED if contrast(self.kappa, self._channel) > _SMOOTH else 0
         plan = Plan(self._channel.rank, self.domain.comm, self.mean_zero, doubled, are_compiled(diagonal.size))
         return hierarchy(stencil, distribution, plan)

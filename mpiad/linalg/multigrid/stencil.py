@@ -85,8 +85,8 @@ Offset = tuple[int, ...]
 
 
 def offsets(ndim: int) -> list[Offset]:
-    """Return the offsets of all neighbors, also diagonal ones; the k-th offset from the end is minus the k-th offset."""
-    return [offset for offset in itertools.product((-1, 0, 1), repeat=ndim) if any(offset)]
+    """Return the offsets of a point and all its neighbors; the k-th offset from the end is minus the k-th offset."""
+    return list(itertools.product((-1, 0, 1), repeat=ndim))
 
 
 @functools.cache
@@ -96,18 +96,18 @@ def corners(color: Color) -> list[tuple[int, ...]]:
 
 
 class Stencil:
-    """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset)."""
+    """A symmetric operator on the points of a level: (A u)(x) = -Σ N(x, offset) u(x + offset), with N(x, 0) < 0."""
 
     def __init__(self, layout: Layout, offsets: Sequence[Offset], memory: LocalArray):
-        # The rows of the memory: D for each color; 1 / D, or 0 if D is 0, for each color; N for each offset and color; and
-        # the interpolation weights, for each color except (0, ...) and each corner. D, 1 / D and N are zero outside of the
+        # The rows of the memory: -1 / N(x, 0), or 0 if N(x, 0) is 0, for each color; N for each offset and color; and the
+        # interpolation weights, for each color except (0, ...) and each corner. The inverse and N are zero outside of the
         # block; the weights are zero until `find_interpolation` fills them, also in the halo.
         self.layout, self.memory, self._offsets, count = layout, memory, list(offsets), len(layout.colors)
-        self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
-        self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(offsets, 2)}
+        self.inverse = memory[:count]
+        self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(offsets, 1)}
         self.sweep = _sweep(layout.colors, any(np.count_nonzero(offset) > 1 for offset in offsets))
         self.weights: dict[Color, int] = {}  # for each color, the row of its first weight
-        first = (2 + len(offsets)) * count
+        first = (1 + len(offsets)) * count
         for color in layout.colors[1:]:
             self.weights[color] = first
             first += len(corners(color))
@@ -121,9 +121,9 @@ class Stencil:
         return self.memory[self.weights[color] : self.weights[color] + len(corners(color))]
 
     def terms(self, color: Color, among: Sequence[Color] | None = None) -> list[Term]:
-        """Return the terms N u of a color's neighbors, or only of the neighbors whose colors are in `among`."""
+        """Return the terms N u of a color's points and their neighbors, or only of those whose colors are in `among`."""
         terms, row, count = [], self.layout.row[color], len(self.layout.colors)
-        for k, offset in enumerate(self._offsets, 2):
+        for k, offset in enumerate(self._offsets, 1):
             neighbor, steps = neighbor_color(color, offset)
             if among is None or neighbor in among:
                 shift = self.layout.shifted(steps).start - self.layout.inner.start
@@ -143,14 +143,15 @@ def _sweep(colors: list[Color], has_diagonal_neighbors: bool) -> list[list[Color
     return [odd, even, odd] if len(colors) == 8 else [even, odd]
 
 
-def stencil_of(layout: Layout, offsets: Sequence[Offset], blocks: Sequence[np.ndarray]) -> Stencil:
-    """Return the stencil with the diagonal and the couplings per offset in `blocks`; interpolation weights are zero."""
+def stencil_of(layout: Layout, couplings: Mapping[Offset, np.ndarray]) -> Stencil:
+    """Return the stencil with given blocks of couplings; the interpolation weights are zero."""
     count = len(layout.colors)
     weights = sum(len(corners(color)) for color in layout.colors[1:])
-    stencil = Stencil(layout, offsets, np.zeros(((2 + len(offsets)) * count + weights, layout.size)))
-    for out, block in zip((stencil.diagonal, *stencil.couplings.values()), blocks, strict=True):
-        layout.split(block, out)
-    np.divide(1.0, stencil.diagonal, out=stencil.inverse, where=stencil.diagonal > 0)
+    stencil = Stencil(layout, list(couplings), np.zeros(((1 + len(couplings)) * count + weights, layout.size)))
+    for offset, block in couplings.items():
+        layout.split(block, stencil.couplings[offset])
+    diagonal = stencil.couplings[(0,) * len(layout.shape)]
+    np.divide(-1.0, diagonal, out=stencil.inverse, where=diagonal < 0)
     return stencil
 
 
@@ -168,12 +169,10 @@ def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
 
 def _find_weights(stencil: Stencil, color: Color) -> None:
     layout, row_of = stencil.layout, {corner: k for k, corner in enumerate(corners(color))}
-    inner, row = stencil.weights_of(color)[:, layout.inner], layout.row[color]
-    center = stencil.diagonal[row, layout.inner].copy()
-    for offset, coupling in _couplings_along(stencil, color).items():
-        if not any(offset):
-            center -= coupling
-            continue
+    inner = stencil.weights_of(color)[:, layout.inner]
+    along = _couplings_along(stencil, color)
+    center = -along.pop((0,) * len(color))
+    for offset, coupling in along.items():
         neighbor, steps = neighbor_color(color, offset)
         entries = layout.shifted(steps)
         for k, corner in enumerate(corners(neighbor)):
@@ -195,9 +194,9 @@ def _couplings_along(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np
 
 
 def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
-    """Return the coarse operator PᵀAP, diagonal and couplings, on this rank's coarse points; collective."""
+    """Return the couplings of the coarse operator PᵀAP, per offset, on this rank's coarse points; collective."""
     layout, ndim, first = stencil.layout, len(stencil.layout.shape), 0
-    # A P at the points, one row per color and neighboring coarse point; the rows by the offset in entries.
+    # -A P at the points, one row per color and neighboring coarse point; the rows by the offset in entries.
     product, row_of_color = np.zeros((5**ndim, layout.size)), {}
     for color in layout.colors:
         coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in color])
@@ -207,29 +206,26 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     # Restriction reads the products of neighboring points, which other ranks may own.
     halo.fill(product, {color: slice(min(rows.values()), max(rows.values()) + 1) for color, rows in row_of_color.items()})
     out = np.zeros((3**ndim, layout.size))
-    targets = [(0,) * ndim, *offsets(ndim)]
     for color, row_of in row_of_color.items():
         for k, corner in enumerate(corners(color)):
             # Restriction is the transpose of interpolation, so its offsets have opposite signs.
             entries = layout.shifted(corner, -1)
-            for number, target in enumerate(targets):
+            for number, target in enumerate(offsets(ndim)):
                 # Keys of `row_of` are relative to the product's entry; `target` is relative to the coarse point.
                 row = row_of.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = product[row, entries]
                     out[number, layout.inner] += part * stencil.weights_of(color)[k, entries] if any(color) else part
-    out[1:] *= -1
     return layout.whole(out)[(slice(None), *layout.coarse())].copy()
 
 
 def _multiply(stencil: Stencil, color: Color, product: np.ndarray, row_of: dict[tuple[int, ...], int]) -> None:
-    """Compute A P at a color's points, in the rows of neighboring coarse points."""
-    layout, number, zero = stencil.layout, stencil.layout.row[color], (0,) * len(color)
+    """Compute -A P at a color's points, in the rows of neighboring coarse points."""
+    layout, number = stencil.layout, stencil.layout.row[color]
     # In the rows of A, each neighbor's value is replaced by its interpolation from coarse points.
-    terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
-    for offset, coefficient, accumulate in terms:
+    for offset, coupling in stencil.couplings.items():
         neighbor, steps = neighbor_color(color, offset)
-        entries, factor = layout.shifted(steps), coefficient[number, layout.inner]
+        entries, factor = layout.shifted(steps), coupling[number, layout.inner]
         for k, corner in enumerate(corners(neighbor)):
             row = product[row_of[tuple(s + t for s, t in zip(steps, corner))], layout.inner]
-            accumulate(row, factor * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else factor, out=row)
+            row += factor * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else factor

@@ -40,15 +40,14 @@ class Term(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """Inner entries of a row, computed as ``scale * (base - diagonal + sum(terms))``, or minus this value."""
+    """Inner entries of a row, computed as ``scale * (base + sum(terms))``, or minus this value."""
 
     out: int  # the row of the state that is computed
     terms: Sequence[Term] = ()  # no term reads `out`
     base: int | None = None  # a row of the state, or of the right-hand side
     of_right: bool = True  # whether the base is a row of the right-hand side
-    diagonal: Term | None = None  # the subtracted term
     scale: int | None = None  # a row of the coefficients
-    negative: bool = False  # whether the sign is changed; only for sums with a diagonal, without base and scale
+    negative: bool = False  # whether the sign is changed; only for sums without base and scale
 
 
 class Sums:
@@ -92,27 +91,26 @@ class Sums:
     def _bind(self, item: WeightedSum) -> Step:
         state, inner, part = self.state, self._layout.inner, self._part
         out, terms = state[:, item.out, inner], [self._factors(term) for term in item.terms]
-        diagonal = None if item.diagonal is None else self._factors(item.diagonal)
+        first = terms.pop(0) if terms and item.base is None else None
         scale = None if item.scale is None else self._coefficients[item.scale, inner]
-        accumulate = np.subtract if item.negative else np.add
 
         def compute(f: LocalArray) -> None:
             base = None if item.base is None else (f if item.of_right else state)[:, item.base, inner]
             if base is not None and scale is not None and not terms:
                 np.multiply(base, scale, out=out)
                 return
-            if diagonal is not None:
-                np.multiply(*diagonal, out=out)
-                if base is not None:
-                    np.subtract(base, out, out=out)
+            if first is not None:
+                np.multiply(*first, out=out)
             elif item.of_right or item.base != item.out:
                 out[...] = 0 if base is None else base
             for weights, values in terms:
                 if weights is not None:
                     values = np.multiply(weights, values, out=part)
-                accumulate(out, values, out=out)
+                np.add(out, values, out=out)
             if scale is not None:
                 np.multiply(out, scale, out=out)
+            if item.negative:
+                np.negative(out, out=out)
 
         return compute
 
@@ -155,9 +153,7 @@ class CompiledSums(Sums):
         def position(row: int | None, shift: int = 0) -> int:
             return -1 if row is None else row * size + start + shift
 
-        def numbers_of(term: Term | None) -> list[int]:
-            if term is None:
-                return [-1, -1]
+        def numbers_of(term: Term) -> list[int]:
             return [position(term.coefficient, term.coefficient_shift), position(term.row, term.shift)]
 
         for item in sums:
@@ -165,7 +161,7 @@ class CompiledSums(Sums):
             first = len(terms)
             terms += map(numbers_of, item.terms)
             scale = [position(item.scale), item.negative, first, len(terms)]
-            rows.append([position(item.out), *base, *numbers_of(item.diagonal), *scale])
+            rows.append([position(item.out), *base, *scale])
         numbers = [0, len(self._layout.colors) * size, self._rows * size, stop - start, len(sums)]
         tables = np.array(rows).ravel(), np.array(terms or [[-1, -1]]).ravel()
         return np.array(numbers, np.int64), *(table.astype(np.int64) for table in tables)
@@ -185,9 +181,9 @@ def weighted_sums(
     """Compute sums of rows, described by the tables of `_numbers_of`; `part` is memory for one range."""
     systems, right_stride, state_stride, length = numbers[0], numbers[1], numbers[2], numbers[3]
     for number in range(numbers[4]):
-        k = 9 * number
-        out, base_right, base_state, diagonal, multiplied = sums[k], sums[k + 1], sums[k + 2], sums[k + 3], sums[k + 4]
-        scale, negative, first, last = sums[k + 5], sums[k + 6], sums[k + 7], sums[k + 8]
+        k = 7 * number
+        out, base_right, base_state, scale = sums[k], sums[k + 1], sums[k + 2], sums[k + 3]
+        negative, first, last = sums[k + 4], sums[k + 5], sums[k + 6]
         for start in range(0, length, 2048):
             n = min(2048, length - start)
             for system in range(systems):
@@ -204,11 +200,6 @@ def weighted_sums(
                 else:
                     for i in range(n):
                         part[i] = 0.0
-                if diagonal >= 0:
-                    a = coefficients[diagonal + start : diagonal + start + n]
-                    x = state[multiplied + offset : multiplied + offset + n]
-                    for i in range(n):
-                        part[i] -= a[i] * x[i]
                 t = first
                 while t + 3 < last:
                     a = coefficients[terms[2 * t] + start : terms[2 * t] + start + n]
