@@ -57,22 +57,18 @@ class Coded(NamedTuple):
         """Return the array, with an error of at most half a step per entry; `before` is the preceding leaf."""
         differences, kind = self.differences, np.finfo(dtype).dtype
         entries, axes = np.empty(differences.shape, kind), _axes(differences.ndim, dtype)
-        before = _real(before) if self.relative and before is not None else None
-        if _pays_off(kind, differences.size, differences.size // len(differences)):
+        if _pays_off(entries):
             head = differences[: max(self.order, 1)].astype(np.int32)
             self._add_up(head, axes)
-            flat, width, ring, weights = entries.reshape(-1), entries[0].size, np.zeros(_RING), _weights(self.order)
-            relative = (flat, 0) if before is None else (before.reshape(-1), 1)
-            first_rows = head.astype(float).reshape(-1)
-            _functions()[2](
-                differences.reshape(-1), *relative, self.step, weights, len(head), width, first_rows, ring, flat
-            )
+            first_rows, ring, weights = head.astype(float).reshape(-1), np.zeros(_RING), _weights(self.order)
+            rows = len(head), entries[0].size
+            _functions()[1](differences.reshape(-1), self.step, weights, *rows, first_rows, ring, entries.reshape(-1))
         else:
             numbers = differences.astype(np.int32)
             self._add_up(numbers, axes)
             np.multiply(numbers, self.step, out=entries)
-            if before is not None:
-                entries += before
+        if self.relative and before is not None:
+            entries += _real(before)
         return entries.view(dtype)[..., 0] if dtype.kind == "c" else entries
 
     def _add_up(self, numbers: np.ndarray, axes: range) -> None:
@@ -86,28 +82,25 @@ class Coded(NamedTuple):
 
 def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
     """Return an array, or its difference from a similar array `before`, in 16 bits per entry; None if it isn't finite."""
-    entries = _real(array)
+    entries = field = _real(array)
     axes = _axes(entries.ndim, array.dtype)
-    before = None if before is None else _real(before)
-    compiled = _pays_off(entries.dtype, entries.size, entries.size // len(entries))
-    with np.errstate(over="ignore", invalid="ignore"):
-        row_maxima, changes = (_compiled_maxima if compiled else _row_maxima)(
-            entries, entries if before is None else before
-        )
-    relative = before is not None and float(changes.max()) <= 0.5 * float(row_maxima.max())
-    if not relative:
-        before = None
-    largest = float((changes if relative else row_maxima).max())
+    (index, largest), relative = _largest(entries), False
+    if before is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            change = entries - _real(before)
+        index_of_change, largest_change = _largest(change)
+        if largest_change <= 0.5 * largest:
+            field, index, largest, relative = change, index_of_change, largest_change, True
     if not np.isfinite(largest):
         return None
     if largest < np.finfo(float).tiny * _RANGE:
         return Coded(
             np.zeros(entries.shape, np.int16), np.zeros_like(entries[_corner(0, axes)], np.int32), 0.0, 0, relative
         )
-    step, order = _best_order(entries, before, int(np.argmax(changes if relative else row_maxima)), largest / _RANGE)
-    take = _by_compiled_passes if compiled else _by_numpy
+    step, order = _best_order(field, index, largest / _RANGE)
+    take = _by_compiled_passes if _pays_off(field) else _by_numpy
     while True:
-        numbers, corner, largest_difference = take(entries, before, step, order, axes)
+        numbers, corner, largest_difference = take(field, step, order, axes)
         is_smallest = step <= largest / _RANGE
         if largest_difference <= _LARGEST and (largest_difference >= _FULL or is_smallest):
             return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
@@ -115,25 +108,18 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
         step = max(step * max(largest_difference, 1) / (0.9 * _LARGEST), largest / _RANGE)
 
 
-def _by_compiled_passes(
-    entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the result of `_by_numpy`, computed by compiled loops except for the first few rows."""
-    numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
-    largest, flat, width, ring = np.zeros(1, np.int64), entries.reshape(-1), entries.size // len(entries), np.zeros(_RING)
-    relative, weights = (flat, 0) if before is None else (before.reshape(-1), 1), _weights(order)
-    nonzero = np.count_nonzero(weights)
-    _functions()[1](flat, *relative, 1.0 / step, weights, nonzero, width, ring, numbers.reshape(-1), largest)
-    first, corner, first_largest = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
-    numbers[:rows] = first
+def _by_compiled_passes(field: np.ndarray, step: float, order: int, axes: range) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the result of `_by_numpy`, computed by a compiled loop except for the first few rows."""
+    numbers, rows = np.empty(field.shape, np.int16), max(order, 1)
+    largest, ring, flat, width = np.zeros(1, np.int64), np.zeros(_RING), numbers.reshape(-1), field[0].size
+    _functions()[0](field.reshape(-1), 1.0 / step, _weights(order), order, width, ring, flat, largest)
+    numbers[:rows], corner, first_largest = _by_numpy(field[:rows], step, order, axes)
     return numbers, corner, max(int(largest[0]), first_largest)
 
 
-def _by_numpy(
-    entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
-) -> tuple[np.ndarray, np.ndarray, int]:
+def _by_numpy(field: np.ndarray, step: float, order: int, axes: range) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the differences, `Coded.corner`, and the largest difference, which may exceed 16 bits."""
-    scaled = (entries if before is None else entries - before) * (1.0 / step)
+    scaled = field * (1.0 / step)
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
     for axis in axes:
         part = np.moveaxis(numbers[_corner(order, range(axis))], axis, 0)
@@ -144,18 +130,15 @@ def _by_numpy(
     return numbers, corner, int(max(numbers.max(), -numbers.min()))
 
 
-def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return each row's maximum absolute value, and its maximum change from `before`; NaN if the row contains NaN."""
-    sizes = np.abs(field), np.abs(field - before)
-    return tuple(size.reshape(len(field), -1).max(1) if field.ndim > 1 else size for size in sizes)
+def _largest(field: np.ndarray) -> tuple[np.intp, float]:
+    """Return index, in the flat array, and size of the entry with the largest absolute value; NaN if any entry is NaN."""
+    index = max(field.argmax(), field.argmin(), key=lambda k: abs(field.flat[k]))
+    return index, float(abs(field.flat[index]))
 
 
-def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, min_step: float) -> tuple[float, int]:
+def _best_order(field: np.ndarray, index: np.intp, min_step: float) -> tuple[float, int]:
     """Estimate, near the largest entry, the smallest step (at least `min_step`) and the order of differences for it."""
-    largest_row = np.abs(entries[row] if before is None else entries[row] - before[row])
-    index = row, *np.unravel_index(np.argmax(largest_row), largest_row.shape)
-    nearby = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in index)
-    sample = entries[nearby] if before is None else entries[nearby] - before[nearby]
+    sample = field[tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in np.unravel_index(index, field.shape))]
     steps = []
     for order in range(min(_HIGHEST + 1, len(sample))):
         sample = np.diff(sample, axis=0) if order else sample
@@ -195,9 +178,9 @@ _MIN_ENTRIES, _MIN_WIDTH = 1 << 16, 32
 _RING = 8 * 512  # entries of the ring buffer: eight rows of a block
 
 
-def _pays_off(dtype: np.dtype, size: int, width: int) -> bool:
+def _pays_off(field: np.ndarray) -> bool:
     """Return whether the compiled loops are faster than NumPy for a field."""
-    return dtype == np.float64 and size >= _MIN_ENTRIES and width >= _MIN_WIDTH
+    return field.dtype == np.float64 and field.size >= _MIN_ENTRIES and field[0].size >= _MIN_WIDTH
 
 
 def _weights(order: int) -> np.ndarray:
@@ -205,43 +188,19 @@ def _weights(order: int) -> np.ndarray:
     return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
 
 
-def _compiled_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's maximum absolute value, and its maximum change from `before`; NaN if the row contains NaN."""
-    maxima = np.zeros((2, len(field)), np.int64)
-    _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), maxima[0], maxima[1])
-    return maxima[0].view(np.float64), maxima[1].view(np.float64)
-
-
 @functools.cache
 def _functions() -> tuple:
     vector, numbers = "float64[::1]", "int64[::1]"
     signatures = {
-        "largest_of_rows": f"void({vector}, {vector}, int64, {numbers}, {numbers})",
-        "differences_of_rows": f"void({vector}, {vector}, int64, float64, {vector}, int64, int64, {vector}, int16[::1], "
-        f"{numbers})",
-        "sums_of_rows": f"void(int16[::1], {vector}, int64, float64, {vector}, int64, int64, {vector}, {vector}, {vector})",
+        "differences_of_rows": f"void({vector}, float64, {vector}, int64, int64, {vector}, int16[::1], {numbers})",
+        "sums_of_rows": f"void(int16[::1], float64, {vector}, int64, int64, {vector}, {vector}, {vector})",
     }
     return tuple(functions_of(__name__, signatures))
 
 
-def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, maxima: np.ndarray, changes: np.ndarray) -> None:
-    """Compute the maximum absolute value and the maximum change of each row, as the bits of doubles."""
-    row = 0
-    for begin in range(0, field.size, width):
-        a, b = field[begin : begin + width], before[begin : begin + width]
-        m = n = 0
-        for i in range(width):
-            # The bits of absolute values, read as integers, are ordered like the values; NaN is larger than infinity.
-            m = max(m, bits_of(a[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
-            n = max(n, bits_of(a[i] - b[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
-        maxima[row] = m
-        changes[row] = n
-        row += 1
-
-
 def differences_of_rows(
-    field: np.ndarray, before: np.ndarray, relative: int, inverse: float, weights: np.ndarray, order: int, width: int,
-    ring: np.ndarray, out: np.ndarray, largest: np.ndarray,
+    field: np.ndarray, inverse: float, weights: np.ndarray, order: int, width: int, ring: np.ndarray, out: np.ndarray,
+    largest: np.ndarray,
 ) -> None:  # fmt: skip
     """Round rows to multiples of a step, and write their differences."""
     u, v, w, x = weights[0], weights[1], weights[2], weights[3]
@@ -251,9 +210,9 @@ def differences_of_rows(
         for begin in range(start, field.size, width):
             k = 512 * (row & 7)
             rounded = ring[k : k + n]
-            a, b = field[begin : begin + n], before[begin : begin + n]
+            a = field[begin : begin + n]
             for i in range(n):
-                rounded[i] = (a[i] - relative * b[i]) * inverse + 6755399441055744.0 - 6755399441055744.0
+                rounded[i] = a[i] * inverse + 6755399441055744.0 - 6755399441055744.0
             if row >= order:
                 i, j, k, m = 512 * ((row - 1) & 7), 512 * ((row - 2) & 7), 512 * ((row - 3) & 7), 512 * ((row - 4) & 7)
                 c, d, e, f = ring[i : i + n], ring[j : j + n], ring[k : k + n], ring[m : m + n]
@@ -268,8 +227,8 @@ def differences_of_rows(
 
 
 def sums_of_rows(
-    differences: np.ndarray, before: np.ndarray, relative: int, step: float, weights: np.ndarray, order: int, width: int,
-    head: np.ndarray, ring: np.ndarray, out: np.ndarray,
+    differences: np.ndarray, step: float, weights: np.ndarray, order: int, width: int, head: np.ndarray, ring: np.ndarray,
+    out: np.ndarray,
 ) -> None:  # fmt: skip
     """Write the field with given differences and first rows."""
     u, v, w, x = weights[0], weights[1], weights[2], weights[3]
@@ -288,13 +247,9 @@ def sums_of_rows(
                 coded = differences[begin : begin + n]
                 for i in range(n):
                     rounded[i] = coded[i] - (u * c[i] + v * d[i] + w * e[i] + x * f[i])
-            b, target = before[begin : begin + n], out[begin : begin + n]
-            if relative:
-                for i in range(n):
-                    target[i] = rounded[i] * step + b[i]
-            else:
-                for i in range(n):
-                    target[i] = rounded[i] * step
+            target = out[begin : begin + n]
+            for i in range(n):
+                target[i] = rounded[i] * step
             row += 1
 
 
