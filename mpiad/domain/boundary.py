@@ -69,9 +69,6 @@ _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair
 
 def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
     """Return the boundary of each side; raise a ValueError or TypeError if the argument is invalid."""
-    if not isinstance(boundary, (tuple, list)):
-        side = _side(boundary, call)
-        return ((side, side),) * ndim
     return tuple((_side(low, call), _side(high, call)) for low, high in pairs_of(boundary, ndim, _ALLOWED, call))
 
 

@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
     @property
     def tag(self) -> int:
         """Tag of the messages of the exchange, its adjoint and its tangents."""
-        return _tag_of(self.number)
+        return _FIRST_TAG + self.number % _TAGS
 
     @property
     def numbered(self) -> tuple[Halo, int]:
@@ -83,7 +83,7 @@ class ActiveExchange(Request):
 def _next_number(group: Channel) -> int:
     """Return the number of a new exchange; raise a RequestError if its tag is still in use."""
     number = group.exchanges
-    reference = group.active_exchanges.get(_tag_of(number))
+    reference = group.active_exchanges.get(number % _TAGS)
     earlier = None if reference is None else reference()
     # If the numbers are equal, the counter was reset after a trace, and the same exchange is begun again.
     if earlier is not None and not earlier.done and earlier.exchange.number != number:
@@ -92,10 +92,6 @@ def _next_number(group: Channel) -> int:
         )
     group.exchanges += 1
     return number
-
-
-def _tag_of(number: int) -> int:
-    return _FIRST_TAG + number % _TAGS
 
 
 def end_exchange(begun: ActiveExchange) -> Any:
@@ -189,7 +185,7 @@ def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: 
     begun: ActiveExchange = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
     # The reference is weak: a program that has discarded the exchange can't end it, so its tag becomes free.
-    group.active_exchanges[exchange.tag], begun.finish = ref(begun), finish
+    group.active_exchanges[exchange.number % _TAGS], begun.finish = ref(begun), finish
     return begun
 
 

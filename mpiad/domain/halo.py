@@ -10,7 +10,6 @@ operations into halves, between which the program can compute. A *padded* array 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from mpiad.domain.routes import BY_AXIS, Geometry, Index, Route, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.request import Request
+from mpiad.pytrees import split
 from mpiad.transport import channel
 from mpiad.transport.core.messages import PreparedMessages
 from mpiad.transport.devices.device_arrays import copied, empty_like
@@ -59,11 +59,7 @@ def complete(values: LocalArray, incoming: list[PendingReceive], backwards: bool
     """Wait for the messages of a stage, and write the received values to the cells; if `backwards`, add the values."""
     for parts, request in incoming:
         # Messages are completed in a fixed order, so that contributions to one cell are added in a fixed order.
-        message, start = mpi_wait(request), 0
-        for index in parts:
-            shape = values[index].shape
-            stop = start + math.prod(shape)
-            part, start = message[start:stop].reshape(shape), stop
+        for index, part in zip(parts, split(mpi_wait(request), [values[index].shape for index in parts])):
             if backwards:
                 values[index] += part
             else:
@@ -113,11 +109,9 @@ class _Packing:
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []  # parts of the array, with views of the buffer
         if len(cells) == 1 and cells[0].flags.c_contiguous and not buffered:
             self.message = cells[0]
-            return
-        self.message, start = _buffer_for(values, parts), 0
-        for part in cells:
-            self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))
-            start += part.size
+        else:
+            self.message = _buffer_for(values, parts)
+            self.copies = list(zip(cells, split(self.message, [part.shape for part in cells])))
 
 
 class LocalFill(NamedTuple):

@@ -75,55 +75,46 @@ class Geometry:
 
 def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
     """Return the stages of a scheme: `BY_AXIS`, `AT_ONCE` or `FACES_ONLY`."""
-    ndim = len(geometry.shape)
+    ndim, pairs = len(geometry.shape), enumerate(zip(geometry.neighbours, geometry.widths))
+    physical = [(axis, end) for axis, (pair, h) in pairs for end in (0, 1) if h and pair[end] is None]
     if scheme == BY_AXIS:
         stages = []
         for axis in [axis for axis in range(ndim) if geometry.widths[axis]]:
             # The layers include the halo of earlier dimensions, so corners need no separate messages.
             extents = (*[slice(None)] * axis, *geometry.block[axis:])
             steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
-            sides = tuple((along, end, extents) for along, end in _physical_sides(geometry) if along == axis)
+            sides = tuple((along, end, extents) for along, end in physical if along == axis)
             stages.append(_stage(geometry, steps, extents, sides))
         return tuple(stages)
     adjacent, diagonal = geometry.steps(diagonal=False), geometry.steps(diagonal=True)
     if scheme == FACES_ONLY:
-        sides = tuple((axis, end, geometry.block) for axis, end in _physical_sides(geometry))
+        sides = tuple((axis, end, geometry.block) for axis, end in physical)
         empty = tuple(geometry.cells(step, geometry.block) for step in diagonal)
         return (_stage(geometry, adjacent, geometry.block, sides, empty),)
     extents = [geometry.extent(axis) for axis in range(ndim)]
     # The layers of a side include the whole halo along earlier dimensions. Along later dimensions, they exclude the halo
     # beyond physical sides.
-    sides = tuple((axis, end, (*[slice(None)] * axis, *extents[axis:])) for axis, end in _physical_sides(geometry))
+    sides = tuple((axis, end, (*[slice(None)] * axis, *extents[axis:])) for axis, end in physical)
     return (_stage(geometry, adjacent + diagonal, geometry.block, sides),)
-
-
-def _physical_sides(geometry: Geometry) -> list[tuple[int, int]]:
-    pairs = enumerate(zip(geometry.neighbours, geometry.widths))
-    return [(axis, end) for axis, (pair, h) in pairs for end in (0, 1) if h and pair[end] is None]
 
 
 def _stage(
     geometry: Geometry, steps: list[Step], extents: tuple[slice, ...], sides: tuple, empty: tuple[Index, ...] = ()
 ) -> Stage:
-    owned: dict[Rank, list[tuple[Step, Index]]] = {}
-    ghosts: dict[Rank, list[tuple[Step, Index]]] = {}
+    steps_to: dict[Rank, list[Step]] = {}
     own_copies = []
     for step in steps:
         peer = geometry.partition.neighbour(geometry.rank, step)
-        if peer is None:
-            continue
-        # The peer's step to this rank is the opposite step.
-        back = tuple(-s for s in step)
         if peer == geometry.rank:
             # With one rank along a periodic dimension, the halo is a copy of layers at the block's opposite side.
+            back = tuple(-s for s in step)
             own_copies.append((geometry.cells(back, extents, inside=True), geometry.cells(step, extents)))
-            continue
-        # Sender and receiver sort the parts of a message by the sender's step.
-        owned.setdefault(peer, []).append((step, geometry.cells(step, extents, inside=True)))
-        ghosts.setdefault(peer, []).append((back, geometry.cells(step, extents)))
-    routes = [Route(peer, _in_order(owned[peer]), _in_order(ghosts[peer])) for peer in owned]
+        elif peer is not None:
+            steps_to.setdefault(peer, []).append(step)
+    routes = []
+    for peer, found in steps_to.items():
+        # Both ranks sort the parts of a message by the sender's step; the peer's steps are opposite to those of this rank.
+        owned = [geometry.cells(step, extents, inside=True) for step in sorted(found)]
+        ghosts = [geometry.cells(step, extents) for step in sorted(found, reverse=True)]
+        routes.append(Route(peer, tuple(owned), tuple(ghosts)))
     return Stage(tuple(routes), tuple(own_copies), sides, empty)
-
-
-def _in_order(parts: list[tuple[Step, Index]]) -> tuple[Index, ...]:
-    return tuple(index for _, index in sorted(parts, key=lambda part: part[0]))

@@ -176,6 +176,6 @@ def _ranges(partition: Partition) -> Iterator[tuple[slice, tuple[slice, ...]]]:
 
 # Both functions are permutations, whose transposes are their inverses.
 defvjp(into_blocks, lambda ans, u, partition: lambda g: from_blocks(g, partition))
-defjvp(into_blocks, lambda du, ans, u, partition: into_blocks(du, partition))
+defjvp(into_blocks, "same")
 defvjp(from_blocks, lambda ans, cells, partition: lambda g: into_blocks(g, partition))
-defjvp(from_blocks, lambda dcells, ans, cells, partition: from_blocks(dcells, partition))
+defjvp(from_blocks, "same")
