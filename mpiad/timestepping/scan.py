@@ -277,20 +277,14 @@ class Loop:
             given = [*tangents, *[g if g is None else g[:, number] for g in along.inputs], *along.params]
             active = [k for k, g in enumerate(given) if g is not None]
             linear = self._linearized(span, args.at(span, state), active)
-            changes: Any = linear.jvp([given[k] for k in active], batch=True)
+            changes: Any = linear.jvp(tuple([given[k] for k in active]), batch=True)
             state, tangents = linear.value[: len(state)], changes[: len(state)]
             rows.append(changes[len(state) :])
         columns = [*tangents, *[stack(column, 1) for column in zip(*rows)]]
         return stack([self._results.vector([column[k] for column in columns]) for k in range(lanes)])
 
     def _linearized(self, span: Span, args: Arguments, active: list[int]) -> Linearization:
-        plain = args.all()
-
-        def called(new: list[Array]) -> list[Array]:
-            leaves = dict(zip(active, new))
-            return self._outputs(span, args.like([leaves.get(k, leaf) for k, leaf in enumerate(plain)]))
-
-        return linearize(called)([plain[k] for k in active])
+        return linearize(lambda *leaves: self._outputs(span, args.like(leaves)), tuple(active))(*args.all())
 
     def _outputs(self, span: Span, args: Arguments) -> list[Array]:
         """Return the state after a span of steps, followed by the values that were observed after each step."""

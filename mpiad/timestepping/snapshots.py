@@ -311,7 +311,7 @@ class Snapshots:
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
         """Store a copy of a state; raise an OSError, or a FloatingPointError for an overflow in single precision."""
-        moved = self._schedule.host or self._schedule.compress
+        moved = self._schedule.host or self._schedule.compress or on_disk
         devices = [arrays_of(leaf) if moved else None for leaf in state]
         arrays = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
         try:
@@ -361,11 +361,9 @@ class Snapshots:
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:
                 for array in (array for packed in leaves for array in packed.arrays):
-                    np.save(file, to_host(array), allow_pickle=False)
+                    np.save(file, array, allow_pickle=False)
         except OSError as error:
             folder = self._folder.name if self._folder is not None else self._schedule.directory
             text = f"timestepping.scan: the state before step {number} can't be written in {folder}: {error.strerror}. "
             raise OSError(error.errno, f"{text}Choose another folder with CheckpointSchedule(directory=...).") from error
-        devices = [packed.device or arrays_of(packed.arrays[0]) for packed in leaves]
-        empty = [packed._replace(arrays=[None] * len(packed.arrays)) for packed in leaves]
-        return name, [packed._replace(device=device) for packed, device in zip(empty, devices)]
+        return name, [packed._replace(arrays=[None] * len(packed.arrays)) for packed in leaves]
