@@ -14,6 +14,7 @@ References
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -157,6 +158,13 @@ class Constraint(NamedTuple):
         return largest if largest > _ROUNDING else 0.0
 
 
+def as_list(constraints: Any) -> list[Any]:
+    """Return the argument `constraints` of `minimize` as a list."""
+    if constraints is None:
+        return []
+    return list(constraints) if isinstance(constraints, (list, tuple)) else [constraints]
+
+
 def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
     """Return a constraint as a function of the vector, which may not communicate on `used`; raise if it is invalid."""
     if isinstance(given, scipy.optimize.LinearConstraint):
@@ -174,10 +182,8 @@ def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
             with used.refusing(_ON_ROOT):
                 return given.hess(packing.unpack(vector), weights)
 
-    options = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
-    in_scipy = scipy.optimize.NonlinearConstraint(
-        function.value, given.lb, given.ub, jac=function.jacobian, hess=hess, **options
-    )
+    in_scipy = copy(given)
+    in_scipy.fun, in_scipy.jac, in_scipy.hess = function.value, function.jacobian, hess
     return Constraint(in_scipy, function.value, parts.low, parts.high)
 
 

@@ -60,6 +60,11 @@ class Record:
         self._start = time.perf_counter()
         self._last: Any = None
 
+    @property
+    def iterations(self) -> int:
+        """Return the number of iterations."""
+        return max(len(self.rows) - 1, 0)
+
     def add(self, point: Any, evaluations: int, step: float) -> Row:
         """Append a row for a point with `value` and `norm`, the gradient's largest entry or NaN, and show it."""
         self._complete_last()

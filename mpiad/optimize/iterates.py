@@ -43,11 +43,6 @@ class Iterates:
         self._last: np.ndarray | None = None
         self.record, self.in_callback = Record(solve.progress), False
 
-    @property
-    def count(self) -> int:
-        """Return the number of iterations."""
-        return max(len(self.record.rows) - 1, 0)
-
     def add_row(self, point: Point, evaluations: int) -> Row:
         """Add a row to the history."""
         return self.record.add(point, evaluations, self._step_to(point.x))
@@ -73,7 +68,7 @@ class Iterates:
 
     def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
         """Write the state at a point to the checkpoint if it is due; do nothing without a point."""
-        self._checkpoint.write_if_due(self.count, ended, point, counts.values(), self.record)
+        self._checkpoint.write_if_due(self.record.iterations, ended, point, counts.values(), self.record)
 
     def call_callback(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, which may raise StopIteration."""

@@ -15,7 +15,7 @@ import scipy
 
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint, fingerprint, problem_of
-from mpiad.optimize.constraints import box_of, constraint_of
+from mpiad.optimize.constraints import as_list, box_of, constraint_of
 from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
@@ -41,14 +41,10 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
     start = solve.packing.pack(x0)
     box = box_of(arguments.bounds, start.size)
-    constraints, given = [], arguments.constraints
-    if given is not None and not (isinstance(given, (list, tuple)) and not given):
-        if not method.constrained:
-            raise ValueError(
-                f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'."
-            )
-        given = given if isinstance(given, (list, tuple)) else [given]
-        constraints = [constraint_of(each, solve.packing, solve.used) for each in given]
+    given = as_list(arguments.constraints)
+    if given and not method.constrained:
+        raise ValueError(f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'.")
+    constraints = [constraint_of(each, solve.packing, solve.used) for each in given]
     checks = [part.violation for part in (box, *constraints) if part is not None]
     points.violation = lambda x: max((check(x) for check in checks), default=0.0)
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
@@ -56,18 +52,16 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
     problem["bounds (checksum)"] = None if box is None else fingerprint(*box)
     iterates = IteratesOfPoints(points, arguments.callback, solve, RootCheckpoint(arguments.checkpoint, problem))
     start = iterates.resume(start)
-    if iterates.count and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
-        options = {**options, "maxiter": max(options["maxiter"] - iterates.count, 0)}
-    bounds: Any = arguments.bounds
-    if isinstance(bounds, scipy.optimize.Bounds):
-        bounds = scipy.optimize.Bounds(*box, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type,misc]
+    if iterates.record.iterations and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
+        options = {**options, "maxiter": max(options["maxiter"] - iterates.record.iterations, 0)}
+    feasible = np.ravel(getattr(arguments.bounds, "keep_feasible", False))
     try:
         if points.exhausted:  # by earlier runs
             raise points.limit_reached()
-        if iterates.count and options.get("maxiter") == 0:  # SciPy would make an iteration
+        if iterates.record.iterations and options.get("maxiter") == 0:  # SciPy would make an iteration
             iterates.value(start)
             points.gradient(start)
-            done = f"STOP: all {iterates.count} iterations are done. Raise options['maxiter']"
+            done = f"STOP: all {iterates.record.iterations} iterations are done. Raise options['maxiter']"
             raise EndMethod(Ending(1, f"{done}, or accept x, the best point so far."))
         result = scipy.optimize.minimize(
             iterates.value,
@@ -75,7 +69,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
             method=method.name,
             jac=points.gradient,
             hessp=points.product if method.products else None,
-            bounds=bounds,
+            bounds=None if box is None else scipy.optimize.Bounds(*box, feasible),  # type: ignore[arg-type]
             constraints=[constraint.for_scipy for constraint in constraints],
             tol=arguments.tol,
             options=options,
@@ -85,16 +79,16 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
         result = corrected(result, points, constrained=bool(constraints))
         if iterates.resumed:  # SciPy counts from the restart
-            result.update(nit=iterates.count, nfev=points.value_count, njev=points.gradient_count)
+            result.update(nit=iterates.record.iterations, nfev=points.value_count, njev=points.gradient_count)
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
-        result = partial_result(STOPPED, points, iterates.count)
+        result = partial_result(STOPPED, points, iterates.record.iterations)
     except EndMethod as end:
-        result = partial_result(end.ending, points, iterates.count, end.at_best)
+        result = partial_result(end.ending, points, iterates.record.iterations, end.at_best)
     except ValueError as error:  # some of SciPy's methods raise for NaN and infinities in their matrices
         if iterates.in_callback or all(point.finite for point in points.recent):
             raise
         text = f"ABNORMAL: the objective or its gradient isn't finite at a trial point, at which SciPy raised {error!r}."
-        result = partial_result(Ending(3, text), points, iterates.count, at_best=True)
+        result = partial_result(Ending(3, text), points, iterates.record.iterations, at_best=True)
     if not result.success and points.first is not None and not points.first.finite:
         result.message += solve.request("not_finite", points.first.x)
     iterates.write(points.last_or_best, points.counts, ended=True)

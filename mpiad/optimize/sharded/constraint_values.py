@@ -17,7 +17,7 @@ import scipy
 from mpiad._typing import Array, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize
-from mpiad.optimize.constraints import UserConstraint
+from mpiad.optimize.constraints import UserConstraint, as_list
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.sharded.vectors import local_dot
 from mpiad.optimize.totals import Totals
@@ -37,9 +37,7 @@ _SUPPORTED = {
 
 def local_constraints(given: object, size: int, method: str) -> list[UserConstraint]:
     """Return a sharded method's constraints on `size` local variables; raise a TypeError or ValueError if invalid."""
-    if given is None or (isinstance(given, (list, tuple)) and not given):
-        return []
-    found = [UserConstraint.of(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
+    found = list(map(UserConstraint.of, as_list(given)))
     for constraint in found:
         equal, linear = constraint.low == constraint.high, constraint.matrix is not None
         supported = {"MMA-sharded": not np.any(equal), "L-BFGS-sharded": linear and bool(np.all(equal))}.get(method, False)

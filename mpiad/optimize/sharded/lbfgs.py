@@ -240,7 +240,7 @@ class LBFGS(ShardedMethod):
         """Return the accepted point, or the best trial; `iterate` if none is better, or after SIGTERM."""
         grad_norm, slope, best = self._grad_norm, self._slope, iterate
         if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
-            first = 1.0 / grad_norm if self._iteration == 0 else min(1.0, 1.0 / grad_norm)
+            first = 1.0 / grad_norm if self._iterates.record.iterations == 0 else min(1.0, 1.0 / grad_norm)
         else:
             # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond
             # them. The length of the direction is at least -slope / grad_norm, so this isn't shorter than their distance.

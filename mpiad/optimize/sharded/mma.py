@@ -241,7 +241,7 @@ class MMA(ShardedMethod):
     def _moved_asymptotes(self, x: Array) -> tuple[Box, Box]:
         """Return the asymptotes, and the limits of the variables in this iteration."""
         settings, width = self._settings, self._width
-        if self._iteration < 2:
+        if self._iterates.record.iterations < 2:
             below = above = settings.asyinit * width
         else:
             (last, earlier), (lower, upper) = self._before, self._asymptotes  # type: ignore[misc]
@@ -272,9 +272,9 @@ class MMA(ShardedMethod):
             worst = int(np.argmax(values))
             name = self._constraints.names[worst]
             raise ValueError(
-                f"minimize: the constraints can't be met. After {self._iteration} iterations {name} is violated by "
-                f"{point.constraints[worst]:.3e}, and no change of the variables within their bounds lowers the sum of the "
-                "violations. Check the constraints and bounds, or start from an x0 that meets them."
+                f"minimize: the constraints can't be met. After {self._iterates.record.iterations} iterations {name} is "
+                f"violated by {point.constraints[worst]:.3e}, and no change of the variables within their bounds lowers "
+                "the sum of the violations. Check the constraints and bounds, or start from an x0 that meets them."
             )
 
     def _arrays(self, point: MMAPoint) -> Iterator[tuple[str, np.ndarray]]:

@@ -258,7 +258,7 @@ class NewtonCG(ShardedMethod):
             at_bounds = local_dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
-        at_bounds, square = self._sums(at_bounds, local_dot(gradient, represented))
+        at_bounds, square = self._totals.sums(np.array([at_bounds, local_dot(gradient, represented)])).tolist()
         if not 0.0 <= square < math.inf:
             raise ValueError(
                 "minimize: the inner product must be symmetric and positive definite, but with its inverse R⁻¹ and the "
@@ -272,30 +272,28 @@ class NewtonCG(ShardedMethod):
                 once = operator(point.gradient)
                 twice = operator(once)
                 pairs = (point.gradient, twice), (once, once), (point.gradient, point.gradient), (twice, twice)
-                one, other, *squares = self._sums(*(local_dot(a, b) for a, b in pairs))
+                one, other, *squares = self._dots(*pairs)
                 if not abs(one - other) <= _ASYMMETRY * math.sqrt(squares[0] * squares[1]):
                     raise ValueError(
                         f"minimize: the {name} must be symmetric, but g · P (P g) = {one:.6e} and P g · P g = {other:.6e} "
                         "for the gradient g at x0."
                     )
 
-    def _sums(self, *local: float) -> list[float]:
-        return self._totals.sums(np.array(local)).tolist()
+    def _dots(self, *pairs: tuple[Array, Array]) -> list[float]:
+        """Return inner products over all ranks."""
+        return self._totals.sums(np.array([local_dot(a, b) for a, b in pairs])).tolist()
 
     def _step(self, iterate: NewtonPoint, radius: float = math.inf) -> Step | None:
         def on_free(operator: Callable | None) -> Callable[[Array], Array]:
             return lambda r: r if operator is None else iterate.masked(operator(r))
 
-        represent = on_free(self._represent)
+        represent, precondition = on_free(self._represent), on_free(self._precondition)
 
         def multiply(v: Array) -> Array:
             return iterate.masked(iterate.multiply(v))
 
-        def dots(*pairs: tuple[Array, Array]) -> list[float]:
-            return self._sums(*[local_dot(a, b) for a, b in pairs])
-
         def square_of(r: Array) -> float:
-            return dots((r, represent(r)))[0]
+            return self._dots((r, represent(r)))[0]
 
         def forcing_at(p: Array, residual: Array) -> float:
             """Return the forcing term for the whole solve if the problem is linear, otherwise that of the current step."""
@@ -316,7 +314,7 @@ class NewtonCG(ShardedMethod):
         measure = None if self._represent is self._precondition else square_of
         ended = lambda: self._files.interrupted  # noqa: E731
         most_kept = 0 if self._precondition is None else _MOST_KEPT
-        system = System(multiply, on_free(self._precondition), dots, ended, iterate.square, self._slack, measure, most_kept)
+        system = System(multiply, precondition, self._dots, ended, iterate.square, self._slack, measure, most_kept)
         gradient, limit = iterate.masked(iterate.gradient), self._settings.maxcg
         return truncated_cg(
             system, gradient, self._forcing, limit, radius, forcing_at if self._settings.forcing is None else None
@@ -359,7 +357,7 @@ class NewtonCG(ShardedMethod):
             gradient = iterate.masked(iterate.gradient)
             # The length of the preconditioned steepest descent step, in the preconditioner's norm.
             once = gradient if self._precondition is None else iterate.masked(self._precondition(gradient))
-            self._radius = math.sqrt(max(self._sums(local_dot(gradient, once))[0], 0.0))
+            self._radius = math.sqrt(max(self._dots((gradient, once))[0], 0.0))
         for _ in range(self._settings.maxls):
             found = None if self._evaluation_limit() else self._step(iterate, self._radius)
             if found is None:
@@ -369,7 +367,7 @@ class NewtonCG(ShardedMethod):
             expected = found.decrease
             if self._box is not None:
                 moved = trial.x - iterate.x
-                expected = -trial.slope - 0.5 * self._sums(local_dot(moved, iterate.multiply(moved)))[0]
+                expected = -trial.slope - 0.5 * self._dots((moved, iterate.multiply(moved)))[0]
             ratio = (iterate.value - trial.value) / expected if trial.finite and expected > 0.0 else -math.inf
             falls = trial.finite and expected > 0.0 and self._is_sufficient(iterate, trial, _DECREASE * expected)
             # Differences at rounding level don't reduce the radius.

@@ -43,14 +43,13 @@ class ShardedMethod:
 
     def __init__(self, iterates: ShardedIterates, files: StateFiles, box: Box | None, settings: AnySettings):
         self._iterates, self._files, self._box, self._settings = iterates, files, box, settings
-        self.count, self._iteration = 0, 0  # `count`: of evaluations
+        self.count = 0  # of evaluations
 
     def run(self, start: Array) -> tuple[Any, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
         found = self._files.load()
         if found is not None:
             point = self._restored(found, put([found["x"]], [arrays_of(start)])[0])
-            self._iteration = self._files.iteration
             self._iterates.record.restore(found["history"])
         else:
             if self._box is not None:
@@ -67,7 +66,6 @@ class ShardedMethod:
             new = ending or self._next_point(point)
             if isinstance(new, Ending):
                 return point, new
-            self._iteration += 1
             self._iterates.report(new, self.count, new.length)
             self._arrive(new, point)
             point = new
@@ -92,7 +90,7 @@ class ShardedMethod:
             return REDUCTION
         if stopped():
             return STOPPED
-        if self._iteration >= self._settings.maxiter:
+        if self._iterates.record.iterations >= self._settings.maxiter:
             return ITERATIONS
         return EVALUATIONS if self.count >= self._settings.maxfun else None
 
@@ -102,7 +100,7 @@ class ShardedMethod:
             yield "history", self._iterates.record.table()
             yield from self._arrays(point)
 
-        self._files.write_if_due(self._iteration, ended, arrays())
+        self._files.write_if_due(self._iterates.record.iterations, ended, arrays())
 
 
 OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
@@ -118,17 +116,12 @@ class Identity(NamedTuple):
 
 
 class StateFiles:
-    """The files of states, without effect if there is no checkpoint; `iteration`: of the last state, or -1."""
+    """The files of states, without effect if there is no checkpoint."""
 
     def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
         self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement
         self._obsolete = list[Path]()
         self._files = None if checkpoint is None else RankFiles(checkpoint.file, used, identity.problem, "minimize")
-
-    @property
-    def iteration(self) -> int:
-        """Return the iteration of the last state that is written or read, or -1."""
-        return -1 if self._files is None else self._files.iteration
 
     @property
     def interrupted(self) -> bool:
@@ -170,7 +163,7 @@ class StateFiles:
 
     def write_if_due(self, iteration: int, ended: bool, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
         """Write the state of an iteration if it is due; all ranks call this. Otherwise `arrays` isn't iterated over."""
-        if self._checkpoint is None or self._files is None or iteration <= self.iteration:
+        if self._checkpoint is None or self._files is None or iteration <= self._files.iteration:
             return
         if not ended and (iteration == 0 or iteration % self._checkpoint.every):
             return
@@ -220,17 +213,21 @@ def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) ->
 
 def global_checksum(vector: np.ndarray, layout: Layout, comm: Comm) -> str:
     """Return a checksum of a distributed vector that doesn't depend on the distribution; collective."""
-    total, start = 0, 0
-    for k, (box, shape) in enumerate(zip(layout.boxes, layout.shapes)):
-        part = np.ascontiguousarray(vector[start : start + _length([box])], np.float64).view(np.uint64)
-        axes = np.ix_(*[np.arange(*ends, dtype=np.uint64) for ends in box])
-        indices = np.zeros(tuple(stop - first for first, stop in box), np.uint64)
-        for axis_indices, n in zip(axes, shape):
-            indices = indices * np.uint64(n) + axis_indices
-        # Each number is hashed together with its position. The sum of the hashes doesn't depend on the order.
-        total += int(np.sum(_hashed(part ^ _hashed(indices.ravel() + np.uint64(k << 56))), dtype=np.uint64))
-        start += len(part)
+    # Each number is hashed together with its position. The sum of the hashes doesn't depend on the order.
+    numbers = np.ascontiguousarray(vector, np.float64).view(np.uint64)
+    total = int(np.sum(_hashed(numbers ^ _hashed(_positions(layout.boxes, layout.shapes))), dtype=np.uint64))
     return f"{sum(comm.allgather(total)) % 2**64:016x}"
+
+
+def _positions(boxes: list[IndexBox], shapes: list[list[int]]) -> np.ndarray:
+    """Return a number for each variable in the boxes: its index in the whole array, plus the array's number times 2**56."""
+    found = [np.zeros(0, np.uint64)]
+    for k, (box, shape) in enumerate(zip(boxes, shapes)):
+        indices = np.zeros((), np.uint64)
+        for axis_indices, n in zip(np.ix_(*[np.arange(*ends, dtype=np.uint64) for ends in box]), shape):
+            indices = indices * np.uint64(n) + axis_indices
+        found.append(indices.ravel() + np.uint64(k << 56))
+    return np.concatenate(found)
 
 
 def _hashed(x: np.ndarray) -> np.ndarray:
@@ -262,7 +259,7 @@ def newest_state(files: list[Path], problem: dict[str, object], used: Channel) -
 
 def _redistributed_arrays(iteration: int, entries: list[Entry], layout: Layout) -> dict[str, np.ndarray]:
     """Return this rank's arrays of a state; raise a ValueError if a file is damaged or from another iteration."""
-    size = _length(layout.boxes)
+    own = _positions(layout.boxes, layout.shapes)
     found: dict[str, np.ndarray] = {}
     nonempty = [entry for entry in entries if _length(entry[1])]
     # A rank without variables reads the data that all files contain from the first file.
@@ -273,9 +270,10 @@ def _redistributed_arrays(iteration: int, entries: list[Entry], layout: Layout) 
         parts = {"x": arrays.pop("x")[None]}
         if "rows" in arrays:
             parts["rows"] = arrays.pop("rows")
-        found = found or {**arrays, **{name: np.zeros((len(part), size)) for name, part in parts.items()}}
+        found = found or {**arrays, **{name: np.zeros((len(part), own.size)) for name, part in parts.items()}}
+        _, theirs, here = np.intersect1d(_positions(boxes, layout.shapes), own, assume_unique=True, return_indices=True)
         for name, part in parts.items():
-            _copy(part, boxes, found[name], layout.boxes)
+            found[name][:, here] = part[:, theirs]
     found["x"] = found["x"][0]
     return found
 
@@ -286,19 +284,3 @@ def _length(boxes: list[IndexBox]) -> int:
 
 def _intersect(old: IndexBox, new: IndexBox) -> bool:
     return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(old, new))
-
-
-def _copy(source: np.ndarray, old: list[IndexBox], target: np.ndarray, new: list[IndexBox]) -> None:
-    """Copy the intersections of corresponding boxes from one array of vectors to another."""
-    start = target_start = 0
-    for first, second in zip(old, new):
-        parts = source[:, start : start + _length([first])], target[:, target_start : target_start + _length([second])]
-        start, target_start = start + _length([first]), target_start + _length([second])
-        if not _intersect(first, second):
-            continue
-        overlap = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(first, second)]
-        views = []
-        for part, box in zip(parts, (first, second)):
-            shaped = part.reshape(len(part), *[stop - start for start, stop in box])
-            views.append(shaped[(slice(None), *[slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, box)])])
-        views[1][...] = views[0]
