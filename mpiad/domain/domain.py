@@ -25,7 +25,7 @@ from mpiad.domain import (
 from mpiad.domain.boundary import Boundary
 from mpiad.domain.decomposition import Decomposition, checked_block, listed
 from mpiad.domain.field_exchange import ActiveExchange
-from mpiad.domain.interpolation import Lattice, Location, PointTables, lattice_of
+from mpiad.domain.interpolation import Location, PointTables, lattice_of
 from mpiad.domain.stencils import Stencil
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, MIN
@@ -80,9 +80,6 @@ class Domain(Decomposition):
     >>> print(domain.sum(1.0 + 0 * x), domain.max(x))
     12.0 5.5
     """
-
-    def _lattice(self, spacing: object, origin: object, extent: float | Sequence | None, centred: bool) -> Lattice:
-        return lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
 
     @cached_property
     def _tables(self) -> PointTables:
@@ -491,7 +488,7 @@ class Domain(Decomposition):
         >>> print(domain.min(x), domain.max(x))
         0.0 5.5
         """
-        return interpolation.coordinates(self, self._lattice(spacing, origin, extent, centred), halo)
+        return interpolation.coordinates(self, lattice_of(self, spacing, origin, extent, centred), halo)
 
     def locate(
         self,
@@ -535,7 +532,7 @@ class Domain(Decomposition):
         -------
         The cotangent of `fraction`, divided by the spacing, goes to `points`.
         """
-        return interpolation.locate(self, points, self._lattice(spacing, origin, extent, centred))
+        return interpolation.locate(self, points, lattice_of(self, spacing, origin, extent, centred))
 
     def interpolate(
         self,
@@ -595,7 +592,7 @@ class Domain(Decomposition):
         >>> print(domain.interpolate(x**2, [[1.0], [2.5]]))
         [1.  6.5]
         """
-        lattice = self._lattice(spacing, origin, extent, centred)
+        lattice = lattice_of(self, spacing, origin, extent, centred)
         return interpolation.interpolate(self, self._tables, u, points, lattice, result)
 
     def deposit(
@@ -647,7 +644,7 @@ class Domain(Decomposition):
         >>> print(domain.sum(source), domain.max(source))
         4.0 3.0
         """
-        return interpolation.deposit(self, self._tables, points, values, self._lattice(spacing, origin, extent, centred))
+        return interpolation.deposit(self, self._tables, points, values, lattice_of(self, spacing, origin, extent, centred))
 
     def sum(self, u: LocalArray) -> ReplicatedArray:
         """Return the sum of an array over the whole grid.

@@ -19,7 +19,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, LocalArray, Shape
 from mpiad.device.assembly import concatenate
-from mpiad.device.transfer import Constants, array_to_device, array_to_host
+from mpiad.device.transfer import Constants, array_to_device, to_host
 from mpiad.differentiation import make_vjp
 from mpiad.domain.boundary import sides_of
 from mpiad.domain.decomposition import Decomposition, checked_block, per_dimension
@@ -43,18 +43,16 @@ class Lattice(NamedTuple):
     steps: list[float]  # distance from one cell to the next
 
 
-def lattice_of(
-    shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
-) -> Lattice:
+def lattice_of(domain: Decomposition, spacing: object, origin: object, extent: Any, centred: bool) -> Lattice:
     """Return the positions of cells from the arguments of `Domain.coordinates`; raise a ValueError if one is invalid."""
-    ndim = len(shape)
+    ndim = len(domain.shape)
     if extent is None:
         steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
         origins = per_dimension(origin, ndim, "origin")
         return Lattice([float(x) + centred * h / 2 for x, h in zip(origins, steps)], steps)
     firsts, steps = [], []
     extents = per_dimension(extent, ndim, "extent (lengths, or pairs (low, high))")
-    for n, wraps, ends in zip(shape, periodic, extents):
+    for n, wraps, ends in zip(domain.shape, domain.periodic, extents):
         low, high = map(float, (0.0, ends) if np.ndim(ends) == 0 else ends)
         if not high > low:
             raise ValueError(f"Domain.coordinates: extent must have ends low < high, but got ({low}, {high}).")
@@ -214,7 +212,7 @@ def coordinates(domain: Decomposition, lattice: Lattice, halo: bool) -> tuple[Lo
 
 def locate(domain: Decomposition, points: Array, lattice: Lattice) -> Location:
     """See `Domain.locate`."""
-    location = located(_on_host(points), lattice, domain._partition, "Domain.locate")
+    location = located(to_host(points), lattice, domain._partition, "Domain.locate")
     namespace = arrays_of(stop_gradient(points))
     return location if namespace is None else Location(*[array_to_device(part, namespace) for part in location])
 
@@ -230,7 +228,7 @@ def interpolate(
     if result == "own":
         return _interpolate_own(domain, tables, u, points, lattice, call)
     _require_same_device(u, points, call)
-    points = _on_host(points)
+    points = to_host(points)
     if watch_settings.debug():
         named_points = [("points", np.asarray(stop_gradient(points)))]
         checked_on_replay(require_replicated, domain._channel, named_points, f"{call}: {_SAME_POINTS}", _REMEDY)
@@ -262,7 +260,7 @@ def _interpolate_own(
     # If any rank has a point outside the grid, all ranks raise before the points are sent.
     with raising_together(domain._channel):
         _require_same_device(u, points, call)
-        owners = located(_on_host(points), lattice, domain._partition, call).owner
+        owners = located(to_host(points), lattice, domain._partition, call).owner
     order, (sent, received), arrived = _sent(domain, points, owners)
     share, _ = _share(domain, tables, u, arrived, lattice, call)
     own = mpi_alltoall(share, received, -1, domain.comm, sent)[..., np.argsort(order)]
@@ -273,7 +271,7 @@ def deposit(domain: Decomposition, tables: PointTables, points: Array, values: A
     """See `Domain.deposit`."""
     call, ndim = "Domain.deposit", len(domain.shape)
     with raising_together(domain._channel):
-        owners = located(_on_host(points), lattice, domain._partition, call).owner
+        owners = located(to_host(points), lattice, domain._partition, call).owner
         given = stop_gradient(values)
         if not is_array(given) or given.dtype.kind not in "fc" or given.shape[given.ndim - owners.ndim :] != owners.shape:
             kind = f"dtype {given.dtype} and shape {given.shape}" if is_array(given) else type(given).__name__
@@ -295,19 +293,13 @@ def _sent(domain: Decomposition, points: Array, owners: np.ndarray) -> tuple[np.
     order, counts = np.argsort(owners, axis=None, kind="stable"), np.bincount(owners.flat, minlength=domain._channel.size)
     received = mpi_alltoall(counts, comm=domain.comm)
     # Points are converted to floats, since all ranks must send the same dtype, and some may pass integers.
-    flat = anp.reshape(_on_host(points), (-1, len(domain.shape))) * 1.0
+    flat = anp.reshape(to_host(points), (-1, len(domain.shape))) * 1.0
     return order, [counts, received], mpi_alltoall(flat[order], counts, comm=domain.comm, received=received)
-
-
-def _on_host(points: Array) -> Array:
-    """Copy points to the host; traced points remain traced."""
-    return points if arrays_of(stop_gradient(points)) is None else array_to_host(points)
 
 
 def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
     """Raise on all ranks unless all entries of `counts`, the numbers of owners, are one."""
-    namespace = arrays_of(counts)
-    counts = counts if namespace is None else namespace.to_host(counts)
+    counts = to_host(counts)
     if (counts == 1.0).all():
         return
     wrong = np.flatnonzero(counts != 1.0)

@@ -98,9 +98,7 @@ def laplacian(domain: Decomposition, spacing: float | Sequence[float], order: in
     for axis, step in enumerate(per_dimension(spacing, ndim, "spacing")):
         if not float(step) > 0:
             raise ValueError(f"Domain.laplacian: spacing must be positive along each dimension, but got {spacing!r}.")
-        line = [m] * ndim
-        line[axis] = slice(None)  # type: ignore[call-overload]
-        weights[tuple(line)] += line_weights / float(step) ** 2
+        np.moveaxis(weights, axis, -1)[(m,) * (ndim - 1)] += line_weights / float(step) ** 2
     return stencil(domain, weights, boundary)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,8 +102,8 @@ class RootCheckpoint:
     """Writes and reads iterates on the root; it does nothing if the user passed no checkpoint (`given` is None)."""
 
     def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, object], call: str = "minimize"):
-        self.given, self._problem, self._written, self._call = checkpoint, problem, -1, call
-        self._x, self._counts, self._failures = np.zeros(0), np.zeros(0), WriteFailures(call)
+        self.given, self._problem, self._call, self._failures = checkpoint, problem, call, WriteFailures(call)
+        self._written = 0, b"", [0]  # iteration, point and counts of the last state
 
     def load(self) -> dict[str, np.ndarray] | None:
         """Return an earlier run's arrays, the gradient empty if it wasn't evaluated; None if there is no file."""
@@ -121,27 +120,28 @@ class RootCheckpoint:
             return None
         description, arrays = read(file)
         require_same_problem(file, description, self._problem, self._call)
-        self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
+        self._written = len(arrays["history"]) - 1, arrays["x"].tobytes(), arrays["counts"].tolist()
         return arrays
 
-    def write_if_due(self, iteration: int, ended: bool, point: Point | None, counts: Iterable[int], record: Record) -> None:
-        """Write an iterate, if there is one and it is due; `counts` are the numbers of evaluations per kind."""
+    def write_if_due(self, record: Record, point: Point | None, counts: dict[str, int], ended: bool) -> None:
+        """Write an iterate, if there is one and it is due; `counts` are the numbers of evaluations by kind."""
         if self.given is None or point is None:
             return
-        if not ended and (iteration <= self._written or iteration == 0 or iteration % self.given.every):
+        iteration = record.iterations
+        if not ended and (iteration <= self._written[0] or iteration % self.given.every):
             return
-        x, evaluations = point.x, np.array(list(counts))
         # At the end of a solve an iterate is written again if the last line search has found a better point or made further
         # evaluations, which count for `maxfun`.
-        if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(evaluations, self._counts):
+        state = iteration, point.x.tobytes(), list(counts.values())
+        if state == self._written:
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient
-        arrays = {"x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": evaluations}
-        arrays["history"] = record.table()
+        arrays = {"x": point.x, "value": np.array(point.value, dtype=float), "gradient": gradient}
+        arrays |= {"counts": np.array(state[2]), "history": record.table()}
         try:
             write(self.given.file, self._problem, arrays.items())
         except OSError as error:
             self._failures.report(iteration, self._failures.reason(error, self.given.file))
         else:
             self._failures.report(iteration, None)
-            self._written, self._x, self._counts = iteration, x, evaluations
+            self._written = state

@@ -114,7 +114,7 @@ _ON_ROOT = "constraints are evaluated on the root alone, and the other ranks don
 class _ConstraintFunction:
     """A constraint as a function of the vector of variables, with its Jacobian."""
 
-    def __init__(self, fun: Callable, jac: Function | None, args: tuple, packing: Packing, used: Channel):
+    def __init__(self, fun: Callable, jac: Function | str | None, args: tuple, packing: Packing, used: Channel):
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
         self._user_jacobian = jac if callable(jac) else None
         self._stored = lru_cache(_MAX_STORED)(self._evaluated)
@@ -170,8 +170,7 @@ def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
     if isinstance(given, scipy.optimize.LinearConstraint):
         return Constraint(given, lambda x: np.asarray(given.A @ x), given.lb, given.ub)
     parts = UserConstraint.of(given)
-    jac = given.get("jac") if isinstance(given, dict) else given.jac
-    function = _ConstraintFunction(parts.fun, jac, parts.args, packing, used)
+    function = _ConstraintFunction(parts.fun, parts.jac, parts.args, packing, used)
     if isinstance(given, dict):
         in_scipy: Any = {"type": given["type"], "fun": function.value, "jac": function.jacobian}
         return Constraint(in_scipy, function.value, parts.low, parts.high)
@@ -193,7 +192,7 @@ class UserConstraint(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     fun: Any = None
-    jac: Function | None = None
+    jac: Function | str | None = None  # a text in SciPy's methods: differences
     args: tuple = ()
     matrix: np.ndarray | None = None
 
@@ -207,9 +206,9 @@ class UserConstraint(NamedTuple):
                     "minimize: a constraint's dict must have a type, 'eq' or 'ineq', and a function fun, but got "
                     f"{given!r:.80}."
                 )
-            jac, high = given.get("jac"), 0.0 if kind.lower() == "eq" else np.inf
+            high = 0.0 if kind.lower() == "eq" else np.inf
             args = args if isinstance(args, tuple) else (args,)
-            return cls(np.zeros(1), np.full(1, high), fun, jac if callable(jac) else None, args)
+            return cls(np.zeros(1), np.full(1, high), fun, given.get("jac"), args)
         if not isinstance(given, (scipy.optimize.LinearConstraint, scipy.optimize.NonlinearConstraint)):
             raise TypeError(
                 "minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
@@ -217,6 +216,6 @@ class UserConstraint(NamedTuple):
             )
         low, high = (np.atleast_1d(np.asarray(limit, dtype=float)) for limit in (given.lb, given.ub))
         if isinstance(given, scipy.optimize.NonlinearConstraint):
-            return cls(low, high, given.fun, given.jac if callable(given.jac) else None)
+            return cls(low, high, given.fun, given.jac)
         matrix = given.A.toarray() if scipy.sparse.issparse(given.A) else np.atleast_2d(np.asarray(given.A, dtype=float))
         return cls(low, high, matrix=matrix)

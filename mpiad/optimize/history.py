@@ -58,7 +58,7 @@ class Record:
         self.rows: list[Row] = []
         self._progress = progress
         self._start = time.perf_counter()
-        self._last: Any = None
+        self.last: Any = None  # the point of the last row
 
     @property
     def iterations(self) -> int:
@@ -71,24 +71,24 @@ class Record:
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
         self.rows.append(row)
-        self._last = point
+        self.last = point
         if self._progress is not None:
             self._progress.show(row)
         return row
 
     def _complete_last(self) -> None:
-        if self._last is not None and math.isnan(self.rows[-1].gradient_norm):
-            self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.norm)
+        if self.last is not None and math.isnan(self.rows[-1].gradient_norm):
+            self.rows[-1] = self.rows[-1]._replace(gradient_norm=self.last.norm)
 
     def table(self) -> np.ndarray:
         """Return the rows as an array for files, shape (rows, 6)."""
         self._complete_last()
         return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
 
-    def restore(self, table: np.ndarray) -> None:
-        """Restore the rows and the elapsed time of an earlier run."""
+    def restore(self, table: np.ndarray, last: Any = None) -> None:
+        """Restore the rows and the elapsed time of an earlier run, and the point of its last row."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
-        self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None
+        self._start, self.last = time.perf_counter() - self.rows[-1].seconds, last
 
     def history(self) -> History:
         """Return the rows as arrays."""

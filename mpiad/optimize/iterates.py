@@ -38,37 +38,26 @@ class Iterates:
     """The iterates of a method that the root drives; `in_callback` is true while the callback runs, and after it raised."""
 
     def __init__(self, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
-        self._callback, self._checkpoint = _with_row(callback), checkpoint
+        self._callback, self.checkpoint = _with_row(callback), checkpoint
         self._packing, self._used = solve.packing, solve.used
-        self._last: np.ndarray | None = None
         self.record, self.in_callback = Record(solve.progress), False
 
     def add_row(self, point: Point, evaluations: int) -> Row:
         """Add a row to the history."""
-        return self.record.add(point, evaluations, self._step_to(point.x))
-
-    def _step_to(self, x: np.ndarray) -> float:
-        """Return the length of the step from the last iterate."""
-        last, self._last = self._last, x
-        if last is None:
-            return 0.0
+        last = self.record.last
         with np.errstate(over="ignore", invalid="ignore"):  # an iterate of a diverging method may be infinite
-            step = x - last
-            return float(np.sqrt(vdot(step, step)))
+            step = np.zeros(1) if last is None else point.x - last.x
+            return self.record.add(point, evaluations, float(np.sqrt(vdot(step, step))))
 
     def restore(self, counts: dict[str, int]) -> Point | None:
         """Return the last iterate of an earlier run, and continue its history and `counts`; None if there was none."""
-        state = self._checkpoint.load()
+        state = self.checkpoint.load()
         if state is None:
             return None
-        self.record.restore(state["history"])
+        point = Point(state["x"], float(state["value"]), state["gradient"] if state["gradient"].size else None)
+        self.record.restore(state["history"], point)
         counts.update(zip(counts, state["counts"].tolist()))
-        self._step_to(state["x"])  # start of the next step
-        return Point(state["x"], float(state["value"]), state["gradient"] if state["gradient"].size else None)
-
-    def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
-        """Write the state at a point to the checkpoint if it is due; do nothing without a point."""
-        self._checkpoint.write_if_due(self.record.iterations, ended, point, counts.values(), self.record)
+        return point
 
     def call_callback(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, which may raise StopIteration."""
@@ -93,7 +82,7 @@ class IteratesOfPoints(Iterates):
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
         points, found = self._points, self.restore(self._points.counts)
-        points.interruptible = self._checkpoint.given is not None
+        points.interruptible = self.checkpoint.given is not None
         if found is None:
             return start
         self.resumed = True
@@ -115,7 +104,7 @@ class IteratesOfPoints(Iterates):
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Record an iterate and call the user's callback."""
         row = self._add_row(self._points.at(np.ascontiguousarray(x, dtype=float)))
-        self.write(self._points.last_or_best, self._points.counts, ended=False)
+        self.checkpoint.write_if_due(self.record, self._points.last_or_best, self._points.counts, ended=False)
         return self.call_callback(x, row)
 
 
@@ -145,7 +134,7 @@ class ShardedIterates:
 
     def any_stopped(self) -> bool:
         """Return whether the callback of any rank has raised StopIteration; collective if any rank has a callback."""
-        return self._called and self._totals.reduce([float(self.stopped)], [0.0], [])[0] > 0.0
+        return self._called and bool(self._totals.sums(np.array([self.stopped], float))[0])
 
 
 def _with_row(callback: Function | None) -> Callable[[Tree, Row], Any] | None:

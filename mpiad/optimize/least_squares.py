@@ -265,18 +265,16 @@ _STOPPED = Ending(-2, STOPPED.message)
 _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
 
 
-class _Problem:
+class _Problem(Iterates):
     """The functions that SciPy calls on the root."""
 
     def __init__(self, solve: RootDriven, callback: Function | None, file: RootCheckpoint):
-        self._request, self._size = solve.request, solve.packing.size
-        self._evaluation: ResidualEvaluation = solve.evaluation
-        self.iterates = Iterates(callback, solve, file)
+        super().__init__(callback, solve, file)
+        self._request, self._evaluation = solve.request, solve.evaluation
         self._robust = self._evaluation.loss is not None
         self.last_residuals, self._cost = np.zeros(0), np.nan
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
-        self.iterate = self.iterates.restore(self.counts)  # the last iterate, at first that of an earlier run
-        self.record, self._has_checkpoint = self.iterates.record, file.given is not None
+        self.iterate = self.restore(self.counts)  # the last iterate, at first that of an earlier run
         self.resumed = self._restarted = self.iterate is not None
 
     def _carry_out(self, method: str, name: str, *vectors: np.ndarray) -> Any:
@@ -286,7 +284,7 @@ class _Problem:
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
-        if self._has_checkpoint and self.iterate is not None and self._evaluation.agreement.end_requested:
+        if self.checkpoint.given is not None and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
         found: np.ndarray = self._carry_out("residuals", "residuals", x)
         if self._evaluation.gathers:
@@ -308,10 +306,10 @@ class _Problem:
         self.iterate = Point(x, self._cost)
         found = self._operator(self.iterate) if self._evaluation.gathers else self._matrix(self.iterate)
         if not first:
-            row = self.iterates.add_row(self.iterate, self.counts["residuals"])
+            row = self.add_row(self.iterate, self.counts["residuals"])
             if row.iteration > 0:
-                self.iterates.write(self.iterate, self.counts, ended=False)
-                self.iterates.call_callback(x, row)
+                self.checkpoint.write_if_due(self.record, self.iterate, self.counts, ended=False)
+                self.call_callback(x, row)
         return found
 
     def _matrix(self, iterate: Point) -> np.ndarray:
@@ -335,7 +333,7 @@ class _Problem:
         def forward(direction: np.ndarray) -> np.ndarray:
             return self._carry_out("tangent", "product", iterate.x, np.array(direction, dtype=float).reshape(-1))
 
-        shape = self.last_residuals.size, self._size
+        shape = self.last_residuals.size, iterate.x.size
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
 
     def result_at_iterate(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
@@ -383,7 +381,7 @@ def run_method(
         result = problem.result_at_iterate(*_STOPPED)
     except EndMethod as end:
         result = problem.result_at_iterate(*end.ending)
-    problem.iterates.write(problem.iterate, problem.counts, ended=True)
+    problem.checkpoint.write_if_due(problem.record, problem.iterate, problem.counts, ended=True)
     outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
     outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's cost has the rounding error of a square root
     history = problem.record.history()

@@ -26,6 +26,7 @@ from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.scipy_methods import MethodArguments, method_named, run_method
 from mpiad.optimize.sharded import Sharded, check_local_arguments
+from mpiad.optimize.sharded.convergence import compared_settings
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
@@ -186,7 +187,7 @@ def minimize(
             if chosen is None:
                 local = check_local_arguments(method, as_variables(x0), arguments)
                 limits = [(each.low.tolist(), each.high.tolist()) for each in local.constraints]
-                settings = f", {local.settings}" + (f", constraints={limits}" if limits else "")
+                settings = f", {compared_settings(local.settings)}" + (f", constraints={limits}" if limits else "")
                 if callback is not None and not callable(callback):
                     got = f"{type(callback).__name__} {callback!r:.60}"
                     raise TypeError(f"minimize: callback must be callable, but got {got}.")

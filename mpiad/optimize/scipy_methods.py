@@ -91,7 +91,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         result = partial_result(Ending(3, text), points, iterates.record.iterations, at_best=True)
     if not result.success and points.first is not None and not points.first.finite:
         result.message += solve.request("not_finite", points.first.x)
-    iterates.write(points.last_or_best, points.counts, ended=True)
+    iterates.checkpoint.write_if_due(iterates.record, points.last_or_best, points.counts, ended=True)
     result.x, evaluations = np.array(result.x, dtype=float), dict(points.counts)
     return {**result, "history": iterates.record.history(), "evaluations": evaluations}
 

@@ -276,14 +276,15 @@ class Loop:
             span = Span(number, number + 1)
             given = [*tangents, *[g if g is None else g[:, number] for g in along.inputs], *along.params]
             active = [k for k, g in enumerate(given) if g is not None]
-            linear = self._linearized(span, args.at(span, state), active)
+            linear = self.linearized(span, args.at(span, state), active)
             changes: Any = linear.jvp(tuple([given[k] for k in active]), batch=True)
             state, tangents = linear.value[: len(state)], changes[: len(state)]
             rows.append(changes[len(state) :])
         columns = [*tangents, *[stack(column, 1) for column in zip(*rows)]]
         return stack([self._results.vector([column[k] for column in columns]) for k in range(lanes)])
 
-    def _linearized(self, span: Span, args: Arguments, active: list[int]) -> Linearization:
+    def linearized(self, span: Span, args: Arguments, active: list[int]) -> Linearization:
+        """Return the linearization of some steps with respect to the leaves with the indices `active`."""
         return linearize(lambda *leaves: self._outputs(span, args.like(leaves)), tuple(active))(*args.all())
 
     def _outputs(self, span: Span, args: Arguments) -> list[Array]:

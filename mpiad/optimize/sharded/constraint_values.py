@@ -111,7 +111,7 @@ class ConstraintValues:
                 raise WrongValueError("minimize: a constraint must return real numbers on all ranks.")
             return found
 
-        stored = None if constraint.jac else run(lambda: linearize(lambda x: run(lambda: values(x)))(tree))
+        stored = None if callable(constraint.jac) else run(lambda: linearize(lambda x: run(lambda: values(x)))(tree))
         own = run(lambda: values(tree)) if stored is None else stored.value
 
         def rows() -> list[Array]:

@@ -101,10 +101,6 @@ class NewtonSettings(NamedTuple):
     maxcg: int = 200  # maximum number of Hessian products per iteration
     radius: float | None = None  # of the first trust region; default: the length of the preconditioned gradient
 
-    def __repr__(self) -> str:
-        """Return a description of the settings that must be the same on all ranks."""
-        return ", ".join(f"{name}={value}" for name, value in _described(self).items())
-
 
 class MMASettings(NamedTuple):
     """Options of MMA-sharded: the parameters of the approximation, with Svanberg's names, and stopping criteria."""
@@ -129,13 +125,14 @@ AnySettings: TypeAlias = Settings | NewtonSettings | MMASettings
 _KINDS: dict[str, type[Any]] = {kind.method.lower(): kind for kind in (Settings, NewtonSettings, MMASettings)}
 
 
-def _described(settings: AnySettings) -> dict[str, object]:
+def compared_settings(settings: AnySettings) -> dict[str, object]:
+    """Return the settings that must be the same on all ranks."""
     return {name: "a function" if callable(value) else value for name, value in settings._asdict().items()}
 
 
 def identity_of(settings: AnySettings) -> dict[str, object]:
     """Return the settings on which the iterates of a solve depend: all except the stopping criteria."""
-    found = {name: value for name, value in _described(settings).items() if name not in _STOPPING}
+    found = {name: value for name, value in compared_settings(settings).items() if name not in _STOPPING}
     return {"method": settings.method, **found}
 
 

@@ -120,57 +120,44 @@ class LineSearch:
 
 def next_step(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowest: float, highest: float) -> float:
     """Return the step after `trial`: cases 1 to 4 in section 4 of [1]; `other`: the other end of a `bracketed` interval."""
+
+    def distance(step: float) -> float:
+        return abs(step - trial.step)
+
     # The trial is higher than the best point, so it brackets a minimizer.
     if trial.value > best.value:
-        width, cubic = trial.step - best.step, _cubic(best, trial)
+        width, (cubic, _) = trial.step - best.step, _cubic(best, trial)
         descent = (best.value - trial.value) / width + best.slope
         quadratic = best.step + best.slope / descent / 2.0 * width
         is_closer = abs(cubic - best.step) < abs(quadratic - best.step)
         return cubic if is_closer else cubic + (quadratic - cubic) / 2.0
-    if trial.slope * best.slope < 0.0:
+    limit, turns = highest if trial.step > best.step else lowest, trial.slope * best.slope < 0.0
+    if not turns and abs(trial.slope) >= abs(best.slope):
+        # A lower value and a slope that isn't smaller: take the limit of the allowed steps.
+        return _cubic(trial, other)[0] if bracketed else limit
+    secant = trial.step + trial.slope / (trial.slope - best.slope) * (best.step - trial.step)
+    cubic, exists = _cubic(trial, best)
+    if turns:
         # Slopes of opposite signs bracket a minimizer: take the estimate that is farther from the trial.
-        cubic, secant = _cubic(trial, best), _secant(best, trial)
-        return max(cubic, secant, key=lambda step: abs(step - trial.step))
+        return max(cubic, secant, key=distance)
     # A lower value and a smaller slope: the minimizer lies beyond the trial, but the cubic may not have a minimizer there.
-    if abs(trial.slope) < abs(best.slope):
-        return _after_flattening(best, other, trial, bracketed, lowest, highest)
-    if bracketed:
-        return _cubic(trial, other)
-    # A lower value and a slope that isn't smaller: take the limit of the allowed steps.
-    return highest if trial.step > best.step else lowest
-
-
-def _after_flattening(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowest: float, highest: float) -> float:
-    secant = _secant(best, trial)
-    theta, root = _cubic_terms(best, trial)
-    root = -root if trial.step > best.step else root
-    fraction = (root - trial.slope + theta) / (root + (best.slope - trial.slope) + root) if root else 0.0
-    # The cubic's minimizer if it lies beyond the trial.
-    limit = highest if trial.step > best.step else lowest
-    cubic = trial.step + fraction * (best.step - trial.step) if fraction < 0.0 else limit
+    if not exists or (cubic - trial.step) * (trial.step - best.step) <= 0.0:
+        cubic = limit
     if not bracketed:
-        return min(max(max(cubic, secant, key=lambda s: abs(s - trial.step)), lowest), highest)
-    step = min(cubic, secant, key=lambda s: abs(s - trial.step))
-    limit = trial.step + _SAFEGUARD * (other.step - trial.step)
+        return min(max(max(cubic, secant, key=distance), lowest), highest)
+    step, limit = min(cubic, secant, key=distance), trial.step + _SAFEGUARD * (other.step - trial.step)
     return min(step, limit) if trial.step > best.step else max(step, limit)
 
 
-def _secant(a: Sample, b: Sample) -> float:
-    return b.step + b.slope / (b.slope - a.slope) * (a.step - b.step)
-
-
-def _cubic(a: Sample, b: Sample) -> float:
-    """Return the minimizer of the cubic through both values and slopes, relative to a."""
-    theta, root = _cubic_terms(a, b)
-    # This sign of the root selects the minimizer, not the maximizer.
-    root = root if b.step > a.step else -root
-    return a.step + (root - a.slope + theta) / (root - a.slope + root + b.slope) * (b.step - a.step)
-
-
-def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
+def _cubic(a: Sample, b: Sample) -> tuple[float, bool]:
+    """Return the minimizer of the cubic through both values and slopes, computed from a, and whether it exists."""
     theta = 3.0 * (a.value - b.value) / (b.step - a.step) + a.slope + b.slope
     scale = max(abs(theta), abs(a.slope), abs(b.slope))  # squares of slopes may overflow
-    return theta, scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
+    root = scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
+    # This sign of the root selects the minimizer, not the maximizer.
+    signed = root if b.step > a.step else -root
+    fraction = (signed - a.slope + theta) / (signed - a.slope + signed + b.slope)
+    return a.step + fraction * (b.step - a.step), root > 0.0
 
 
 class LBFGS(ShardedMethod):

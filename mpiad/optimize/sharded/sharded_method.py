@@ -138,7 +138,10 @@ class StateFiles:
             names_here = [] if self._files.of_this_size(others) else [file.name for file in others]
             every = self._used.data.allgather(names_here)
             if every[0] and all(names == every[0] for names in every):
-                return self._redistributed(others, self._identity.layout)
+                iteration, entries = newest_state(others, self._identity.any_ranks, self._used)
+                self._files.iteration, self._obsolete = iteration, others
+                with raising_together(self._used, ValueError):
+                    return _redistributed_arrays(iteration, entries, self._identity.layout)
         with raising_together(self._used, (OSError, ValueError)):
             if (file := self._checkpoint.file).exists():
                 raise ValueError(
@@ -146,20 +149,6 @@ class StateFiles:
                     "method that runs on the root. Pass another file, or delete it."
                 )
         return self._files.load("; for later checkpoints pass CheckpointFile(blocks=...)")
-
-    def _redistributed(self, others: list[Path], layout: Layout) -> dict[str, np.ndarray]:
-        """Return this rank's arrays of the newest state that another number of ranks has written."""
-        found = newest_state(others, self._identity.any_ranks, self._used)
-        if found is None:
-            missing = (
-                f"minimize: the files of another number of ranks, such as {others[0]}, don't have an iteration that is "
-                "complete. Restore the missing files, or delete all of them."
-            )
-            raise agreed(self._used, ValueError(missing))
-        (iteration, entries), self._obsolete = found, others
-        self._files.iteration = iteration  # type: ignore[union-attr]
-        with raising_together(self._used, ValueError):
-            return _redistributed_arrays(iteration, entries, layout)
 
     def write_if_due(self, iteration: int, ended: bool, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
         """Write the state of an iteration if it is due; all ranks call this. Otherwise `arrays` isn't iterated over."""
@@ -239,8 +228,8 @@ def _hashed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def newest_state(files: list[Path], problem: dict[str, object], used: Channel) -> tuple[int, list[Entry]] | None:
-    """Return iteration and entries of the newest complete state; raise on all ranks if a file is invalid; collective."""
+def newest_state(files: list[Path], problem: dict[str, object], used: Channel) -> tuple[int, list[Entry]]:
+    """Return iteration and entries of the newest complete state; raise on all ranks if there is none; collective."""
     own = []
     with raising_together(used, (OSError, ValueError)):
         for file in files[used.rank :: used.size]:
@@ -253,7 +242,11 @@ def newest_state(files: list[Path], problem: dict[str, object], used: Channel) -
         by_ranks.setdefault((iteration, size), {})[rank] = file, boxes
     common = [key for key, found in by_ranks.items() if len(found) == key[1] and all(boxes for _, boxes in found.values())]
     if not common:
-        return None
+        missing = (
+            f"minimize: the files of another number of ranks, such as {files[0]}, don't have an iteration that is "
+            "complete. Restore the missing files, or delete all of them."
+        )
+        raise agreed(used, ValueError(missing))
     return max(common)[0], [entry for _, entry in sorted(by_ranks[max(common)].items())]
 
 

@@ -77,8 +77,7 @@ class Sharded(Solve):
         start = packing.pack(self._arguments.start)
         files = StateFiles(self._arguments.checkpoint, self._identity(start), self._used, self.agreement)
         # If any rank has bounds or a callback, all ranks exchange additional messages.
-        own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
-        bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
+        bounded, with_callback = self._totals.sums(np.array([self._arguments.box is not None, callback is not None], float))
         record = Record(progress if self._totals.is_root else None)
         iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record, self._totals)
         box = self._box(bool(bounded))
