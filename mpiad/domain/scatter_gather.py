@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def scatter(domain: Decomposition, u: RootArray, root: Rank) -> LocalArray:
     cells = None
     with raising_together(domain._channel):
         if domain._channel.rank == root:
-            cells = into_blocks(checked_block(domain, u, "Domain.scatter", domain.shape), domain._partition)
+            cells = reordered(checked_block(domain, u, "Domain.scatter", domain.shape), domain._partition, True)
     counts = [math.prod(lengths(domain._partition.block(r))) for r in range(domain._channel.size)]
     block = mpi_scatter(cells, root, axis=0, counts=counts, comm=domain.comm)
     return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + domain.local_shape)
@@ -38,7 +37,7 @@ def gather(domain: Decomposition, u: LocalArray, root: Rank) -> RootArray:
     # Flattened blocks are concatenated along the first axis; the other axes have the same lengths on all ranks.
     cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=domain.comm)
     if domain._channel.rank == root:
-        return from_blocks(cells, domain._partition)
+        return reordered(cells, domain._partition, False)
     # The result is empty, but has the same number of axes as on the root, so that all ranks can run the same program.
     return cells.reshape((*lead, 0, *domain.shape[1:]))
 
@@ -145,37 +144,24 @@ def _starts(domain: Decomposition, lead: int) -> tuple[int, ...]:
 
 
 @primitive
-def into_blocks(u: RootArray, partition: Partition) -> RootArray:
-    """Reorder an array of shape (..., *partition.shape) to shape (cells, ...), with the cells sorted by owner."""
-    lead = u.shape[: u.ndim - len(partition.shape)]
-    out = empty_like(u, (math.prod(partition.shape), *lead))
-    for cells, block in _ranges(partition):
-        out[cells] = np.moveaxis(u[(..., *block)].reshape(*lead, -1), -1, 0)
-    return out
-
-
-@primitive
-def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
-    """Return the whole array, shape (..., *partition.shape): the inverse of `into_blocks`."""
-    lead = cells.shape[1:]
-    out = empty_like(cells, lead + partition.shape)
-    for positions, block in _ranges(partition):
-        out[(..., *block)] = np.moveaxis(cells[positions], 0, -1).reshape(lead + lengths(block))
-    return out
-
-
-def _ranges(partition: Partition) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-    """Yield, for each rank, the range of its cells in an array sorted by owner, and its block in the grid."""
+def reordered(x: RootArray, partition: Partition, by_owner: bool) -> RootArray:
+    """Reorder a whole array (..., *partition.shape) to (cells, ...), with the cells sorted `by_owner`; if False, back."""
+    lead = x.shape[: x.ndim - len(partition.shape)] if by_owner else x.shape[1:]
+    out = empty_like(x, (math.prod(partition.shape), *lead) if by_owner else lead + partition.shape)
+    grid, cells = (x, out) if by_owner else (out, x)
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = partition.block(rank)
-        stop = start + math.prod(lengths(block))
-        yield slice(start, stop), block
-        start = stop
+        shape, in_grid = lengths(block), grid[(..., *block)]
+        stop = start + math.prod(shape)
+        in_cells, start = np.moveaxis(cells[start:stop], 0, -1).reshape(lead + shape), stop  # a view
+        if by_owner:
+            in_cells[...] = in_grid
+        else:
+            in_grid[...] = in_cells
+    return out
 
 
-# Both functions are permutations, whose transposes are their inverses.
-defvjp(into_blocks, lambda ans, u, partition: lambda g: from_blocks(g, partition))
-defjvp(into_blocks, "same")
-defvjp(from_blocks, lambda ans, cells, partition: lambda g: into_blocks(g, partition))
-defjvp(from_blocks, "same")
+# A permutation, whose transpose is its inverse.
+defvjp(reordered, lambda ans, x, partition, by_owner: lambda g: reordered(g, partition, not by_owner))
+defjvp(reordered, "same")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from math import factorial
+from typing import Any
 
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, LocalArray, Shape
+from mpiad._typing import Array, Function, LocalArray
 from mpiad.domain.boundary import Boundary, Sides, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block, listed, per_dimension
 from mpiad.domain.halo import Halo, fill_halo
@@ -114,7 +116,7 @@ def correlate(domain: Decomposition, u: LocalArray, weights: LocalArray, boundar
         )
     sides = sides_of(boundary, ndim, call)
     halo = _halo_for(domain, shape[:ndim], sides, call)
-    return varying_sum(fill_halo(u, halo, sides, BY_AXIS), weights)
+    return derivative(None, weights, fill_halo(u, halo, sides, BY_AXIS), ndim)
 
 
 def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, call: str) -> Halo:
@@ -134,77 +136,50 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
     return domain.halo_of(radius)
 
 
-# Stencils with different weights in each cell, which are bilinear in the field and the weights.
+# Stencils with different weights in each cell.
 #
-# The derivatives of each of three maps are the other two maps: the sums y = Σ_k w_k u_k over shifted parts u_k of a padded
-# field; the transpose, which adds w_k g to these parts; and the products g u_k, the derivative with respect to the weights.
+# Let T(y, w, u) be the sum over k of ⟨y, w_k u_k⟩, with the weights w_k at offset k, and the parts u_k of a padded field
+# that are shifted by k. The weighted sums Σ_k w_k u_k are the derivative of T with respect to y. T is linear in each
+# factor, so the derivatives of its derivatives are again derivatives of T.
 
 
 @primitive
-def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
-    """Return weighted sums, shape (..., *cells), of an array of shape (..., *padded), with weights (*lengths, *cells)."""
-    lengths, cells = weights.shape[: weights.ndim // 2], weights.shape[weights.ndim // 2 :]
-    like, shape = _like_product(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
-    total = zeros_like(like, shape)
-    scratch = np.empty_like(total)
-    for offset, part in _shifted_parts(lengths, cells):
-        np.multiply(padded[part], weights[offset], out=scratch)
-        total += scratch
-    return total
+def derivative(y: LocalArray, w: LocalArray, u: LocalArray, ndim: int) -> LocalArray:
+    """Return the derivative of T with respect to the factor that is None, for a grid of `ndim` dimensions.
 
-
-@primitive
-def varying_sum_transpose(g: LocalArray, weights: LocalArray) -> LocalArray:
-    """Apply the transpose of `varying_sum`; return an array of shape (..., *padded)."""
-    lengths, cells = weights.shape[: weights.ndim // 2], weights.shape[weights.ndim // 2 :]
-    padded = tuple(n + length - 1 for n, length in zip(cells, lengths))
-    total = zeros_like(_like_product(g, weights), g.shape[: g.ndim - len(cells)] + padded)
-    scratch = empty_like(total, g.shape)
-    for offset, part in _shifted_parts(lengths, cells):
-        np.multiply(g, weights[offset], out=scratch)
-        total[part] += scratch
-    return total
-
-
-@primitive
-def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
-    """Return the derivative of `varying_sum` with respect to the weights, for a grid of `ndim` dimensions."""
-    cells = g.shape[g.ndim - ndim :]
-    lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
-    total = empty_like(_like_product(g, padded), lengths + cells)
-    for offset, part in _shifted_parts(lengths, cells):
-        # The fields along leading axes share the weights, so the contributions of the fields are added.
-        total[offset] = (g * padded[part]).reshape(-1, *cells).sum(axis=0)
-    return total
-
-
-def _like_product(x: LocalArray, y: LocalArray) -> LocalArray:
-    """Return an array with the dtype of the product of x and y, and arbitrary shape and values."""
-    dtype = np.result_type(x.dtype, y.dtype)
-    return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
-
-
-def _shifted_parts(lengths: Shape, cells: Shape) -> Iterator[tuple[Shape, tuple]]:
-    """Yield each offset, and the index of the correspondingly shifted part of a padded array."""
+    The factors have the shapes (..., *cells), (*lengths, *cells) and (..., *padded).
+    """
+    first, second = (factor for factor in (y, w, u) if factor is not None)
+    like = first[:0].astype(np.result_type(first.dtype, second.dtype))
+    cells = w.shape[ndim:] if y is None else y.shape[y.ndim - ndim :]
+    if w is None:
+        lengths = tuple(m - n + 1 for m, n in zip(u.shape[u.ndim - ndim :], cells))
+        found = empty_like(like, lengths + cells)
+    else:
+        lengths, padded = w.shape[:ndim], tuple(n + length - 1 for n, length in zip(cells, w.shape))
+        lead = u.shape[: u.ndim - ndim] if y is None else y.shape[: y.ndim - ndim]
+        found, scratch = zeros_like(like, lead + (cells if y is None else padded)), empty_like(like, lead + cells)
     for offset in np.ndindex(lengths):
-        yield offset, (..., *[slice(o, o + n) for o, n in zip(offset, cells)])
+        part = (..., *[slice(o, o + n) for o, n in zip(offset, cells)])
+        if w is None:
+            # The fields along leading axes share the weights, so the contributions of the fields are added.
+            found[offset] = (y * u[part]).reshape(-1, *cells).sum(axis=0)
+        else:
+            np.multiply(u[part] if y is None else y, w[offset], out=scratch)
+            found[... if y is None else part] += scratch
+    return found
 
 
-# Each map is the derivative of Σ g w u with respect to one factor, and linear in the other two.
-defvjp(
-    varying_sum,
-    lambda ans, u, w: lambda g: tangent_of(u, varying_sum_transpose(g, w)),
-    lambda ans, u, w: lambda g: tangent_of(w, products(g, u, w.ndim // 2)),
-)
-defvjp(
-    varying_sum_transpose,
-    lambda ans, g, w: lambda v: tangent_of(g, varying_sum(v, w)),
-    lambda ans, g, w: lambda v: tangent_of(w, products(g, v, w.ndim // 2)),
-)
-defvjp(
-    products,
-    lambda ans, g, u, ndim: lambda v: tangent_of(g, varying_sum(u, v)),
-    lambda ans, g, u, ndim: lambda v: tangent_of(u, varying_sum_transpose(g, v)),
-)
-for _map in (varying_sum, varying_sum_transpose, products):
-    defjvp(_map, "same", "same")
+def _adjoint(k: int, ans: LocalArray, *args: Any) -> Function:
+    """Return the function from the cotangent of the result, which replaces the factor None, to that of factor k."""
+
+    def vjp(g: LocalArray) -> LocalArray:
+        factors = [g if factor is None else factor for factor in args[:3]]
+        factors[k] = None
+        return tangent_of(args[k], derivative(*factors, args[3]))
+
+    return vjp
+
+
+defvjp(derivative, *[partial(_adjoint, k) for k in range(3)])
+defjvp(derivative, "same", "same", "same")

@@ -158,7 +158,7 @@ class Constraint(NamedTuple):
         return largest if largest > _ROUNDING else 0.0
 
 
-def as_list(constraints: Any) -> list[Any]:
+def as_list(constraints: object) -> list:
     """Return the argument `constraints` of `minimize` as a list."""
     if constraints is None:
         return []

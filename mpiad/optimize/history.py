@@ -85,7 +85,7 @@ class Record:
         self._complete_last()
         return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
 
-    def restore(self, table: np.ndarray, last: Any = None) -> None:
+    def restore(self, table: np.ndarray, last: object = None) -> None:
         """Restore the rows and the elapsed time of an earlier run, and the point of its last row."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
         self._start, self.last = time.perf_counter() - self.rows[-1].seconds, last

@@ -12,7 +12,7 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
-from mpiad.optimize.history import Progress, Record, Row
+from mpiad.optimize.history import Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.totals import Totals
@@ -20,11 +20,8 @@ from mpiad.transport.exits.user_failures import StageFailures
 from mpiad.transport.resources import vdot
 
 
-def result_like_x0(
-    solve: RootDriven, method: Callable[[RootDriven], dict[str, Any]], progress: Progress | None
-) -> scipy.optimize.OptimizeResult:
+def result_like_x0(solve: RootDriven, method: Callable[[RootDriven], dict[str, Any]]) -> scipy.optimize.OptimizeResult:
     """Run a method on the root; return its result on all ranks, with variables and gradient in the structure of x0."""
-    solve.progress = progress
     outcome = solve.run(method)
     result = scipy.optimize.OptimizeResult(outcome, x=solve.packing.unpack(outcome["x"]))
     for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac

@@ -30,7 +30,7 @@ from mpiad.optimize.objective_evaluation import Program, StartValues, check_prog
 from mpiad.optimize.packing import Packing, sendable_variables
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
-from mpiad.optimize.totals import total_on_root
+from mpiad.optimize.totals import reduced_on_root
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
@@ -129,7 +129,7 @@ class ResidualEvaluation:
         f = self._residuals(vector)
         if not self.gathers:  # twice the cost and the sum of squares of the weighted residuals, shape (2,)
             local = np.array(self.agreement.run(lambda: self.weighted(f)[:2]))
-            return total_on_root(self._comm, self._program.root, local)
+            return reduced_on_root(self._comm, self._program.root, local)
         if not self.counts:
             self.counts = self._comm.allgather(f.size)
         return self._gathered(self.agreement.run(lambda: self._as_vector(f)))
@@ -217,7 +217,7 @@ class ResidualEvaluation:
         own = np.empty(self.counts[self._comm.rank])
         self._comm.Scatterv((self.weights, self.counts) if self._is_root else None, own, self._program.root)
         _, transposed = self._products(vector)
-        return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: transposed(own)))
+        return reduced_on_root(self._comm, self._program.root, self.agreement.run(lambda: transposed(own)))
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's residuals, shape (m_r,); store them, since SciPy may request the Jacobian at this point."""
@@ -532,9 +532,10 @@ def least_squares(
         described += "" if file is None else f", a checkpoint every {file.every} iterations"
         require_same(used, described, _CALL)
         start = shared_start(used, root, start, x0, program.args, _CALL)
-        solve = RootDriven(used, root, [program], partial(ResidualEvaluation, loss=robust, solver=tr_solver), _CALL)
-        solve.define(0, start)
         bar = Progress(keywords) if progress else None
+        factory = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
+        solve = RootDriven(used, root, [program], factory, _CALL, progress=bar)
+        solve.define(0, start)
         with solve.ending(file, bar):
             options = keywords, loss, f_scale, tr_solver, program, callback, file, start
-            return result_like_x0(solve, partial(run_method, *options), bar)
+            return result_like_x0(solve, partial(run_method, *options))

@@ -203,10 +203,10 @@ def minimize(
             with solve.ending(file, bar):
                 return solve.run(callback, bar)
         start = shared_start(used, root, start, x0, program.args, "minimize")
-        solve = RootDriven(used, root, [program], Evaluation, "minimize")
+        solve = RootDriven(used, root, [program], Evaluation, "minimize", progress=bar)
         solve.define(0, start)
         with solve.ending(file, bar):
-            return result_like_x0(solve, partial(run_method, chosen, arguments, program, start), bar)
+            return result_like_x0(solve, partial(run_method, chosen, arguments, program, start))
 
 
 def mpi_optimize(

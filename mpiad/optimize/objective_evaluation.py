@@ -16,7 +16,7 @@ from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_ter
 from mpiad.differentiation.objective import check_objective, problem_with, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, unfinished, variables_of
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.totals import total_on_root
+from mpiad.optimize.totals import reduced_on_root
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
@@ -179,7 +179,7 @@ class Evaluation:
         return self._total(self.agreement.run(lambda: multiply(v)))
 
     def _total(self, part: np.ndarray) -> np.ndarray | None:
-        return part if self._comm is None else total_on_root(self._comm, self._program.root, part)
+        return part if self._comm is None else reduced_on_root(self._comm, self._program.root, part)
 
     def value_at(self, x: Tree) -> Scalar:
         """Return this rank's value of `fun`, without a check for failures on other ranks."""

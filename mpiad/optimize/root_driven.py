@@ -95,11 +95,10 @@ class RootDriven(Solve):
 
     def __init__(
         self, used: Channel, root: Rank, programs: list[Program], factory: Function, call: str,
-        division: RankGroups | None = None,
+        division: RankGroups | None = None, progress: Progress | None = None,
     ):  # fmt: skip
         super().__init__(used, call)
-        self.used, self.root = used, root
-        self.progress: Progress | None = None
+        self.used, self.root, self.progress = used, root, progress
         self._programs, self._factory, self._is_root = programs, factory, used.rank == root
         self.evaluations: list[Any] = [None] * len(programs)
         self.evaluation: Any = None  # of the function that was defined last

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 
 from mpiad._typing import Comm, Rank
-from mpiad.transport import MAX, SUM
+from mpiad.transport import MAX, SUM, Op
 
 
-def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None:
-    """Return the sum of all ranks' parts on the root, and None on the other ranks; collective."""
+def reduced_on_root(comm: Comm, root: Rank, part: np.ndarray, op: Op = SUM) -> np.ndarray | None:
+    """Return the sum (or another reduction) of all ranks' parts on the root, and None on the other ranks; collective."""
     if comm.size == 1:
         return part
     whole = np.empty_like(part) if comm.rank == root else None
-    comm.Reduce(part, whole, SUM, root)
+    comm.Reduce(part, whole, op, root)
     return whole
 
 
@@ -33,17 +33,14 @@ class Totals:
     def decide_on_root(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return, on all ranks, the root's ``decide(sums)``, shape (size,), for the sums of `parts` over all ranks."""
         decision = np.empty(size)
-        sums = np.empty_like(parts) if self.is_root else None
-        self._comm.Reduce(parts, sums, SUM, self._root)
-        if self.is_root:
-            decision[:] = decide(sums)  # type: ignore[arg-type]
+        sums = reduced_on_root(self._comm, self._root, parts)
+        if sums is not None:
+            decision[:] = decide(sums)
         self._comm.Bcast(decision, self._root)
         return decision
 
     def reduce(self, terms: list[float], largest: list[float], of_root: list[float]) -> list[float]:
         """Return the sums of `terms`, the maxima of `largest`, and the root's values `of_root`, as one list."""
-        highest = np.array(largest)
-        found = np.empty_like(highest) if self.is_root else None
-        self._comm.Reduce(highest, found, MAX, self._root)
+        found = reduced_on_root(self._comm, self._root, np.array(largest), MAX)
         size = len(terms) + len(largest) + len(of_root)
         return self.decide_on_root(np.array(terms), size, lambda sums: np.concatenate([sums, found, of_root])).tolist()  # type: ignore[list-item]

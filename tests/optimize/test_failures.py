@@ -369,8 +369,8 @@ def test_all_raise_after_a_wait_beyond_the_timeout(
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     solves = []
 
-    def kept(self: RootDriven, *args: Any) -> None:
-        made(self, *args)
+    def kept(self: RootDriven, *args: Any, **keywords: Any) -> None:
+        made(self, *args, **keywords)
         solves.append(self)
 
     made = RootDriven.__init__

@@ -24,7 +24,6 @@ from mpiad.optimize.sharded.convergence import (
     AnySettings,
     MMASettings,
     NewtonSettings,
-    Settings,
     identity_of,
     settings_of,
 )
@@ -81,7 +80,7 @@ class Sharded(Solve):
         record = Record(progress if self._totals.is_root else None)
         iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record, self._totals)
         box = self._box(bool(bounded))
-        if box is not None and not isinstance(settings, Settings) and isinstance(packing, DevicePacking):
+        if box is not None and isinstance(packing, DevicePacking):
             box = Box(*map(packing.xp.to_device, box))
         if isinstance(settings, MMASettings):
             return self._by_mma(start, iterates, files, box or Box(start, start))

@@ -94,7 +94,7 @@ class HostVectors:
     """A matrix of `height` rows of `size` doubles; other vectors have shape (size,). `box` are the bounds."""
 
     def __init__(self, height: int, size: int, box: Box | None = None):
-        self.height, self.size, self.box, self._clipped, self._length = height, size, box, False, LENGTH
+        self.size, self.box, self._clipped, self._length = size, box, False, LENGTH
         # Zeros, since checkpoints contain all rows, including those that haven't been used.
         self.memory: Array = np.zeros((height, size + _PADDING))[:, :size]
 
@@ -221,12 +221,11 @@ _MAX_COLUMNS = 1 << 18
 
 
 class DeviceVectors(HostVectors):
-    """The vectors on a device, as one tile; the given `box` is copied to the device."""
+    """The vectors on a device, as one tile."""
 
     def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
-        self.height, self.size, self._xp, self._length = height, size, xp, max(size, 1)
+        self.size, self.box, self._xp, self._length = size, box, xp, max(size, 1)
         self.memory = xp.full((height, size), 0.0, float)
-        self.box = None if box is None else Box(*map(xp.to_device, box))
 
     def row_products(self, ring: Ring, tile: Array, vectors: list[Array]) -> Array:
         """Return the products; see `HostVectors.row_products`."""
