@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from itertools import chain
+from itertools import chain, dropwhile
 from numbers import Integral
 from typing import Any
 
@@ -78,9 +78,8 @@ class _CheckpointedRun:
         """Return a run for another reverse pass, which uses the same stored states."""
         other = copy(self)
         other._snapshots, other.state = self._snapshots.shared(), list(map(own, self.state))
-        other._actions = actions(loop.steps, loop.schedule)
-        while not isinstance(next(other._actions), Reverse):
-            pass
+        other._actions = dropwhile(lambda action: action != self.last, actions(loop.steps, loop.schedule))
+        next(other._actions)
         self._shares = other._shares = True
         return other
 
@@ -114,9 +113,10 @@ class _Cotangents:
     """Cotangents of the arguments, accumulated in the reverse pass."""
 
     def __init__(self, args: Arguments, active: Sequence[int]):
-        self._leaves, self._active = args.all(), set(active)
+        self._leaves, self._active = args.all(), active
         self._states, self._inputs = len(args.state), len(args.inputs)
-        self._sums: dict[int, Array] = {}
+        # Of the active inputs and parameters.
+        self._sums = {k: spec_like(self._leaves[k]).zeros() for k in active if k >= self._states}
 
     def add(self, span: Span, indices: list[int], cotangents: list[Array]) -> list[Array]:
         """Accumulate the cotangents of the variables of some steps; return the cotangents of the state before the steps."""
@@ -125,27 +125,17 @@ class _Cotangents:
             if k < self._states:
                 before[k] = g
             # All floats of a recorded step are variables, but only leaves that are traced outside the loop need cotangents.
-            elif g is not None and k in self._active:
-                self._add(k, span, g)
+            elif g is not None and k in self._sums:
+                if k < self._states + self._inputs:
+                    # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
+                    self._sums[k][slice(*span)] = g
+                else:
+                    self._sums[k] += conform(g, *spec_like(self._leaves[k]))
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
-
-    def _add(self, k: int, span: Span, g: Array) -> None:
-        leaf = self._leaves[k]
-        if k < self._states + self._inputs:
-            if k not in self._sums:
-                self._sums[k] = np.zeros_like(leaf)
-            # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
-            self._sums[k][slice(*span)] = g
-        elif k in self._sums:
-            self._sums[k] += conform(g, *spec_like(leaf))
-        else:
-            # A copy, since later additions are in place, and the cotangent's memory may be shared.
-            self._sums[k] = own(conform(g, *spec_like(leaf)))
 
     def of_arguments(self, state: list[Array]) -> list[Array]:
         """Return the cotangents of the active arguments, in their order, given those of the initial state, `state`."""
-        cotangents = dict(enumerate(state)) | self._sums
-        return [cotangents[k] if k in cotangents else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
+        return [state[k] if k < self._states else self._sums[k] for k in self._active]
 
 
 # A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
@@ -234,7 +224,7 @@ class Loop:
                     "derivative is needed, use its plain value, mpiad.stop_gradient(x)."
                 )
             if observed is not None:
-                for number, row in zip(range(*part), rows if rows else [[]] * (part.stop - part.first)):
+                for number, row in zip(range(*part), rows):
                     observed.add(number, row)
         return state
 
