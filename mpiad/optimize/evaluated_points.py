@@ -78,21 +78,15 @@ class Points:
         self.interruptible = False  # whether the solve ends after a rank received SIGTERM
         self._merit = math.inf, math.inf  # violation and objective of the best point
 
-    @property
-    def value_count(self) -> int:
-        """Return the number of evaluations of the objective, with or without its gradient."""
-        return self.counts["value"] + self.counts["both"]
-
-    @property
-    def gradient_count(self) -> int:
-        """Return the number of evaluations of the gradient, with or without the objective."""
-        return self.counts["gradient"] + self.counts["both"]
+    def count(self, kind: str) -> int:
+        """Return the number of evaluations of the "value" or the "gradient", alone or with the other."""
+        return self.counts[kind] + self.counts["both"]
 
     @property
     def exhausted(self) -> bool:
         """Return whether no further evaluation of the objective is allowed."""
         # The objective at x0 is evaluated in any case.
-        return self.maxfun is not None and self.value_count >= max(self.maxfun, 1)
+        return self.maxfun is not None and self.count("value") >= max(self.maxfun, 1)
 
     def limit_reached(self) -> EndMethod:
         """Return the exception that ends a method that needs more evaluations than `maxfun`."""

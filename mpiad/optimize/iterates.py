@@ -96,7 +96,7 @@ class IteratesOfPoints(Iterates):
 
     def _add_row(self, point: Point) -> Row:
         self._points.iterate = point
-        return self.add_row(self._points.iterate, self._points.value_count)
+        return self.add_row(self._points.iterate, self._points.count("value"))
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Record an iterate and call the user's callback."""

@@ -79,7 +79,7 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
         result = corrected(result, points, constrained=bool(constraints))
         if iterates.resumed:  # SciPy counts from the restart
-            result.update(nit=iterates.record.iterations, nfev=points.value_count, njev=points.gradient_count)
+            result.update(nit=iterates.record.iterations, nfev=points.count("value"), njev=points.count("gradient"))
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
         result = partial_result(STOPPED, points, iterates.record.iterations)
     except EndMethod as end:
@@ -153,7 +153,7 @@ def partial_result(ending: Ending, points: Points, iterations: int, at_best: boo
     """Return the result of a method that ended early."""
     point: Point = (points.best or points.iterate) if at_best else points.last_or_best  # type: ignore[assignment]
     result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_copy_or_nan(point.gradient, point.x))
-    result.update(nit=iterations, nfev=points.value_count, njev=points.gradient_count)
+    result.update(nit=iterations, nfev=points.count("value"), njev=points.count("gradient"))
     result.update(success=False, status=ending.status, message=ending.message)
     if points.counts["product"]:
         result.nhev = points.counts["product"]
@@ -167,7 +167,7 @@ def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
     """Correct a result in place if values aren't finite or an earlier point is better, which may violate constraints."""
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
-        result.nfev = min(result.nfev, points.value_count)
+        result.nfev = min(result.nfev, points.count("value"))
     best, value = points.best, float(result.fun)
     # In results of "trust-constr", `grad` is the gradient, and `jac` contains the Jacobians of the constraints.
     gradient = np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))

@@ -75,7 +75,7 @@ def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> Non
             assert value_at(at, x) == 0.5 * float(x @ x)
             assert np.array_equal(at.gradient(x), x)
     assert given == expected
-    assert at.value_count == 2
+    assert at.count("value") == 2
 
 
 def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
@@ -136,4 +136,4 @@ def test_products_are_not_remembered() -> None:
     at, given = points(False)
     for _ in range(2):
         assert np.array_equal(at.product(np.zeros(2), np.array([1, 2])), [1.0, 2.0])
-    assert given == ["product", "product"] and at.counts["product"] == 2 and at.value_count == 0
+    assert given == ["product", "product"] and at.counts["product"] == 2 and at.count("value") == 0
