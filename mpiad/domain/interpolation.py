@@ -39,17 +39,16 @@ _ROUNDING = 1e-9  # tolerance for points at the ends of the grid, as a fraction 
 class Lattice(NamedTuple):
     """Positions of the cells of a grid."""
 
-    firsts: list[float]  # coordinate of cell 0 along each dimension
-    steps: list[float]  # distance from one cell to the next
+    firsts: np.ndarray  # coordinate of cell 0 along each dimension
+    steps: np.ndarray  # distance from one cell to the next
 
 
 def lattice_of(domain: Decomposition, spacing: object, origin: object, extent: Any, centred: bool) -> Lattice:
     """Return the positions of cells from the arguments of `Domain.coordinates`; raise a ValueError if one is invalid."""
     ndim = len(domain.shape)
     if extent is None:
-        steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
-        origins = per_dimension(origin, ndim, "origin")
-        return Lattice([float(x) + centred * h / 2 for x, h in zip(origins, steps)], steps)
+        distances = np.array(per_dimension(spacing, ndim, "spacing"), float)
+        return Lattice(np.array(per_dimension(origin, ndim, "origin"), float) + centred * distances / 2, distances)
     firsts, steps = [], []
     extents = per_dimension(extent, ndim, "extent (lengths, or pairs (low, high))")
     for n, wraps, ends in zip(domain.shape, domain.periodic, extents):
@@ -60,7 +59,7 @@ def lattice_of(domain: Decomposition, spacing: object, origin: object, extent: A
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)
-    return Lattice(firsts, steps)
+    return Lattice(np.array(firsts), np.array(steps))
 
 
 class Location(NamedTuple):
@@ -83,8 +82,8 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
             f"{call}: points must have shape (..., {ndim}), one coordinate for each dimension of the grid, but have "
             f"{plain.shape}."
         )
-    firsts, steps = np.array(lattice.firsts), np.array(lattice.steps)
-    position = ((points if isbox(points) else plain) - firsts) / steps  # distance from cell 0, in units of the spacing
+    # The distance from cell 0, in units of the spacing.
+    position = ((points if isbox(points) else plain) - lattice.firsts) / lattice.steps
     _require_inside(plain, np.asarray(stop_gradient(position)), lattice, partition, call)
     base = np.floor(np.asarray(stop_gradient(position))).astype(np.intp)
     # For a point at the last cell, the preceding cell and the fraction one are returned, so no cell beyond it is needed.

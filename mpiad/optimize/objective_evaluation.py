@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -175,8 +176,7 @@ class Evaluation:
         return self.agreement.run(lambda: evaluate(x))
 
     def _total_product(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
-        v = self.packing.unpack(direction)
-        return self._total(self.agreement.run(lambda: multiply(v)))
+        return self._total(self.agreement.run(partial(multiply, self.packing.unpack(direction))))
 
     def _total(self, part: np.ndarray) -> np.ndarray | None:
         return part if self._comm is None else reduced_on_root(self._comm, self._program.root, part)

@@ -28,29 +28,6 @@ from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
 
 
-class _Observed:
-    """The arrays observed in all steps: one per leaf of the observed pytree, with a first axis for the steps."""
-
-    def __init__(self, loop: Loop):
-        self._loop = loop
-        self.arrays: list[Array] = []
-
-    def add(self, number: int, row: list[Array]) -> None:
-        # The first step determines the shapes and dtypes.
-        specs = [spec_like(leaf) for leaf in row]
-        if number == 0:
-            self._loop.observed_specs = specs
-            self.arrays = [spec._replace(shape=(self._loop.steps, *spec.shape)).empty() for spec in specs]
-        if specs != self._loop.observed_specs or not all(spec.differentiable for spec in specs):
-            first = _described(self._loop.observed_specs or [])
-            raise TypeError(
-                "timestepping.scan: observe must return arrays of floats, with the same shapes and dtypes after each step, "
-                f"but after step {number} it returned {_described(specs)}, and after step 0 {first}."
-            )
-        for array, leaf in zip(self.arrays, row):
-            array[number] = leaf
-
-
 def _described(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
@@ -58,7 +35,7 @@ def _described(specs: list[Spec]) -> str:
 class _CheckpointedRun:
     """One pass through the checkpoint schedule: the constructor runs forward to the last steps, `reversed` backward."""
 
-    def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
+    def __init__(self, loop: Loop, args: Arguments, observed: list[Array] | None):
         # The loop isn't stored: without a reference cycle, stored states and files are released immediately.
         self._snapshots = Snapshots(loop.schedule)
         self._actions = actions(loop.steps, loop.schedule)
@@ -98,7 +75,7 @@ class _CheckpointedRun:
                 yield records.pop()
             del state  # a reference to recorded values, which the restored state replaces
 
-    def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None) -> None:
+    def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: list[Array] | None) -> None:
         if isinstance(action, Keep):
             self._snapshots.keep(action.number, self.state, action.on_disk)
         elif isinstance(action, Restore):
@@ -182,14 +159,14 @@ class Loop:
 
     def forwards(self, leaves: Sequence[Any]) -> Array:
         """Return the results as one vector, given plain arguments; store states if the loop is recorded."""
-        args, observed = self._like.like(leaves), _Observed(self)
+        args, observed = self._like.like(leaves), list[Array]()
         first, state = 0, args.state
         if self._recorded:
             # The forward run also stores the states for the reverse pass, so no additional run is needed.
             self._stored = run = _CheckpointedRun(self, args, observed)
             first, state = run.last.first, run.state
         state = self.run(Span(first, self.steps), args, list(map(own, state)), observed)
-        return self._results.vector([*state, *observed.arrays])
+        return self._results.vector([*state, *observed])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
         """Return the active arguments' cotangents as one vector, or one per entry of g's first axis ("lanes")."""
@@ -213,8 +190,11 @@ class Loop:
         vectors = [self._cotangents.vector(each.of_arguments(state)) for each, state in zip(cotangents, states)]
         return stack(vectors) if together else vectors[0]
 
-    def run(self, span: Span, args: Arguments, state: list[Array], observed: _Observed | None) -> list[Array]:
-        """Run some steps on plain arrays; raise a TypeError if a step uses a traced value that isn't an argument."""
+    def run(self, span: Span, args: Arguments, state: list[Array], observed: list[Array] | None) -> list[Array]:
+        """Run some steps on plain arrays, and store what they observe, unless `observed` is None.
+
+        A TypeError is raised if a step uses a traced value that isn't an argument.
+        """
         for part in spans(self.stepping, *span):
             state, rows = self.stepping.run(part, args.at(part, state))
             if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
@@ -225,16 +205,32 @@ class Loop:
                 )
             if observed is not None:
                 for number, row in zip(range(*part), rows):
-                    observed.add(number, row)
+                    self._store(row, number, observed)
         return state
+
+    def _store(self, row: list[Array], number: int, observed: list[Array]) -> None:
+        """Store the arrays observed after a step as entries of the `observed` arrays, which the first step creates."""
+        specs = [spec_like(leaf) for leaf in row]
+        # The first step determines the shapes and dtypes.
+        if number == 0:
+            self.observed_specs = specs
+            observed[:] = [spec._replace(shape=(self.steps, *spec.shape)).empty() for spec in specs]
+        if specs != self.observed_specs or not all(spec.differentiable for spec in specs):
+            first = _described(self.observed_specs or [])
+            raise TypeError(
+                "timestepping.scan: observe must return arrays of floats, with the same shapes and dtypes after each step, "
+                f"but after step {number} it returned {_described(specs)}, and after step 0 {first}."
+            )
+        for array, leaf in zip(observed, row):
+            array[number] = leaf
 
     def traced(self, args: Arguments, span: Span, state: list[Array], passes: str) -> tuple[list[int], Traced]:
         """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
         args = args.at(span, state)
         leaves = args.all()
         indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-        called = lambda new_leaves: self._outputs(span, args.like(new_leaves))  # noqa: E731
-        traced = trace_backwards(called, Variables(leaves, indices, list), passes=passes)
+        variables = Variables(leaves, indices, list)
+        traced = trace_backwards(lambda new: self._outputs(span, args.like(new)), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
         return indices, traced

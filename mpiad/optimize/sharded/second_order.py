@@ -17,7 +17,6 @@ from mpiad.device import to_host
 from mpiad.differentiation import linearize
 from mpiad.optimize.least_squares import LOSSES
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import Packing
 from mpiad.optimize.sharded.convergence import NewtonSettings
 from mpiad.optimize.totals import Totals
 from mpiad.primitives import stop_gradient
@@ -39,11 +38,10 @@ class Derivatives(NamedTuple):
 class SecondOrderEvaluation:
     """Evaluation of second-order derivatives; every rank calls the same method with its part of the variables."""
 
-    def __init__(
-        self, evaluation: Evaluation, program: Program, packing: Packing, totals: Totals, settings: NewtonSettings
-    ):
-        self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, evaluation.agreement
-        self.totals, self.settings, self.products = totals, settings, 0  # `products`: number of Hessian products
+    def __init__(self, evaluation: Evaluation, program: Program, totals: Totals, settings: NewtonSettings):
+        self._evaluation, self._packing, self._agreement = evaluation, evaluation.packing, evaluation.agreement
+        self._program, self.totals, self.settings = program, totals, settings
+        self.products = 0  # number of Hessian products
         if settings.product == "gauss-newton":
             self._derivatives = self._gauss_newton
         else:
@@ -65,9 +63,8 @@ class SecondOrderEvaluation:
     def _differentiated(self, fun: Function, x: Array) -> Derivatives:
         """Return value, gradient and products from one trace of a function."""
         found = self._evaluation.differentiated(fun, self._packing.unpack(x))
-        return Derivatives(
-            float(found.value), self._packing.pack_gradient(found.gradient), lambda v: self._multiplied(found.product, v)
-        )
+        gradient = self._packing.pack_gradient(found.gradient)
+        return Derivatives(float(found.value), gradient, functools.partial(self._multiplied, found.product))
 
     def _multiplied(self, product: Callable[[Tree], Tree], v: Array) -> Array:
         return self._packing.pack_gradient(self._agreement.run(lambda: product(self._packing.unpack(v))))

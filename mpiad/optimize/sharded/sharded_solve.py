@@ -85,7 +85,7 @@ class Sharded(Solve):
         if isinstance(settings, MMASettings):
             return self._by_mma(start, iterates, files, box or Box(start, start))
         if isinstance(settings, NewtonSettings):
-            derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
+            derivatives = SecondOrderEvaluation(self._evaluation, self._program, self._totals, settings)
             solve = NewtonCG(derivatives, iterates, files, box)
             point, ending = solve.run(start)
             result = self._result(point, point.gradient, ending, solve.count, iterates)
