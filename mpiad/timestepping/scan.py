@@ -55,7 +55,7 @@ class _CheckpointedRun:
         """Return a run for another reverse pass, which uses the same stored states."""
         other = copy(self)
         other._snapshots, other.state = self._snapshots.shared(), list(map(own, self.state))
-        other._actions = dropwhile(lambda action: action != self.last, actions(loop.steps, loop.schedule))
+        other._actions = dropwhile(lambda action: not isinstance(action, Reverse), actions(loop.steps, loop.schedule))
         next(other._actions)
         self._shares = other._shares = True
         return other
