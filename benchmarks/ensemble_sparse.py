@@ -4,8 +4,8 @@
 
 Both sides have errors of at most 1e-6, compared with LSODA at rtol=1e-11: LSODA runs at the largest of its tolerances that
 reaches them. LSODA solves one trajectory; the table has times per trajectory, and the ratio of the gradient with respect to
-all parameters to the forward solve. The first solve, which traces and compiles f, isn't counted. Up to 300 unknowns, repeated
-solves with compile="auto" use kernels; the targets are for this way, but arrays are measured, too.
+all parameters to the forward solve. The first solve, which traces and compiles f, isn't counted. Up to 300 unknowns,
+repeated solves with compile="auto" use kernels; the targets are for this way, but arrays are measured, too.
 """
 
 from __future__ import annotations
