@@ -38,7 +38,6 @@ from mpiad.ensemble.compiled.traced_problem import (
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Acting, Settings
-from mpiad.ensemble.sparse_lu import LEAST_SPARSE
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.ensemble.trial import try_once
 from mpiad.transport import Channel
@@ -55,8 +54,9 @@ _COMPONENT, _OPERATION, _FUNCTION = 8e-9, 0.4e-9, 4e-9
 # Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per exponential
 # or hyperbolic tangent, which are vector instructions (see `compiling.elementary`).
 _LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL = 2e-9, 0.1e-9, 10e-9, 1e-9
-# Per entry of a small, a large or a large sparse Jacobian: arrays per iteration, and per step of a trajectory; kernels.
-_ENTRY, _LARGE_ENTRY, _SPARSE_ENTRY = (4e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 1e-9), (0.3e-6, 10e-9, 25e-9)
+# Per entry of a Jacobian with up to 100 rows, each of whose entries counts, and of a larger one, where nonzero entries do:
+# arrays per iteration, and per step of a trajectory; kernels.
+_ENTRY, _NONZERO, _LARGE = (4e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 25e-9), 100
 # A gradient with its solve, by arrays and by kernels, in units of the solve.
 _GRADIENT, _LANE_GRADIENT = 5, 2.5
 # The time from an untraced f to a kernel that is on disk (tracing, the kernel's text, the import of LLVM, loading): a
@@ -91,12 +91,12 @@ def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool) -> 
         exponentials, calls = called.count("exp") + called.count("tanh"), statements(program, MOST_OPERATIONS)
     entries = 0
     if tableau.implicit:
-        entries = d * d if d < LEAST_SPARSE else _ENTRIES * d if program is None else len(jacobian_program(program).places)
-    per_entry = _ENTRY if d < LEAST_SPARSE else _SPARSE_ENTRY if entries < d * d / 4 else _LARGE_ENTRY
+        entries = d * d if d <= _LARGE else _ENTRIES * d if program is None else len(jacobian_program(program).places)
     iteration = tableau.calls * (_STAGE + _CALLS * min(operations**0.5, calls)) + _IMPLICIT * bool(entries)
     column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions)
     lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_EXPONENTIAL * exponentials
     lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials))
+    per_entry = _NONZERO if d > _LARGE else _ENTRY
     times = zip((iteration, column, lane), per_entry, (_GRADIENT, _GRADIENT, _LANE_GRADIENT) if gradient else (1, 1, 1))
     return Rates(*(factor * (time + entry * entries) for time, entry, factor in times))
 
