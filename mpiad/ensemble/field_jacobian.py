@@ -22,7 +22,7 @@ from mpiad.device.transfer import to_host
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.column_lu import Places
 from mpiad.ensemble.compiled.trace import packing_of, program_of
-from mpiad.ensemble.compiled.traced_problem import remembered
+from mpiad.ensemble.compiled.traced_problem import LARGE, remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, check_traceable, jacobian_by_tangents
 from mpiad.ensemble.sparse_lu import LEAST_SPARSE
@@ -68,8 +68,6 @@ def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Pr
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
 
 
-# The largest states of which f is evaluated by its program in derivatives by arrays.
-_MOST_COMPONENTS = 100
 # Number of operations of a program that take as much time as one operation of traced arrays.
 _PER_TRACED = 8
 
@@ -152,7 +150,7 @@ _Found = TypeVar("_Found")
 def field_program(batch: Batch) -> Program | None:
     """Return the program of f; None if f can't be traced, or if derivatives of f by arrays take less time."""
     # On a device the comparison of the program with f would copy arrays to the host.
-    if len(batch.u0) > _MOST_COMPONENTS or is_on_device(batch) or np.iscomplexobj(batch.u0):
+    if len(batch.u0) > LARGE or is_on_device(batch) or np.iscomplexobj(batch.u0):
         return None
 
     def faster(own: Batch) -> Program | str:

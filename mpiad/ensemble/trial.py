@@ -28,11 +28,13 @@ from mpiad.transport.devices.device_arrays import arrays_of
 _MOVED, _ROUNDINGS = 0.01, 1e4
 
 
-def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
-    """Call f and the functions of events with plain arrays; if `traced`, also trace f with autograd."""
-    # A TypeError or ValueError is raised if a function isn't written for columns, or f can't be traced.
+def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> int:
+    """Call f and the functions of events with plain arrays; if `traced`, also trace f, and return its number of operations.
+
+    A TypeError or ValueError is raised if a function isn't written for columns, or f can't be traced.
+    """
     if not batch.size:
-        return
+        return 0
     if not len(batch.u0):
         raise ValueError(f"solve: u0 must have at least one component, but has shape {batch.shape}.")
     width, other_width = _widths(batch)
@@ -53,7 +55,8 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
                 if event.acts:
                     _check_uncoupled(partial(affected, event, batch), first, moved, "an affect of the events")
         if traced:
-            check_traceable(Field(batch), first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
+            return check_traceable(Field(batch), first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
+    return 0
 
 
 def with_plain_numbers(given: Batch) -> Batch:

@@ -27,14 +27,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleT
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.trace import identity_of
-from mpiad.ensemble.compiled.traced_problem import (
-    MOST_OPERATIONS,
-    TracedProblem,
-    problem_of,
-    remembered,
-    statements,
-    warn_once,
-)
+from mpiad.ensemble.compiled.traced_problem import LARGE, TracedProblem, problem_of, remembered, statements, warn_once
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Acting, Settings
@@ -54,9 +47,8 @@ _COMPONENT, _OPERATION, _FUNCTION = 8e-9, 0.4e-9, 4e-9
 # Kernels, for each step of a trajectory: per stage and component, operation or function of the C library; per exponential
 # or hyperbolic tangent, which are vector instructions (see `compiling.elementary`).
 _LANE_COMPONENT, _LANE_OPERATION, _LANE_FUNCTION, _LANE_EXPONENTIAL = 2e-9, 0.1e-9, 10e-9, 1e-9
-# Per entry of a Jacobian with up to 100 rows, each of whose entries counts, and of a larger one, where nonzero entries do:
-# arrays per iteration, and per step of a trajectory; kernels.
-_ENTRY, _NONZERO, _LARGE = (4e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 25e-9), 100
+# Per entry of a Jacobian, and per nonzero entry of a large one: arrays per iteration and step of a trajectory, kernels.
+_ENTRY, _NONZERO = (4e-6, 60e-9, 1e-9), (0.3e-6, 10e-9, 25e-9)
 # A gradient with its solve, by arrays and by kernels, in units of the solve.
 _GRADIENT, _LANE_GRADIENT = 5, 2.5
 # The time from an untraced f to a kernel that is on disk (tracing, the kernel's text, the import of LLVM, loading): a
@@ -82,21 +74,25 @@ class Rates(NamedTuple):
 
 
 @lru_cache(64)
-def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool) -> Rates:
-    """Return the times of a step, with its adjoint if `gradient`; for a typical f if it isn't traced yet."""
-    operations, functions, exponentials, calls = _OPERATIONS * d, 0, 0, inf
+def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool, calls: int = 0) -> Rates:
+    """Return the times of a step, with its adjoint if `gradient`; for a typical f if it isn't traced yet.
+
+    `calls`: the number of NumPy's calls in f; 0 if it is unknown.
+    """
+    operations, functions, exponentials = _OPERATIONS * d, 0, 0
     if program is not None:
         called = [instruction.operation for instruction in lowered(program).instructions]
         operations, functions = program.cost, sum(not OPERATIONS[name].simple for name in called if name in OPERATIONS)
-        exponentials, calls = called.count("exp") + called.count("tanh"), statements(program, MOST_OPERATIONS)
+        exponentials = called.count("exp") + called.count("tanh")
+        calls = calls or min(round(operations**0.5), statements(program))
     entries = 0
     if tableau.implicit:
-        entries = d * d if d <= _LARGE else _ENTRIES * d if program is None else len(jacobian_program(program).places)
-    iteration = tableau.calls * (_STAGE + _CALLS * min(operations**0.5, calls)) + _IMPLICIT * bool(entries)
+        entries = d * d if d <= LARGE else _ENTRIES * d if program is None else len(jacobian_program(program).places)
+    iteration = tableau.calls * (_STAGE + _CALLS * (calls or operations**0.5)) + _IMPLICIT * bool(entries)
     column = tableau.calls * (_COMPONENT * d + _OPERATION * operations + _FUNCTION * functions)
     lane = _LANE_COMPONENT * d + _LANE_OPERATION * operations + _LANE_EXPONENTIAL * exponentials
     lane = tableau.calls * (lane + _LANE_FUNCTION * (functions - exponentials))
-    per_entry = _NONZERO if d > _LARGE else _ENTRY
+    per_entry = _NONZERO if d > LARGE else _ENTRY
     times = zip((iteration, column, lane), per_entry, (_GRADIENT, _GRADIENT, _LANE_GRADIENT) if gradient else (1, 1, 1))
     return Rates(*(factor * (time + entry * entries) for time, entry, factor in times))
 
@@ -105,9 +101,10 @@ def rates(tableau: Tableau, d: int, program: Program | None, gradient: bool) -> 
 class History:
     """Earlier solves in this process with the same f, method and shape of states, and with or without a gradient."""
 
-    rates: Rates
     loading: float  # the time to get a kernel that is on disk
     cost: float  # the time to get a kernel, as estimated last
+    program: Program | None = None  # of f, if it has been traced
+    calls: int = 0  # of NumPy in f, known after a solve with a gradient
     last: tuple[float, float] = (0.0, 0.0)  # numbers of steps in the last solve: the maximum, and the mean
     # The work by arrays since a kernel was chosen last: iterations of the loop over steps, and steps of all trajectories.
     iterations: float = 0.0
@@ -275,16 +272,15 @@ class Compiler:
             self.execution = f"arrays: a state has more than {most} components"
         elif batch.size and self._chosen is not False and (must or not isinstance(self.backend, EnsembleSerial)):
             if self._history is None:
-                tableau, known = settings.alg.tableau, _histories.setdefault(identity_of(batch.f), {})
-                key = batch.shape, tableau, is_traced
-                if key not in known:
-                    loading = _LOADING + _LOADING_COMPONENT * len(batch.u0)
-                    known[key] = History(rates(tableau, len(batch.u0), None, is_traced), loading, loading)
-                self._history = known[key]
+                loading = _LOADING + _LOADING_COMPONENT * len(batch.u0)
+                kind, of_f = (batch.shape, settings.alg.tableau, is_traced), _histories.setdefault(identity_of(batch.f), {})
+                self._history = of_f.setdefault(kind, History(loading, loading))
             plan = trace() if self._chosen else self._choose(trace, self._history, batch, settings, given)
             if plan is not None:
                 return plan
-        try_once(batch, settings.events, is_traced)
+        calls = try_once(batch, settings.events, is_traced)
+        if self._history is not None:
+            self._history.calls = calls
         return None
 
     def _choose(
@@ -297,8 +293,9 @@ class Compiler:
         def saved() -> float:
             iterations, steps = history.iterations + self._solves * longest * batches, self._solves * self._count * mean
             # A kernel takes as long for one trajectory as for all that it solves at a time.
-            of_kernel = max(history.steps + steps, _LANES * iterations) * history.rates.lane
-            return iterations * history.rates.iteration + (history.steps + steps) * history.rates.column - of_kernel
+            times = rates(settings.alg.tableau, len(batch.u0), history.program, given.traced, history.calls)
+            of_kernel = max(history.steps + steps, _LANES * iterations) * times.lane
+            return iterations * times.iteration + (history.steps + steps) * times.column - of_kernel
 
         plan, cost, gain = None, history.cost, saved()
         used = 0.0 in history.costs.values()  # a kernel that may be the one of this solve
@@ -308,7 +305,7 @@ class Compiler:
                 # f may be traceable in a later solve, but tracing again shouldn't take longer than arrays.
                 history.iterations, history.steps, history.cost, cost = 0.0, 0.0, history.loading, inf
             else:
-                history.rates = rates(settings.alg.tableau, len(batch.u0), plan.program, given.traced)
+                history.program = plan.program
                 history.loading = _LOADING + _LOADING_OPERATION * plan.program.cost * (3 if given.traced else 1)
                 cost, gain = history.loading, saved()
                 if used or gain >= cost:  # otherwise the kernel's text, which takes part of this time, isn't made

@@ -35,6 +35,9 @@ _Found = TypeVar("_Found")
 
 # Tangents in up to this number of directions are faster than an adjoint, unless they have too many numbers.
 FEW, _FEW_NUMBERS = 4, 40
+# States with more components are large: no CUDA kernels are made for them, their f isn't evaluated by its program in
+# derivatives by arrays, and only the nonzero entries of Jacobians count in estimates of times.
+LARGE = 100
 # Maximum number of statements of f, where repeated operations are loops; a step calls f two to ten times.
 MOST_OPERATIONS = 1500
 _FIT = "fit into a kernel that is fast and compiles quickly"
@@ -237,7 +240,7 @@ def _program_of(
 
 
 @lru_cache(64)
-def statements(program: Program, most: int) -> int:
+def statements(program: Program, most: int = MOST_OPERATIONS) -> int:
     """Return the number of operations of a program; if it is above `most`, that of statements, where loops count once."""
     if program.cost <= most:
         return program.cost

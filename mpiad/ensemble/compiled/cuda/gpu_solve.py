@@ -21,7 +21,7 @@ from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver, device_rows, sample_batch
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
 from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
-from mpiad.ensemble.compiled.traced_problem import FEW, MOST_OPERATIONS, TracedProblem, problem_of, remembered
+from mpiad.ensemble.compiled.traced_problem import FEW, LARGE, MOST_OPERATIONS, TracedProblem, problem_of, remembered
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
 from mpiad.ensemble.event import Event
@@ -34,7 +34,6 @@ from mpiad.transport.devices.device_arrays import ArrayModule, DeviceKernel, is_
 
 # Maximum local memory per thread. With more, spilled registers cause about as much memory traffic as array operations.
 MOST_LOCAL_BYTES = 8192
-_MOST_COMPONENTS = 100  # of a state
 
 
 class DeviceSolution(EnsembleSolution):
@@ -156,7 +155,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
 
         def make(known: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
-            traced = problem_of(host, settings.events, _MOST_COMPONENTS, must, compiler.warn)
+            traced = problem_of(host, settings.events, LARGE, must, compiler.warn)
             programs = [] if traced is None or must else [traced.program, *traced.conditions]
             for name, cost in zip(("f", *["a condition of the events"] * len(programs)), (g.cost for g in programs)):
                 if cost > MOST_OPERATIONS:
