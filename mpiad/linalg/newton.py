@@ -259,6 +259,7 @@ def newton(
 
     def check() -> dict[str, object]:
         functions = {"residual": residual, "preconditioner": preconditioner, "callback": callback}
+        functions["preconditioner_transpose"] = preconditioner_transpose
         check_arguments(settings, functions, "u0", start)
         if maxiter is None:
             raise ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")

@@ -414,13 +414,13 @@ def solve(
 
 def _checked(problem: Problem, b: Array) -> dict[str, object]:
     """Return further arguments that must be the same on all ranks; raise an error if an argument is invalid."""
-    transpose, x0 = problem.preconditioner_transpose, problem.start
     functions = {
         "matvec": problem.matvec,
         "preconditioner": problem.preconditioner,
-        "preconditioner_transpose": None if isinstance(transpose, str) and transpose == "derived" else transpose,
+        "preconditioner_transpose": problem.preconditioner_transpose,
         "callback": problem.settings.callback,
     }
+    x0 = problem.start
     check_arguments(problem.settings, functions, "b", b)
     if x0 is not None and is_device_array(x0) != is_device_array(b):
         raise TypeError("linalg.solve: x0 and b must be on one device, but only one of them is on a device.")
@@ -441,7 +441,8 @@ def check_arguments(settings: Settings, functions: dict[str, Any], name: str, bl
 
 
 def require_functions(call: str, functions: dict[str, object]) -> None:
-    """Raise a TypeError if one of the functions isn't callable; all but the first may be None."""
+    """Raise a TypeError if one of the functions isn't callable; all but the first may be None, a transpose "derived"."""
     for number, (name, fun) in enumerate(functions.items()):
-        if not callable(fun) and (fun is not None or number == 0):
+        is_derived = name == "preconditioner_transpose" and isinstance(fun, str) and fun == "derived"
+        if not callable(fun) and not is_derived and (fun is not None or number == 0):
             raise TypeError(f"{call}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")

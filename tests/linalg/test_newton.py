@@ -296,6 +296,8 @@ def test_what_is_refused(case, rank, size):
     start = np.zeros(case.domain.local_shape)
     with pytest.raises(TypeError, match="newton: residual must be a function, but got float 0.5"):
         newton(0.5, start)
+    with pytest.raises(TypeError, match="newton: preconditioner_transpose must be a function, but got str 'derive'"):
+        newton(case.residual, start, case.point, preconditioner=lambda r, *_: r, preconditioner_transpose="derive")
     with pytest.raises(TypeError, match="u0 must be an array .* but got dtype int64"):
         newton(case.residual, start.astype(int) if rank == size - 1 else start, case.point)
     for most in (0, None):
