@@ -152,13 +152,13 @@ def reordered(x: RootArray, partition: Partition, by_owner: bool) -> RootArray:
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = partition.block(rank)
-        shape, in_grid = lengths(block), grid[(..., *block)]
-        stop = start + math.prod(shape)
-        in_cells, start = np.moveaxis(cells[start:stop], 0, -1).reshape(lead + shape), stop  # a view
+        stop = start + math.prod(lengths(block))
+        # Not written through views, which `jit` refuses.
         if by_owner:
-            in_cells[...] = in_grid
+            cells[start:stop] = np.moveaxis(grid[(..., *block)].reshape((*lead, -1)), -1, 0)
         else:
-            in_grid[...] = in_cells
+            grid[(..., *block)] = np.moveaxis(cells[start:stop], 0, -1).reshape(lead + lengths(block))
+        start = stop
     return out
 
 
