@@ -55,7 +55,7 @@ JOBS = (
     Job("primitives.py", 2, 90),
     Job("gradient_cost.py", 1, 180),
     Job("gradient_cost.py", 2, 90),
-    Job("implicit.py", 1, 60),
+    Job("implicit.py", 1, 120),
     Job("posterior.py", 1, 60),
     Job("hippylib_poisson.py", 1, 120, "--methods hpcn hmala dr --scale 0.25"),
     Job("aristoff_bangerth.py", 2, 120, "--samples 500 --nuts 0 --informed 0"),
