@@ -227,6 +227,23 @@ def test_large_ones(caplog, monkeypatch):
     assert "4 components" in caplog.text and "up to 3" in caplog.text
 
 
+def test_a_gradient_finds_out_how_often_f_calls_numpy(forgetting):
+    """A sum of 200 terms is compiled after a few gradients; by the number of components alone it would be much later."""
+
+    def terms(u, p, t):
+        return -p[0] * u - sum(1e-6 * (k % 7) * u for k in range(200))
+
+    def end(p):
+        found.append(solve(ODEProblem(terms, np.ones(2), (0.0, 1.0), p), Tsit5(), rtol=1e-6))
+        return anp.sum(found[-1].u_end)
+
+    found = []
+    for _ in range(8):
+        slope = mpiad.grad(end)(np.array([0.5]))
+        np.testing.assert_allclose(slope, -2 * np.exp(-0.5 - 1e-6 * sum(k % 7 for k in range(200))), rtol=1e-5)
+    assert kinds(found).startswith("a") and is_compiled(found[-1])
+
+
 @pytest.mark.usefixtures("free")
 def test_large_states_of_explicit_and_implicit_methods():
     """A chain of 350 components is compiled with an explicit method; by both it relaxes as its matrix exponential says."""
