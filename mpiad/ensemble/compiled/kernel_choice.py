@@ -227,6 +227,20 @@ class Compiler:
             history.iterations += float(tries.max())
             history.steps += float(tries.sum())
 
+    def problem_of(self, batch: Batch, settings: Settings, most: int) -> TracedProblem | None:
+        """Return the traced problem; see `traced_problem.problem_of`, also for a Jacobian that can't be compiled."""
+        found = problem_of(batch, settings.events, most, self.compile is True, self.warn)
+        if found is not None and settings.alg.tableau.implicit:
+            try:
+                jacobian_program(found.program)
+            except Refusal as error:
+                text = f"the Jacobian of f can't be compiled ({error})"
+                if self.compile is True:
+                    raise TypeError(f"solve: compile=True, but {text}. Leave compile out.") from error
+                self.warn(batch.f, f"{text}, so f is called with arrays instead")
+                return None
+        return found
+
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
         """Check f and the events by a first call; return the traced problem if a CPU kernel will solve the batch."""
 
@@ -234,17 +248,7 @@ class Compiler:
             # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.
             if not known:
                 try_once(batch, settings.events, given.traced)
-            found = problem_of(batch, settings.events, most, must, self.warn)
-            if found is not None and settings.alg.tableau.implicit:
-                try:
-                    jacobian_program(found.program)
-                except Refusal as error:
-                    text = f"the Jacobian of f can't be compiled ({error})"
-                    if must:
-                        raise TypeError(f"solve: compile=True, but {text}. Leave compile out.") from error
-                    self.warn(batch.f, f"{text}, so f is called with arrays instead")
-                    return None
-            return found
+            return self.problem_of(batch, settings, most)
 
         must, is_traced = self.compile is True, given.traced
         most = _MOST_IMPLICIT if settings.alg.tableau.implicit else _MOST_COMPONENTS

@@ -21,7 +21,7 @@ from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver, device_rows, sample_batch
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
 from mpiad.ensemble.compiled.trace import PackedLeaf, ParameterPacking
-from mpiad.ensemble.compiled.traced_problem import FEW, LARGE, MOST_OPERATIONS, TracedProblem, problem_of, remembered
+from mpiad.ensemble.compiled.traced_problem import FEW, LARGE, MOST_OPERATIONS, TracedProblem, remembered
 from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
 from mpiad.ensemble.event import Event
@@ -155,7 +155,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
 
         def make(known: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
-            traced = problem_of(host, settings.events, LARGE, must, compiler.warn)
+            traced = compiler.problem_of(host, settings, LARGE)
             programs = [] if traced is None or must else [traced.program, *traced.conditions]
             for name, cost in zip(("f", *["a condition of the events"] * len(programs)), (g.cost for g in programs)):
                 if cost > MOST_OPERATIONS:
@@ -165,7 +165,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
                 try_once(host, settings.events, given.traced)
             return traced
 
-        return remembered(make, batch, settings.events, given.traced, must, "gpu")
+        return remembered(make, batch, settings.events, given.traced, must, settings.alg.tableau.implicit, "gpu")
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or pass compile=False.")
     compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves the problem by array operations")

@@ -139,3 +139,15 @@ def test_what_is_refused():
     ):
         with pytest.raises(NotImplementedError, match=text):
             solve(given, Rodas5P(), EnsembleGPU(), **options)
+
+
+def test_a_jacobian_with_too_many_operations(caplog, monkeypatch):
+    """Both exceptions name the Jacobian, which arrays on a device need, too."""
+    monkeypatch.setattr("mpiad.ensemble.field_jacobian._MOST_OPERATIONS", 8)
+    given = ensemble(f=lambda u, p, t: [u[1] * p[0] - u[0] ** 3, anp.sin(u[0] * u[1]) - p[1] * u[1]])
+    for alg in (Rosenbrock23(), Rodas5P()):
+        with pytest.raises(TypeError, match=r"compile=True, but the Jacobian of f can't be compiled .*than 8 operations"):
+            solve(given, alg, EnsembleGPU(), compile=True)
+        with pytest.raises(TypeError, match="on a device a Rosenbrock method needs the Jacobian of a traced f"):
+            solve(given, alg, EnsembleGPU())
+    assert "the Jacobian of f can't be compiled" in caplog.text
