@@ -1,9 +1,9 @@
 """Discrete Fourier transforms of arrays that are divided among the ranks.
 
-A transform is a chain of linear stages, each of which maps this rank's block to a new array: local transforms by scipy.fft
-along one axis that isn't divided, truncations of spectra, and exchanges, after which another axis is divided. In two
-dimensions one axis is divided (slabs), in three dimensions one or two (pencils). An exchange is one all-to-all among the
-ranks that share an axis. A line of a 1-dimensional array is divided by the four-step algorithm, with the same stages.
+A transform is a chain of linear stages, each of which maps this rank's block to a new array: local transforms along axes
+that aren't divided, by ducc0 or scipy.fft, truncations of spectra, and exchanges, after which another axis is divided. In
+two dimensions one axis is divided (slabs), in three dimensions one or two (pencils). An exchange is one all-to-all among
+the ranks that share an axis. A line of a 1-dimensional array is divided by the four-step algorithm, with the same stages.
 
 Each stage has a transpose, without conjugation, and the transpose of a chain is the chain of the transposed stages in
 reverse order. So one operator, `fourier_transform`, is the adjoint of itself with a transposed chain, at any order. Leading
@@ -15,8 +15,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -58,6 +60,14 @@ def _at(axis: int, index: Index) -> Index:
     return (..., index, *[slice(None)] * (-axis - 1))
 
 
+@cache
+def _ducc() -> Any:
+    """Return ducc0's transforms, which take about half of the time of SciPy's, if it is installed."""
+    with suppress(ImportError):
+        return import_module("ducc0").fft
+    return None
+
+
 @dataclass(frozen=True)
 class _Transform(_Stage):
     """The transform of complex numbers, whose matrix exp(∓2πi jk / n) is symmetric; its inverse, or the transpose of one.
@@ -72,23 +82,40 @@ class _Transform(_Stage):
     is_transposed: bool = False
 
     def __call__(self, x: Array) -> Array:
-        axes, norm = self.axes, self.norm
         if self.n is None:
-            transform = scipy.fft.ifftn if self.is_inverse else scipy.fft.fftn
-            # In place, which is faster for strided lines. An argument of the operator is read-only; results aren't.
-            return transform(x if x.flags.writeable else x.copy(), axes=axes, norm=norm, overwrite_x=True)
-        shape = [*[x.shape[axis] for axis in axes[:-1]], self.n]
-        if not self.is_transposed:
-            return scipy.fft.irfftn(x, shape, axes, norm) if self.is_inverse else scipy.fft.rfftn(x, axes=axes, norm=norm)
-        # The transposes are sums over the n // 2 + 1 modes with the same sign; in hfftn interior modes count twice.
-        interior = _at(axes[-1], slice(1, (self.n + 1) // 2))
-        if self.is_inverse:
-            modes: Array = scipy.fft.ihfftn(x, axes=axes, norm=norm)
-            modes[interior] *= 2
+            return self._transformed("c2c", x)
+        # The transposes are sums over the n // 2 + 1 modes with the same sign, but in c2r interior modes count twice.
+        interior = _at(self.axes[-1], slice(1, (self.n + 1) // 2))
+        if self.is_inverse == self.is_transposed:
+            modes = self._transformed("r2c", x)
+            if self.is_transposed:
+                modes[interior] *= 2
             return modes
-        modes = x if x.flags.writeable else x.copy()
-        modes[interior] *= 0.5
-        return scipy.fft.hfftn(modes, shape, axes, norm)
+        if self.is_transposed:
+            x = x if x.flags.writeable else x.copy()
+            x[interior] *= 0.5
+        return self._transformed("c2r", x)
+
+    def _transformed(self, kind: Literal["c2c", "r2c", "c2r"], x: Array) -> Array:
+        """Return the transform of complex numbers, of real numbers to half of the modes, or back; x may be overwritten.
+
+        An argument of the operator is read-only; results of stages aren't. In place, strided lines take less time.
+        """
+        axes, norm, forward, may_overwrite = self.axes, self.norm, not self.is_inverse, x.flags.writeable
+        if x.size and (ducc := _ducc()):  # which refuses empty arrays
+            inorm = _NORMS.index(norm) if forward else 2 - _NORMS.index(norm)
+            if kind == "c2c":
+                return ducc.c2c(x, axes, forward, inorm, x if may_overwrite else None)
+            if kind == "r2c":
+                return ducc.r2c(x, axes, forward, inorm)
+            return ducc.c2r(x, axes, self.n, forward, inorm, allow_overwriting_input=may_overwrite)
+        if kind == "c2c":
+            transform = scipy.fft.fftn if forward else scipy.fft.ifftn
+            return transform(x if may_overwrite else x.copy(), axes=axes, norm=norm, overwrite_x=True)
+        if kind == "r2c":
+            return (scipy.fft.rfftn if forward else scipy.fft.ihfftn)(x, axes=axes, norm=norm)
+        shape = [*[x.shape[axis] for axis in axes[:-1]], self.n]
+        return (scipy.fft.hfftn if forward else scipy.fft.irfftn)(x, shape, axes, norm)
 
     def transposed(self) -> _Transform:
         return replace(self, is_transposed=not self.is_transposed)

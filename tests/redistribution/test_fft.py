@@ -1,4 +1,4 @@
-"""Distributed Fourier transforms against scipy.fft of the whole array, on one rank."""
+"""Distributed Fourier transforms against scipy.fft of the whole array; local ones by ducc0 and by scipy.fft."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 
 import autograd.numpy as anp
+import ducc0
 import numpy as np
 import pytest
 import scipy.fft
@@ -41,6 +42,17 @@ each_norm = pytest.mark.parametrize("norm", NORMS)
 pytestmark = pytest.mark.also_on(4)
 
 
+@pytest.fixture(params=["ducc0", "scipy"])
+def library(request, monkeypatch):
+    """The library of the local transforms; by default it is ducc0, since this is installed."""
+    assert implementation._ducc() is ducc0.fft
+    if request.param == "scipy":
+        monkeypatch.setattr(implementation, "_ducc", lambda: None)
+
+
+by_both = pytest.mark.usefixtures("library")
+
+
 def random(rank_rng, shape, dtype, number=0):
     """Return the same array on all ranks."""
     rng = rank_rng(100 + number)
@@ -65,6 +77,7 @@ def backward(modes, shape, real, norm, axes):
     return scipy.fft.ifftn(modes, axes=negative, norm=norm)
 
 
+@by_both
 @each_norm
 @each_kind
 @each_case
@@ -97,6 +110,7 @@ def test_the_parts_of_the_ranks_are_the_whole(size, shape, axes, real):
         assert min(fft.local_shape) > 0
 
 
+@by_both
 @each_kind
 def test_single_precision(rank_rng, real):
     for shape in (72,), (9, 10), (6, 7, 8):
@@ -135,6 +149,7 @@ def transposes(fft, real, axes):
     return of_forward, of_backward
 
 
+@by_both
 @each_kind
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0), (0,)], ids=str)
 @pytest.mark.parametrize("lengths", [(10, 12), (11, 13), (12, 11), (13, 10)], ids=str)
@@ -152,6 +167,7 @@ def test_adjoints_are_the_dense_transposes(rank_rng, lengths, axes, real):
     np.testing.assert_allclose(found, of_backward(u)[fft.owned_spectral], 1e-12, 1e-12)
 
 
+@by_both
 @each_kind
 @pytest.mark.parametrize("padding", [None, 1.5])
 @pytest.mark.parametrize("n", range(1, 10))
