@@ -459,7 +459,8 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError
-            If `x` isn't an array of floats of that shape on the host or device of the values.
+            If `x` isn't an array of floats of that shape on the host or device of the values; in the first product with
+            this pattern, and in debug mode, on all ranks, also if dtypes or leading axes differ between ranks.
 
         Ranks
         -----
@@ -469,11 +470,11 @@ class DistributedMatrix:
         -------
         For the cotangent ȳ, x gets Aᵀ ȳ, and each value gets the sum of x_column ȳ_row over all vectors.
         """
-        return product(self.values, self._checked(x, 1, "matvec"), self._pattern)
+        return product(self.values, self._agreed(x, 1, "matvec"), self._pattern)
 
     def rmatvec(self, y: LocalArray) -> LocalArray:
         """Return this rank's part of the product Aᵀ y with the transpose, without conjugation; see `matvec`."""
-        return transposed_product(self.values, self._checked(y, 0, "rmatvec"), self._pattern)
+        return transposed_product(self.values, self._agreed(y, 0, "rmatvec"), self._pattern)
 
     def __matmul__(self, x: LocalArray) -> LocalArray:
         return self.matvec(x)
@@ -573,6 +574,16 @@ class DistributedMatrix:
                 f"{call}: the matrix must be square, with equally distributed rows and columns, but is {self!r}, and has "
                 f"{self.local_shape[1]} columns there."
             )
+
+    def _agreed(self, x: Array, axis: int, call: str) -> LocalArray:
+        """Return `x`, checked; errors are those of the exchange of ghosts: in its first call all ranks raise them."""
+        error = None
+        try:
+            self._checked(x, axis, call)
+        except (TypeError, ValueError) as found:
+            error = found
+        self._pattern.ghosts.agree(getval(x), -1, f"DistributedMatrix.{call}", error)
+        return x
 
     def _checked(self, x: Array, axis: int, call: str) -> LocalArray:
         plain, length = getval(x), self.local_shape[axis]

@@ -239,14 +239,17 @@ class GhostExchange:
                 raise ValueError(f"{call}: {text}, but got shape {shape}.")
         except (TypeError, ValueError) as found:
             error = found
-        if error is not None or not self._agreed or is_watched():
-            once(self._agree, channel(self.comm, call, collective=False), plain, call, error)
+        self.agree(plain, 0, call, error)
 
-    def _agree(self, used: Channel, x: LocalArray, call: str, error: Exception | None) -> None:
-        """Raise this rank's error; in the first call and in debug mode on all ranks, which also compare their arrays."""
+    def agree(self, x: LocalArray, axis: int, call: str, error: Exception | None) -> None:
+        """Raise this rank's error; in the first call and in debug mode on all ranks, which compare other axes, too."""
+        if error is not None or not self._agreed or is_watched():
+            once(self._agree, channel(self.comm, call, collective=False), x, axis, call, error)
+
+    def _agree(self, used: Channel, x: LocalArray, axis: int, call: str, error: Exception | None) -> None:
         if not self._agreed or getattr(used.data, "agreement", None) is not None:
             spec = Spec((0,), np.dtype(float)) if error else spec_like(x)
-            collectives.lengths_of_all(used, spec, 0, call, error)
+            collectives.lengths_of_all(used, spec, axis % len(spec.shape), call, error)
             self._agreed = True
         elif error is not None:
             raise error

@@ -244,6 +244,27 @@ def test_what_is_refused(rank_rng, rank, size):
     assert mpiad.mpi_allreduce(1) == size
 
 
+@pytest.mark.parametrize("method", ["matvec", "rmatvec"])
+def test_wrong_vectors_of_one_rank(rank_rng, rank, size, method):
+    """Errors of the first product are raised on all ranks."""
+    last = size - 1
+    case = Case(rank_rng, rank, size)
+    call, length = getattr(case.matrix, method), case.counts[rank]
+    for kind, text, wrong in (
+        (ValueError, rf"DistributedMatrix.{method}: expected an array of shape .* rank {last}'s part", np.ones(length + 1)),
+        (TypeError, rf"DistributedMatrix.{method}: expected an array of floats .* dtype int64", np.ones(length, int)),
+    ):
+        with pytest.raises(kind, match=text):
+            call(wrong if rank == last else np.ones(length))
+    if size > 1:
+        text = rf"DistributedMatrix.{method}: shapes and dtypes may differ along axis .*rank {last}: \(2, "
+        with pytest.raises(ValueError, match=text):
+            call(np.ones((2, length) if rank == last else length))
+    vector = case.part(case.y, 0)
+    whole = case.whole if method == "matvec" else case.whole.T
+    np.testing.assert_allclose(call(vector), case.part(whole @ case.y, 0), **CLOSE)
+
+
 def test_products_in_compiled_functions(rank_rng, rank, size):
     """Values, gradients and products with the Hessian, by x and by the values, against interpreted ones."""
     case = Case(rank_rng, rank, size)
