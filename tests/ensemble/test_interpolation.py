@@ -197,6 +197,20 @@ def test_interp_is_numpys():
         onp.testing.assert_array_equal(interp(x, xp, fp[:, 0], **ends), onp.interp(x, xp, fp[:, 0], **ends))
 
 
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", [onp.int8, onp.uint8, onp.uint64], ids=lambda kind: kind.__name__)
+def test_tables_of_integers(kind):
+    """Differences of their entries overflow, or become negative without a sign."""
+    xp, fp, x = onp.array([2, 60, 127], kind), onp.array([100, 3, 120], kind), onp.array([5.0, 70.0, 200.0])
+    values, slopes = onp.interp(x, xp.astype(float), fp.astype(float)), onp.array([-97 / 58, 117 / 67, 0.0])
+    np_values, pull = mpiad.make_vjp(lambda x: np.interp(x, xp, fp))(x)[::-1]
+    onp.testing.assert_allclose(np_values, values, 1e-14)
+    onp.testing.assert_allclose(pull(onp.ones(3)), slopes, 1e-14)
+    onp.testing.assert_allclose(mpiad.make_jvp(lambda x: np.interp(x, xp, fp))(x)(onp.ones(3))[1], slopes, 1e-14)
+    columns = onp.stack([fp] * 3, axis=1)
+    onp.testing.assert_allclose(interp(x, xp, columns), values, 1e-14)
+
+
 def test_equal_on_all_ranks():
     problem = problem_of("splines, rows")
 

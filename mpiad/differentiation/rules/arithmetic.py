@@ -1,4 +1,4 @@
-"""Sums, differences, products and quotients with broadcasting."""
+"""Sums, differences, products, quotients and arctan2, with broadcasting."""
 
 from __future__ import annotations
 
@@ -77,6 +77,20 @@ def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
+def _arctan2_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent of the angle of (x, y) by its derivatives with respect to y and x."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(anp.arctan2, argnums, ans, args, kwargs)
+    parts = [(fitting(args[i], ans), _arctan2_slope(i, *args, ans)) for i in argnums]
+    return lambda g: tuple([_fitted(fit, g * slope) for fit, slope in parts])
+
+
+def _arctan2_slope(argnum: int, y: Array, x: Array, ans: Array) -> Array:
+    # Squares of integers with few bits would overflow, as they do in autograd's rule.
+    y, x = (part.astype(ans.dtype) if getattr(part, "dtype", ans.dtype).kind in "iu" else part for part in (y, x))
+    return (-y if argnum else x) / (x**2 + y**2)
+
+
 def _fitted(fit: Function | None, g: Array) -> Array:
     return g if fit is None else fit(g)
 
@@ -107,6 +121,11 @@ _TANGENTS: dict[Primitive, tuple[Callable[..., Array], ...]] = {
         lambda g, x, y, z: _times_minus(g / y, z),
         lambda g, h, x, y, z: (g - z * h) / y,
     ),
+    anp.arctan2: (
+        lambda g, y, x, z: g * _arctan2_slope(0, y, x, z),
+        lambda g, y, x, z: g * _arctan2_slope(1, y, x, z),
+        lambda g, h, y, x, z: g * _arctan2_slope(0, y, x, z) + h * _arctan2_slope(1, y, x, z),
+    ),
 }
 
 
@@ -122,6 +141,7 @@ VJPS = {
     anp.multiply: multiply_vjp,
     anp.divide: divide_vjp,
     anp.true_divide: divide_vjp,
+    anp.arctan2: _arctan2_vjp,
 }
 JVPS = {fun: partial(_jvp, fun) for fun in _TANGENTS}
 JVPS[anp.true_divide] = JVPS[anp.divide]

@@ -37,6 +37,8 @@ def interval_of(places: Array, x: Array) -> Array:
 
 def _ends(x: Array, xp: Array, fp: Array) -> tuple[list[Array], Array]:
     """Return the places and values at both ends of the interval of x, and the slope."""
+    # Differences of integers with few bits, or without a sign, would overflow.
+    xp, fp = (part.astype(float) if part.dtype.kind in "iub" else part for part in (xp, fp))
     i = interval_of(xp, x)
     x0, x1, y0, y1 = (entries_of(part, k) for part in (xp, fp) for k in (i, i + min(1, len(xp) - 1)))
     return [x0, x1, y0, y1], (y1 - y0) / anp.where(x1 == x0, 1.0, x1 - x0)  # intervals of length 0 aren't used

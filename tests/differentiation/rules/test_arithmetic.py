@@ -71,6 +71,29 @@ def test_integers_and_lists_as_other_operand(op, other):
     check(lambda x: op(other, x), operand((3,)))
 
 
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_arctan2(shapes):
+    check_binary(np.arctan2, *[operand(shape, seed=seed) for seed, shape in enumerate(shapes)])
+
+
+@pytest.mark.parametrize("kind", [numpy.int8, numpy.uint8, numpy.int16, numpy.int32], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("precision", [numpy.float64, numpy.float32], ids=lambda kind: kind.__name__)
+def test_arctan2_of_integers(kind, precision):
+    """Their squares overflow."""
+    largest = numpy.iinfo(kind).max
+    numbers, x = numpy.array([largest, largest // 2 + 1, 3], kind), numpy.array([1.5, -2.5, 0.75], precision)
+    exact, z = numbers.astype(float), x.astype(float)
+    for fun, expected in (
+        (lambda x: np.arctan2(x, numbers), exact / (exact**2 + z**2)),
+        (lambda x: np.arctan2(numbers, x), -exact / (exact**2 + z**2)),
+        (lambda x: np.arctan2(x, numbers[0]), exact[0] / (exact[0] ** 2 + z**2)),
+    ):
+        vjp, ans = plain_tape.make_vjp(fun, x)
+        eps = 4 * max(numpy.finfo(ans.dtype).eps, numpy.finfo(precision).eps)
+        numpy.testing.assert_allclose(vjp(numpy.ones_like(ans)), expected, eps)
+        numpy.testing.assert_allclose(plain_tape.jvp(fun, x, numpy.ones_like(x))[1], expected, eps)
+
+
 @pytest.mark.parametrize("op", BINARY)
 @pytest.mark.parametrize("x", [2.5, 2.5 + 1j, numpy.float64(2.5), numpy.array(2.5)], ids=repr)
 def test_scalars(op, x):
