@@ -6,6 +6,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from jitted import assert_same, check_jit, further
+from mpi4py import MPI
 
 import mpiad
 
@@ -272,6 +273,30 @@ def test_single_precision_is_rounded_before_doubles_read_it():
         for found, expected in zip(jitted(*given), by_hand(*given)):
             np.testing.assert_array_equal(found, expected)
     assert np.max(np.abs(y - y.astype(np.float32))) > 1e-9
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, y: anp.sum(anp.max(x / (1 + x * x), axis=0)),
+        lambda x, y: anp.sum(anp.max(anp.exp(x) / anp.sum(anp.exp(x), axis=0), axis=1)),
+        lambda x, y: anp.sum(anp.min(anp.arctan2(x, 2 + x**2), axis=0) * anp.max((x / y)[1:], axis=1, keepdims=True)),
+        lambda x, y: anp.sum((y @ anp.maximum(x / (1 + x * x), y)) ** 2),
+        lambda x, y: anp.sum(anp.cumsum(anp.minimum(x / (1 + x * x), 0.1), axis=0) ** 2),
+        lambda x, y: anp.sum(anp.where(x / y >= anp.max(x / y, axis=0), x, 0.1 * x) ** 2),
+        lambda x, y: mpiad.mpi_allreduce(anp.max(anp.abs(x) / (1 + x * x)), op=MPI.MAX),
+    ],
+)
+def test_extrema_of_expressions_that_are_computed_again(fun):
+    """Their entries are found by comparisons, though loops may round an expression in different ways."""
+    compiled = mpiad.jit(fun)
+    for seed in range(8):
+        x, y, v = np.random.default_rng(seed).standard_normal((3, 6, 6))
+        plain = mpiad.grad(fun)(x, y)
+        for way in (mpiad.grad(compiled), mpiad.jit(mpiad.grad(fun))):
+            np.testing.assert_allclose(way(x, y), plain, 1e-9, 1e-12)
+        tangent = mpiad.make_jvp(lambda x, y=y: compiled(x, y))(x)(v)[1]
+        np.testing.assert_allclose(tangent, mpiad.make_jvp(lambda x, y=y: fun(x, y))(x)(v)[1], 1e-9, 1e-12)
 
 
 @pytest.mark.serial

@@ -91,14 +91,27 @@ def _larger_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwarg
     """Pass the cotangent to the chosen operand, or half of it to each of two equal ones, in the cotangent's precision."""
     if kwargs or len(args) != 2:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
+    return lambda g: tuple([fitted(_of_chosen(fun, g, args[i], args[1 - i]), args[i]) for i in argnums])
 
-    def part(g: Array, x: Array) -> Array:
-        return fitted(anp.where(x == ans, anp.where(args[0] == args[1], 0.5 * g, g), 0.0), x)
 
-    return lambda g: tuple([part(g, args[i]) for i in argnums])
+def _larger_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Return the tangent of the chosen operand, or the mean of those of two equal ones."""
+    if kwargs or len(args) != 2:
+        return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
+    return sum(_of_chosen(fun, g, args[i], args[1 - i]) for g, i in zip(gs, argnums))
+
+
+def _of_chosen(fun: Primitive, g: Array, x: Array, other: Array) -> Array:
+    # The operands are compared, not one of them with the result: in compiled programs each may be rounded in another way.
+    chosen = x > other if fun in (anp.maximum, anp.fmax) else x < other
+    if fun in (anp.fmax, anp.fmin):
+        chosen = chosen | ((other != other) & (x == x))  # NaN is never chosen
+    return anp.where(chosen, g, anp.where(x == other, 0.5 * g, 0.0))
 
 
 _EXTREMA = (anp.max, anp.min, anp.amax, anp.amin)
 VJPS = {**{fun: partial(_extremum_vjp, fun) for fun in _EXTREMA}, anp.clip: clip_vjp}
 JVPS = {**{fun: partial(_extremum_jvp, fun) for fun in _EXTREMA}, anp.clip: clip_jvp}
-VJPS.update({fun: partial(_larger_vjp, fun) for fun in (anp.maximum, anp.minimum, anp.fmax, anp.fmin)})
+_OF_TWO = (anp.maximum, anp.minimum, anp.fmax, anp.fmin)
+VJPS.update({fun: partial(_larger_vjp, fun) for fun in _OF_TWO})
+JVPS.update({fun: partial(_larger_jvp, fun) for fun in _OF_TWO})
