@@ -59,9 +59,15 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    # The result of the wait: the sent array itself on the host, another copy on a device.
-    value = result(array) if type(array) is np.ndarray else copied(array)
+    # The result of the wait: on the host the sent array itself, read-only since MPI may still read it, on a device a copy.
+    value = _read_only(array) if type(array) is np.ndarray else copied(array)
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
+
+
+def _read_only(array: np.ndarray) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return result(view)
 
 
 def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Function:

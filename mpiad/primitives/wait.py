@@ -24,7 +24,8 @@ def mpi_wait(request: Request | CombinedRequest) -> Array:
     Returns
     -------
     array
-        The received array, or the sum. For a send, the sent values; the call doesn't wait for the receiver.
+        The received array, or the sum. For a send, the sent values, as a read-only array; the call doesn't wait for the
+        receiver.
 
     Raises
     ------

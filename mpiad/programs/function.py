@@ -235,10 +235,10 @@ class Jitted:
         """Call the function."""
         if not kwargs and tracing.tape is None and tracing.recorder is None:
             for entry, call in self._fast_calls:
+                if tracing.channels is not None:
+                    tracing.channels |= entry.channels
                 made = call(args)
                 if made is not MISSED:
-                    if tracing.channels is not None:
-                        tracing.channels |= entry.channels
                     return made
         # In the trace of another compiled function, this function is traced, too.
         if tracing.recorder is not None:

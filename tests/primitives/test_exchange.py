@@ -159,3 +159,28 @@ def test_refused_calls_are_not_counted(rngs, rank, size):
             call()
     program = reference.move([(2, 3)] * size, [(r - 1) % size for r in range(size)])
     check(lambda x: mpiad.mpi_exchange(x, after, before, tag=6), program, arrays(rngs, (2, 3)), rngs)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("jit", [False, True], ids=["interpreted", "jitted"])
+def test_an_exchange_whose_partner_sends_and_receives(rank, jit):
+    """The partner's messages don't wait for their receiver, nor do the cotangents of the exchange."""
+    n = 500_000
+
+    def loss(x):
+        if rank > 1:
+            return 0.0 * anp.sum(x)
+        if rank == 0:
+            second = mpiad.mpi_recv(x, 1, tag=2)
+            return anp.sum(mpiad.mpi_exchange(x, 1, 1, tag=1) * second)
+        mpiad.mpi_send(x, 0, tag=1)
+        mpiad.mpi_send(2 * x, 0, tag=2)
+        return anp.sum(mpiad.mpi_recv(x, 0, tag=1) * x)
+
+    # J = 2 |y|^2 + x y with the arrays x and y of the first two ranks.
+    gradient = mpiad.value_and_grad(loss, objective="sum")
+    x = np.full(n, 1.0 + rank)
+    for _ in range(2):
+        J, g = (mpiad.jit(gradient) if jit else gradient)(x)
+        assert J == pytest.approx(10.0 * n, rel=1e-12)
+        np.testing.assert_array_equal(g, np.full(n, {0: 2.0, 1: 8.0 + 1.0}.get(rank, 0.0)))

@@ -83,3 +83,15 @@ def test_what_is_no_request():
     for wrong in (None, MPI.REQUEST_NULL, 1.0, [mpiad.mpi_isend(1.0, None)]):
         with pytest.raises(TypeError, match=f"mpi_wait: expected a request of .*, but got {type(wrong).__name__}"):
             mpiad.mpi_wait(wrong)
+
+
+def test_sent_values_are_read_only(rank, size):
+    """MPI may still read them after the wait."""
+    x = np.arange(3.0) + rank
+    request = mpiad.mpi_isend(x, (rank + 1) % size)
+    x[:] = -1.0
+    sent = mpiad.mpi_wait(request)
+    np.testing.assert_array_equal(sent, np.arange(3.0) + rank)
+    with pytest.raises(ValueError, match="read-only"):
+        sent[0] = 5.0
+    np.testing.assert_array_equal(mpiad.mpi_recv(x, (rank - 1) % size), np.arange(3.0) + (rank - 1) % size)

@@ -466,6 +466,36 @@ def test_a_channel_with_messages_left_is_refused(rank, size):
     comm.Free()
 
 
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda fun, x, n: mpiad.value_and_grad(fun, objective="sum")(x, n),
+        lambda fun, x, n: mpiad.hvp(lambda x: fun(x, n), objective="sum")(x, x),
+        lambda fun, x, n: mpiad.linearize(lambda x: fun(x, n) ** 2)(x).vjp(1.0),
+    ],
+    ids=["gradient", "product", "linearized"],
+)
+def test_messages_that_a_compiled_function_has_left(derivative, rank, size):
+    """A compiled function that raises in a derivative leaves its communicator as an interpreted one does."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    x = np.arange(4.0) + rank
+
+    @mpiad.jit
+    def fun(x, n):
+        mpiad.mpi_send(x, right, tag=3)
+        z = mpiad.mpi_exchange(x[:n], right, left, like=x)  # raises on all ranks if n is too small
+        return anp.sum(z * mpiad.mpi_recv(x, left, tag=3))
+
+    for _ in range(3):
+        derivative(fun, x, 4)
+        with pytest.raises(ValueError, match="mpi_exchange"):
+            derivative(fun, 10 * x, 2)
+        with pytest.raises(mpiad.errors.UnfinishedMessagesError):
+            fun(x, 4)
+        mpiad.reset()
+    assert fun(x, 4) == np.sum((np.arange(4.0) + left) ** 2)
+
+
 @pytest.mark.parametrize(("sent", "said"), [(9, "more bytes"), (2, "16 bytes")])
 @pytest.mark.unguarded
 def test_a_message_of_another_size_is_refused_by_a_replay(sent, said, rank, size):

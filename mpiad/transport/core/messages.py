@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Rank, Request, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
+from mpiad.transport.core.buffers import private_copy
 from mpiad.transport.core.channels import ABANDONED, Channel
 from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.devices.transfers import communicate, incoming_transfer, outgoing_transfer
@@ -169,7 +170,11 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
 
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
-    """Send to one rank and receive from another, and wait for both."""
+    """Send to one rank and receive from another, and wait for both; a reversed swap waits for the received array only."""
+    if there.reverse:
+        # The forward receive didn't depend on this rank's send, whose receiver may still be in the adjoint of a later call.
+        send(private_copy(array, array), there)
+        return receive(spec, back, call)
     receipt = None if _PROBES_FIRST else Receipt(spec, back, "blocking receive")
     sending = post_send(array, there, "blocking send")
     try:
@@ -270,6 +275,7 @@ def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
 ) -> Callable[[], object]:
     """Return a function that sends one array and receives another; callers renew the envelopes before each call."""
+    # The arrays are small (at most 4 KiB), so that MPI buffers them: unlike `swap`, reversed swaps needn't copy them.
     sent, received, status = as_message(array), as_message(destination), MPI.Status()
     dest, source, size, byte = there.peer, back.peer, destination.nbytes, MPI.BYTE
 
