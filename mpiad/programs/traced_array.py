@@ -122,11 +122,19 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
         if type(other) in _boxes:
             return NotImplemented
         given = (other, self) if swapped else (self, other)
-        made = self.recorder.call(ufunc, given, {})
         is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS
+        if ufunc is np.power and self.weak and is_weak:
+            _ask_for_integers(given)
+        made = self.recorder.call(ufunc, given, {})
         return self.recorder.weaken(made) if self.weak and is_weak else made
 
     return method
+
+
+def _ask_for_integers(given: tuple[Any, Any]) -> None:
+    """End the trace in failure if both numbers are integers: NumPy's powers of integers overflow, unlike Python's."""
+    if all(np.result_type(x).kind in "iu" for x in plain(given)):
+        mapped(given, ask_for_integer)
 
 
 def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
@@ -158,7 +166,6 @@ class TracedArray:
 
     __slots__ = ("__weakref__", "number", "recorder", "stale", "value", "weak")
     __array_priority__ = 50.0
-    __hash__ = object.__hash__
 
     def __init__(self, recorder: Any, number: Any, value: Any):
         # The number in the trace; in a trace of scalars (`ScalarRecorder`), the array of symbols.
@@ -181,6 +188,10 @@ class TracedArray:
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self.value)))
+
+    def __hash__(self) -> int:
+        # Dicts and sets distinguish numbers by their values.
+        return hash(self._required_value()) if isinstance(self.value, np.generic) else object.__hash__(self)
 
     def __repr__(self) -> str:
         return f"<traced array of {self.dtype}, shape {self.shape}>"
@@ -236,6 +247,10 @@ class TracedArray:
         new = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)) else shape
         return self.recorder.call(np.reshape, (self, new), {} if order == "C" else {"order": order})
 
+    def flatten(self, order: str = "C") -> Any:
+        """Return a copy with one axis."""
+        return self.ravel(order).copy()
+
     def transpose(self, *axes: Any) -> Any:
         """Return the array with its axes in another order."""
         given = axes[0] if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes or None
@@ -267,7 +282,12 @@ class TracedArray:
     item, tolist = _of_value("item"), _of_value("tolist")
 
     def __format__(self, spec: str) -> str:
-        return format(self._required_value("it formats a traced value as text"), spec) if spec else repr(self)
+        if not spec and (self.shape or self.dtype.kind not in "iu"):
+            return repr(self)
+        return format(self._required_value("it formats a traced value as text"), spec)
+
+    def __str__(self) -> str:
+        return format(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         # numpy.array and numpy.asarray call this method, and their results can't be traced arrays.
@@ -333,7 +353,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
     for name in """sum prod mean std var max min any all ravel squeeze swapaxes repeat take dot clip cumsum cumprod trace
     copy diagonal conj conjugate argmax argmin round""".split()
-} | {"flatten": np.ravel}
+}
 
 
 # Support for traced arrays beyond NumPy's protocols.

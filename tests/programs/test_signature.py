@@ -215,3 +215,39 @@ def test_tangents_of_arguments_of_another_shape():
         value, tangent = mpiad.jvp(f, np.ones(length), np.full(length, 3.0))
         np.testing.assert_array_equal(value["twice"], np.full(length, 2.0))
         np.testing.assert_array_equal(tangent["twice"], np.full(length, 6.0))
+
+
+def numbers_as_keys(x, k):
+    tens, names = {0: 1.0, 2: 5.0, 3: 7.0}, {"w2": 4.0}
+    inside = 2.0 if k in {0, 3} else 3.0
+    return inside * x + tens.get(k, 0.5) * x**2 + names.get(f"w{k}", 0.25) + (str(k) == "3") * x
+
+
+def powers_of_integers(x, k):
+    return x * 10**k + x / 7**k + x * k**3 + 0.5**k
+
+
+@pytest.mark.parametrize(("fun", "numbers"), [(numbers_as_keys, (0, 1, 2, 3, 0)), (powers_of_integers, (2, -2, 25))])
+def test_integers_as_python_has_them(fun, numbers):
+    """They are keys by value, and their powers don't overflow."""
+    x = np.array([0.5, 2.0])
+    jitted, gradient = mpiad.jit(fun, strict=True), mpiad.jit(mpiad.grad(lambda x, k: anp.sum(fun(x, k) ** 2)), strict=True)
+    for k in numbers:
+        np.testing.assert_allclose(jitted(x, k), fun(x, k), 1e-14)
+        np.testing.assert_allclose(gradient(x, k), mpiad.grad(lambda x, k: anp.sum(fun(x, k) ** 2))(x, k), 1e-13)
+    cube = mpiad.jit(lambda x, k: x * k**3, strict=True)
+    for k in (3, 10**7):
+        np.testing.assert_allclose(cube(x, k), x * float(k) ** 3, 1e-14)
+
+
+def test_a_flattened_copy_has_memory_of_its_own():
+    @mpiad.jit
+    def fun(x):
+        y = x * 1.0
+        z = y.flatten()
+        z[0] = 4.0
+        return y, z
+
+    for _ in range(3):
+        y, z = fun(np.ones(2))
+        np.testing.assert_array_equal([y, z], [[1.0, 1.0], [4.0, 1.0]])
