@@ -563,7 +563,8 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            The axes are the leading axes of `u`, followed by all axes of `points` but the last.
+            The axes are the leading axes of `u`, followed by all axes of `points` but the last. A field of integers or
+            booleans has values in double precision.
 
         Raises
         ------

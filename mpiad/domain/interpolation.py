@@ -249,7 +249,8 @@ def _share(
     # Values beyond physical sides have weight zero, but must be finite.
     sides = sides_of("edge", len(domain.shape), call)
     # Points are located before the exchange, so that no rank waits in the exchange for a rank that raises.
-    table = tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
+    dtype = np.zeros(0, u.dtype).real.dtype if u.dtype.kind in "fc" else np.dtype(float)
+    table = tables.table(points, lattice, dtype, call)
     return interpolated(fill_halo(u, tables.halo, sides), table, len(domain.shape)), table
 
 

@@ -120,6 +120,19 @@ def test_precision_is_kept(rank_rng):
     assert domain.interpolate(u, [[1.5, 2.5]]).dtype == np.float32
 
 
+@pytest.mark.parametrize("result", ["all", "share", "own"])
+def test_fields_of_integers_and_booleans(rank, result):
+    """The values of 3 i + 2 j between cells in closed form; a field that is true in odd columns is halfway in between."""
+    domain, points = Domain((6, 5)), np.array([[0.25, 1.5], [2.0, 2.5], [4.75, 3.5]])
+    i, j = domain.coordinates()
+    mine = (domain.locate(points).owner == rank) | (result != "share")
+    for dtype in (int, np.uint8):
+        values = domain.interpolate((3 * i + 2 * j).astype(dtype), points, result=result)
+        np.testing.assert_allclose(values, np.where(mine, [3.75, 11.0, 21.25], 0.0), rtol=1e-15)
+    odd = np.broadcast_to(j % 2 == 1, domain.local_shape).copy()
+    np.testing.assert_allclose(domain.interpolate(odd, points, result=result), 0.5 * mine)
+
+
 def test_what_is_refused(rank, size):
     domain = Domain((9, 8))
     u = np.ones(domain.local_shape)
