@@ -284,7 +284,8 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            If an array has another shape, or the weights need a halo wider than the smallest block.
+            If an array has another shape, the weights need a halo wider than the smallest block, or a boundary value is
+            traced or doesn't fit into the dtype of `u`.
 
         Adjoint
         -------
