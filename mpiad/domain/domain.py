@@ -715,6 +715,9 @@ class Domain(Decomposition):
 
         See `sum` for arguments and errors.
         """
+        u = checked_block(self, u, "Domain.norm")
+        if getval(u).dtype.kind in "biu":  # squares of integers of few bits would overflow
+            u = u.astype(float)
         square = anp.real(self.dot(anp.conj(u), u))
         if is_device_array(getval(square)):  # no Python branch, which would copy the square to the host
             zero = getval(square) == 0
