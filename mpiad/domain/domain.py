@@ -628,7 +628,8 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if an argument is invalid, or a point lies outside the grid.
+            On all ranks, if an argument is invalid, a point lies outside the grid, or the dtype or leading axes of `values`
+            differ between ranks.
 
         Ranks
         -----

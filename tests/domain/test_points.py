@@ -315,4 +315,11 @@ def test_refused_deposits(rank, size):
     for wrong, text in ((np.ones(2), r"shape \(2,\)"), (np.ones(3, int), "dtype int64"), (1.0, "got float")):
         with pytest.raises(ValueError, match=rf"values must be an array of floats of shape \(..., \*\(3,\)\).*{text}"):
             domain.deposit(points, wrong if last else np.ones(3))
+    if size > 1:
+        mine = points[: 3 * (not rank)]  # only rank 0 has points
+        for values, others in ((np.ones(3, np.float32), np.ones(0)), (np.ones((2, 3)), np.ones((3, 0)))):
+            with pytest.raises(
+                ValueError, match=r"Domain.deposit: all ranks must .*, but rank 0 gave values of .* and rank 1"
+            ):
+                domain.deposit(mine, others if rank else values)
     assert mpiad.mpi_allreduce(1) == size
