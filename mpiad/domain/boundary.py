@@ -125,9 +125,10 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
 
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
-    """Raise a TypeError if a boundary value can't be cast to the field's dtype by NumPy's rule "same_kind"."""
+    """Raise a TypeError if a boundary value can't be cast to the field's dtype by the rule "same_kind", or overflows."""
     for value in [side.value for pair in sides for side in pair]:
-        if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
+        fits = not value or np.can_cast(np.min_scalar_type(value), dtype, "same_kind")
+        if not fits or dtype.kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
             raise TypeError(
                 f"{call}: the boundary value {value!r} doesn't fit into an array of dtype {dtype}. Convert the array first."
             )

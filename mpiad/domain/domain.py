@@ -284,7 +284,8 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            If an array has another shape, or the weights need a halo wider than the smallest block.
+            If an array has another shape, the weights need a halo wider than the smallest block, or a boundary value is
+            traced or doesn't fit into the dtype of `u`.
 
         Adjoint
         -------
@@ -563,7 +564,8 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            The axes are the leading axes of `u`, followed by all axes of `points` but the last.
+            The axes are the leading axes of `u`, followed by all axes of `points` but the last. A field of integers or
+            booleans has values in double precision.
 
         Raises
         ------
@@ -626,7 +628,8 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if an argument is invalid, or a point lies outside the grid.
+            On all ranks, if an argument is invalid, a point lies outside the grid, or the dtype or leading axes of `values`
+            differ between ranks.
 
         Ranks
         -----
@@ -713,6 +716,9 @@ class Domain(Decomposition):
 
         See `sum` for arguments and errors.
         """
+        u = checked_block(self, u, "Domain.norm")
+        if getval(u).dtype.kind in "biu":  # squares of integers of few bits would overflow
+            u = u.astype(float)
         square = anp.real(self.dot(anp.conj(u), u))
         if is_device_array(getval(square)):  # no Python branch, which would copy the square to the host
             zero = getval(square) == 0

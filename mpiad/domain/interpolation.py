@@ -27,7 +27,7 @@ from mpiad.domain.halo import fill_halo, fold_halo
 from mpiad.domain.partition import Partition
 from mpiad.primitives import mpi_allreduce, mpi_alltoall, stop_gradient
 from mpiad.transport import Channel, Spec
-from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.agreement import agreed, alike_on_all, raising_together
 from mpiad.transport.core.replication import require_replicated
 from mpiad.transport.core.tracing import checked_on_replay
 from mpiad.transport.devices.device_arrays import arrays_of, is_array, named
@@ -249,7 +249,8 @@ def _share(
     # Values beyond physical sides have weight zero, but must be finite.
     sides = sides_of("edge", len(domain.shape), call)
     # Points are located before the exchange, so that no rank waits in the exchange for a rank that raises.
-    table = tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
+    dtype = np.zeros(0, u.dtype).real.dtype if u.dtype.kind in "fc" else np.dtype(float)
+    table = tables.table(points, lattice, dtype, call)
     return interpolated(fill_halo(u, tables.halo, sides), table, len(domain.shape)), table
 
 
@@ -268,17 +269,21 @@ def _interpolate_own(
 
 def deposit(domain: Decomposition, tables: PointTables, points: Array, values: Array, lattice: Lattice) -> LocalArray:
     """See `Domain.deposit`."""
-    call, ndim = "Domain.deposit", len(domain.shape)
-    with raising_together(domain._channel):
+    call, ndim, given = "Domain.deposit", len(domain.shape), stop_gradient(values)
+
+    def checked() -> tuple[np.ndarray, Shape]:
         owners = located(to_host(points), lattice, domain._partition, call).owner
-        given = stop_gradient(values)
         if not is_array(given) or given.dtype.kind not in "fc" or given.shape[given.ndim - owners.ndim :] != owners.shape:
             kind = f"dtype {given.dtype} and shape {given.shape}" if is_array(given) else type(given).__name__
             raise ValueError(
                 f"{call}: values must be an array of floats of shape (..., *{owners.shape}), one per point, but got {kind}."
             )
+        return owners, given.shape[: given.ndim - owners.ndim]
+
+    describe = lambda made: [f"values of dtype {given.dtype} with leading axes {made[1]}"]  # noqa: E731
+    owners, lead = alike_on_all(domain._channel, checked, describe, call)
     order, (sent, received), arrived = _sent(domain, points, owners)
-    flat = anp.reshape(values, (*given.shape[: given.ndim - owners.ndim], owners.size))
+    flat = anp.reshape(values, (*lead, owners.size))
     own = mpi_alltoall(flat[..., order], sent, -1, domain.comm, received)
     table = tables.table(arrived, lattice, given.real.dtype, call)
     spec = Spec((*flat.shape[:-1], *tables.halo.padded), given.dtype, arrays_of(given))

@@ -12,7 +12,7 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, LocalArray
-from mpiad.domain.boundary import Boundary, Sides, sides_of
+from mpiad.domain.boundary import Boundary, Sides, check_values, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block, listed, per_dimension
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.routes import BY_AXIS
@@ -50,7 +50,7 @@ class Stencil:
         Raises
         ------
         TypeError, ValueError
-            If `u` isn't an array of this kind and shape.
+            If `u` isn't an array of this kind and shape, or is real and a boundary value is complex.
 
         Ranks
         -----
@@ -64,6 +64,7 @@ class Stencil:
         if field.dtype.kind not in "fc":
             kind = f"{type(field).__name__} of {field.dtype}"
             raise TypeError(f"Stencil: expected an array of floats or complex numbers, but got {kind}. Convert it.")
+        check_values(self.sums.sides, field.dtype, "Stencil")
         return apply_stencil(u, self.sums)
 
     def __repr__(self) -> str:
@@ -80,8 +81,7 @@ def stencil(domain: Decomposition, weights: Array, boundary: Boundary) -> Stenci
             f"{array.dtype}. For derivatives with respect to weights use Domain.correlate."
         )
     sides = sides_of(boundary, len(domain.shape), call)
-    if any(isbox(side.value) for pair in sides for side in pair):
-        raise TypeError(f"{call}: a boundary value can't be traced here. Use Domain.exchange and slices.")
+    _require_untraced(sides, call)
     return Stencil(domain, StencilSums(array.astype(float), _halo_for(domain, array.shape, sides, call), sides))
 
 
@@ -116,7 +116,15 @@ def correlate(domain: Decomposition, u: LocalArray, weights: LocalArray, boundar
         )
     sides = sides_of(boundary, ndim, call)
     halo = _halo_for(domain, shape[:ndim], sides, call)
+    # Only the ranks with a physical side use the values, but all ranks raise.
+    _require_untraced(sides, call)
+    check_values(sides, u.dtype, call)
     return derivative(None, weights, fill_halo(u, halo, sides, BY_AXIS), ndim)
+
+
+def _require_untraced(sides: Sides, call: str) -> None:
+    if any(isbox(side.value) for pair in sides for side in pair):
+        raise TypeError(f"{call}: a boundary value can't be traced here. Use Domain.exchange and slices.")
 
 
 def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, call: str) -> Halo:

@@ -82,6 +82,8 @@ class TotalVariation:
         The derivative with respect to m is minus the divergence of a ∇m / √(|∇m|² + ε²).
         """
         padded, ndim = self._grid.exchange(m, "edge", corners=False), len(self._steps)
+        if padded.dtype.kind in "biu":  # differences of integers of few bits would overflow
+            padded, m = padded.astype(float), m.astype(float)
         square = self.smoothing**2
         for axis, step in enumerate(self._steps):
             forward = tuple(slice(2, None) if other == axis else slice(1, -1) for other in range(ndim))

@@ -12,7 +12,6 @@ If p isn't a variable, a solve is a step of compiled programs, which are also di
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -186,8 +185,13 @@ class _Factors:
             else:
                 self._inverse = AdditiveSchwarz(matrix, restricted=True)
         self._watch: Watch | None = None
-        with contextlib.suppress(Unknown):
-            self._watch = None if given is None else watch_of(operator.matvec, (), given)
+        self._is_followed = True  # whether the watch includes the objects that the operator reads
+        if given is not None:
+            try:
+                self._watch = watch_of(operator.matvec, (), given)
+            except Unknown:
+                self._is_followed = False
+                self._watch = watch_of(lambda: None, (), [x for x in given if isinstance(x, np.ndarray)])
 
     def _assembled(self, is_exact: bool) -> DistributedMatrix:
         """Return the matrix; if `is_exact`, raise on all ranks if the pattern misses an entry."""
@@ -202,13 +206,13 @@ class _Factors:
         return matrix
 
     def is_current(self) -> bool:
-        """Return whether the params, and the objects in the operator's closure, are unchanged on this rank."""
+        """Return whether the params, and the watched objects of the operator's closure, are unchanged on this rank."""
         return self._watch is None or self._watch.is_the_same()
 
     def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
         same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
-        return same and self._has_leaves(operator.leaves) and self.is_current()
+        return self._is_followed and same and self._has_leaves(operator.leaves) and self.is_current()
 
     def _has_leaves(self, leaves: Sequence[object]) -> bool:
         return all(same_bits(np.asarray(x), np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))
@@ -449,6 +453,7 @@ def factorized(
     ----------
     matvec : callable or DistributedMatrix
         ``matvec(u, *params)`` returns this rank's block of A u, linear in u, as in `solve`; or a square sparse matrix.
+        Attributes of an object with a method ``__call__`` aren't watched: pass what changes among the params.
     like : array of floats
         An array of the shape of this rank's blocks; only its shape is used. None for a DistributedMatrix.
     *params : pytree of arrays

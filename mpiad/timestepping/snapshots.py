@@ -119,7 +119,8 @@ def _by_compiled_passes(field: np.ndarray, step: float, order: int, axes: range)
 
 def _by_numpy(field: np.ndarray, step: float, order: int, axes: range) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the differences, `Coded.corner`, and the largest difference, which may exceed 16 bits."""
-    scaled = field * (1.0 / step)
+    # The reciprocal of a small step may overflow in single precision.
+    scaled = field * (np.float64(1.0 / step) if step < np.finfo(field.dtype).tiny else 1.0 / step)
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
     for axis in axes:
         part = np.moveaxis(numbers[_corner(order, range(axis))], axis, 0)

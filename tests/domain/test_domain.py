@@ -30,6 +30,13 @@ def test_values(rank_rng):
     assert domain.sum(np.ones(domain.local_shape, int)) == 63
 
 
+def test_norms_of_integers_and_booleans(rank_rng):
+    domain = Domain(SHAPE)
+    image = rank_rng(100).integers(0, 256, SHAPE).astype(np.uint8)
+    for field in (image, image.astype(np.int16) * 99, image > 99, image * 0):
+        np.testing.assert_allclose(domain.norm(field[domain.owned]), np.linalg.norm(field.astype(float)), 1e-13)
+
+
 def test_gradients(rank_rng):
     domain = Domain(SHAPE)
     u, v = fields(rank_rng, 2)

@@ -351,6 +351,10 @@ def test_what_is_refused(size):
         domain.exchange(good, ("edge", ("edge", "edge", "edge")))
     with pytest.raises(TypeError, match="value 0.5 doesn't fit into an array of dtype int"):
         domain.exchange(good.astype(int), 0.5)
+    for value, dtype in ((300, np.uint8), (np.int64(300), np.uint8), (-1, np.uint8), (200, np.int8), (2**70, np.int64)):
+        with pytest.raises(TypeError, match=f"value .*{value}.* doesn't fit into an array of dtype {np.dtype(dtype)}"):
+            domain.exchange(good.astype(dtype), value)
+    assert domain.max(domain.exchange(good.astype(np.uint8), 255)[:-2]) == 255
     with pytest.raises(TypeError, match="same dtype, but got float64, float32"):
         domain.exchange([good, good.astype("f4")])
     narrow = Domain((4 * size, 2), halo=2, dims=(size, 1))

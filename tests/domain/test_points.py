@@ -120,6 +120,19 @@ def test_precision_is_kept(rank_rng):
     assert domain.interpolate(u, [[1.5, 2.5]]).dtype == np.float32
 
 
+@pytest.mark.parametrize("result", ["all", "share", "own"])
+def test_fields_of_integers_and_booleans(rank, result):
+    """The values of 3 i + 2 j between cells in closed form; a field that is true in odd columns is halfway in between."""
+    domain, points = Domain((6, 5)), np.array([[0.25, 1.5], [2.0, 2.5], [4.75, 3.5]])
+    i, j = domain.coordinates()
+    mine = (domain.locate(points).owner == rank) | (result != "share")
+    for dtype in (int, np.uint8):
+        values = domain.interpolate((3 * i + 2 * j).astype(dtype), points, result=result)
+        np.testing.assert_allclose(values, np.where(mine, [3.75, 11.0, 21.25], 0.0), rtol=1e-15)
+    odd = np.broadcast_to(j % 2 == 1, domain.local_shape).copy()
+    np.testing.assert_allclose(domain.interpolate(odd, points, result=result), 0.5 * mine)
+
+
 def test_what_is_refused(rank, size):
     domain = Domain((9, 8))
     u = np.ones(domain.local_shape)
@@ -302,4 +315,11 @@ def test_refused_deposits(rank, size):
     for wrong, text in ((np.ones(2), r"shape \(2,\)"), (np.ones(3, int), "dtype int64"), (1.0, "got float")):
         with pytest.raises(ValueError, match=rf"values must be an array of floats of shape \(..., \*\(3,\)\).*{text}"):
             domain.deposit(points, wrong if last else np.ones(3))
+    if size > 1:
+        mine = points[: 3 * (not rank)]  # only rank 0 has points
+        for values, others in ((np.ones(3, np.float32), np.ones(0)), (np.ones((2, 3)), np.ones((3, 0)))):
+            with pytest.raises(
+                ValueError, match=r"Domain.deposit: all ranks must .*, but rank 0 gave values of .* and rank 1"
+            ):
+                domain.deposit(mine, others if rank else values)
     assert mpiad.mpi_allreduce(1) == size

@@ -248,3 +248,23 @@ def test_what_is_refused(size):
         laplacian(block.astype(int))
     with pytest.raises(ValueError, match="Domain.correlate: the shape of weights must be 2 odd lengths"):
         domain.correlate(block, np.ones((3, 3)))
+
+
+def test_boundary_values_that_are_refused(size):
+    """Before the exchange, on all ranks; the domain is usable afterwards."""
+    domain = Domain(3 * size)
+    u, w = np.ones(domain.local_shape), np.ones((3, *domain.local_shape))
+    for value in (0.5j, np.complex128(0.5j)):
+        for call in (lambda v: domain.correlate(u, w, v), lambda v: domain.stencil(np.ones(3), v)(u)):
+            with pytest.raises(TypeError, match=r"the boundary value .*0\.5j.* doesn't fit into an array of dtype float64"):
+                call(value)
+        # The sums of three ones in the complex field, and at the ends the value and two ones.
+        assert abs(domain.sum(domain.correlate(u + 0j, w, value)) - (9 * size - 2 + 2 * value)) < 1e-12
+        assert abs(domain.sum(domain.stencil(np.ones(3), value)(u + 0j)) - (9 * size - 2 + 2 * value)) < 1e-12
+    with pytest.raises(
+        TypeError, match=r"Domain.correlate: the boundary value 0\.5 doesn't fit into an array of dtype int"
+    ):
+        domain.correlate(u.astype(int), w, 0.5)
+    with pytest.raises(TypeError, match="Domain.correlate: a boundary value can't be traced here"):
+        mpiad.grad(lambda value: domain.sum(domain.correlate(1.0 * u, w, value)))(0.5)
+    assert domain.sum(domain.correlate(u, w, 0.5)) == 9 * size - 1

@@ -136,6 +136,10 @@ def test_total_variation_is_its_sum(grid, rank_rng):
     found, gradient = mpiad.value_and_grad(prior.cost)(np.ascontiguousarray(m[domain.owned]))
     np.testing.assert_allclose(found, cost(m), rtol=1e-12)
     np.testing.assert_allclose(whole(domain, gradient), autograd.grad(cost)(m), atol=1e-12)
+    image = rank_rng(1).integers(0, 256, grid["shape"]).astype(np.uint8)
+    for field in (image, image > 99):
+        found = prior.cost(np.ascontiguousarray(field[domain.owned]))
+        np.testing.assert_allclose(found, cost(field.astype(float)), rtol=1e-12)
 
 
 def test_samples_do_not_depend_on_ranks(grid):

@@ -378,6 +378,26 @@ def test_changed_params_are_factored_again(case):
     case.close(solve.T(case.local(case.b)), np.linalg.solve(changed.T, case.b.ravel()))
 
 
+def test_an_operator_that_cannot_be_followed(size):
+    """The solutions of k c u = 1; the attribute k of the operator isn't watched."""
+
+    class Diffusion:
+        k = 2.0
+
+        def __call__(self, u, c):
+            return self.k * c * u
+
+    op, c, ones, domain = Diffusion(), np.ones(3), np.ones(3), Domain(3 * size)
+    inverse = factorized(op, ones, c, pattern=domain)
+    np.testing.assert_allclose(inverse(ones), 0.5)
+    c[:] = 10.0
+    np.testing.assert_allclose(inverse(ones), 0.05)
+    op.k, c[:] = 4.0, 1.0
+    np.testing.assert_allclose(factorized(op, ones, c, pattern=domain)(ones), 0.25)
+    op.k = 5.0
+    np.testing.assert_allclose(factorized(op, ones, c, pattern=domain)(ones), 0.2)
+
+
 def test_a_changed_closure_is_an_error_on_all_ranks(rank, size):
     domain, factor = Domain(SHAPE), np.ones(1)
     solve = factorized(lambda u: factor[0] * u, np.zeros(domain.local_shape), pattern=domain)

@@ -67,6 +67,20 @@ def test_a_field_close_to_the_one_before_it_is_kept_by_its_change(factor):
     assert not coded(now, -before).relative
 
 
+@pytest.mark.parametrize("scale", [1e-31, 1e-32, 1e-36, 1e-40, 0.0])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_small_fields_in_single_precision(dtype, scale):
+    """As accurate as fields of size one, up to the spacing of subnormal numbers."""
+    now, before = (scale * np.sin(3 * X + 2 * Y + t) * np.cos(4 * Z + Y) for t in (0.0, 0.01))
+    factor = 1.0 if dtype == np.float32 else 1.0 - 0.7j
+    array, previous = (factor * now).astype(dtype), (factor * before).astype(dtype)
+    for last in (None, previous):
+        found = coded(array, last)
+        error = np.abs(found.array(array.dtype, last) - array).max()
+        assert error <= 3e-6 * scale + 2 * np.finfo(np.float32).smallest_subnormal
+        assert found.differences.nbytes * 2 == array.nbytes
+
+
 def test_what_is_not_finite_is_left_as_it_is():
     for value in (np.nan, np.inf, -np.inf):
         assert coded(np.where(np.arange(300) == 7, value, 1.0)) is None

@@ -163,7 +163,7 @@ class Elliptic:
 
         Parameters
         ----------
-        u : array of shape (..., *local_shape)
+        u : float or complex array of shape (..., *local_shape)
         kappa : number, array of shape local_shape or (dimensions, *local_shape), or list of arrays
             The coefficient at the points; its mean at two adjacent points is κ on the face between them. With a leading
             axis, it is the diagonal of a tensor. A list contains, for each dimension, κ on the faces before and after this
@@ -179,7 +179,7 @@ class Elliptic:
         Raises
         ------
         TypeError
-            If arrays are on different devices.
+            If arrays are on different devices, `u` isn't an array of floats or complex numbers, or only `kappa` is complex.
 
         Ranks
         -----
@@ -196,6 +196,7 @@ class Elliptic:
         if given:
             return self.product(u, c, self.faces(kappa))
         kappa = self.field(kappa, plain)
+        _check_kinds(plain, [kappa])
         padded, padded_kappa = self.domain.exchange([u, _cast(kappa, plain.dtype)], corners=False)
         return self.product(u, c, self._with_sides(self._means(padded_kappa), kappa), padded)
 
@@ -254,6 +255,7 @@ class Elliptic:
 
     def product(self, u: LocalArray, c: LocalArray | float, faces: Sequence[LocalArray], padded: Any = None) -> LocalArray:
         """Return this rank's block of the product, given the result of `faces`, and u with its halo if it is known."""
+        _check_kinds(stop_gradient(u), faces)
         total, ndim, dtype = c * u, len(self.sides.spacing), stop_gradient(u).dtype
         padded = self.domain.exchange(u, corners=False) if padded is None else padded
         for axis, (step, kappa) in enumerate(zip(self.sides.spacing, faces)):
@@ -299,6 +301,14 @@ class Elliptic:
             new = self.sides.spacing[axis] * side.alpha * weight
             faces[axis] = concatenate([layers(0, -1), new] if end else [new, layers(1, None)], axis=axis)
         return faces
+
+
+def _check_kinds(u: Array, kappa: Sequence[LocalArray]) -> None:
+    """Raise a TypeError if coefficients, which are converted to the dtype of u, lose digits or imaginary parts."""
+    if u.dtype.kind not in "fc":
+        raise TypeError(f"linalg.Elliptic: u must have floats or complex numbers, but has dtype {u.dtype}. Convert it.")
+    if u.dtype.kind == "f" and any(stop_gradient(part).dtype.kind == "c" for part in kappa):
+        raise TypeError(f"linalg.Elliptic: kappa is complex, but u has dtype {u.dtype}. Convert u to complex numbers.")
 
 
 def _cast(x: LocalArray, dtype: np.dtype) -> LocalArray:

@@ -1,11 +1,14 @@
 """What multigrid refuses: on all ranks, with what was wrong and where, and the program can go on."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import mpiad
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError, NotFiniteError
+from mpiad.inverse import H1
 from mpiad.linalg import Elliptic, Multigrid, solve_elliptic
 
 SHAPE = (9, 8)
@@ -119,6 +122,19 @@ def test_rings_have_no_sides():
 def test_no_domain():
     with pytest.raises(TypeError, match=r"domain must be an mpiad.Domain, but got tuple \(4, 4\)"):
         Elliptic((4, 4))
+
+
+def test_kinds_of_numbers(domain):
+    """Coefficients aren't truncated to the integers of a field, and keep their imaginary parts."""
+    u, operator, real = np.ones(domain.local_shape, int), Elliptic(domain), np.ones(domain.local_shape)
+    calls = [partial(operator, kappa=k) for k in (0.5, 0.5 * real, operator.faces(0.5))]
+    for call in (*calls, Multigrid(domain, 0.5).matvec, H1(domain).apply):
+        with pytest.raises(TypeError, match="u must have floats or complex numbers, but has dtype int64"):
+            call(u)
+    for kappa in (1j, 1j * real, operator.faces(1j * real)):
+        with pytest.raises(TypeError, match="kappa is complex, but u has dtype float64"):
+            operator(real, kappa)
+        np.testing.assert_allclose(operator(real + 0j, kappa), 1j * operator(real, 1.0))
 
 
 def test_right_hand_side(domain, rank, size):
