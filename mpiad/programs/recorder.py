@@ -90,7 +90,7 @@ def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
     has_out = kwargs.get("out") is not None or place is not None and len(args) > place and args[place] is not None
     if has_out or kwargs.get("copy") is False or getattr(fun, "__name__", "") in _WRITING:
         return "which writes into an array that it is given: take its result, or set entries by x[i] = ..."
-    if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AK" for x in further):
+    if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AaKk" for x in further):
         return "whose result depends on the order of entries in memory: write order='C' or 'F'"
     return ""
 

@@ -469,6 +469,7 @@ def _subcommunicators(group: Channel, comm: Comm, dims: tuple[int, ...]) -> list
             line = np.broadcast_to(numbers.take([0], axis=g), dims).reshape(-1)
             made[dims].append(make_communicator(group.user.Split, int(line[group.rank]), group.rank))
             channel(made[dims][-1], "DistributedFFT")
+            group.divisions.append(made[dims][-1])
     return made[dims]
 
 

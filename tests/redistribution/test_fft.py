@@ -517,3 +517,23 @@ def test_arguments_stay_the_same(rank_rng):
         before = u.copy()
         fft.backward(fft.forward(u))
         np.testing.assert_array_equal(u, before)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_reset_renews_the_communicators_of_pencils(size):
+    fft = DistributedFFT((2, 2, 4))
+    assert size != 4 or fft.dims == (2, 2)
+    x = np.ones(fft.local_shape)
+
+    def loss(x, fails):
+        modes = fft.forward(x)
+        if fails:
+            raise KeyError("on all ranks")
+        return anp.sum(anp.abs(modes) ** 2)
+
+    gradient = mpiad.value_and_grad(loss, objective="sum")
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            gradient(x, True)
+        mpiad.reset()
+        assert gradient(x, False)[0] == 16.0**2

@@ -216,3 +216,21 @@ def test_communication_of_all_ranks_inside_an_item_raises_at_once(schedule):
         sum_over([1.0, 2.0, 3.0], lambda x, comm: mpiad.mpi_allreduce(x), groups=WORLD.size, schedule=schedule)
     found = sum_over([1.0, 2.0, 3.0], lambda x, comm: mpiad.mpi_allreduce(x), groups=1, schedule=schedule)
     assert found == 6.0 * WORLD.size
+
+
+def test_reset_renews_the_groups(size):
+    """A reset of the communicator also serves the groups that the library has made of its ranks."""
+    groups = size // 2 if size % 2 == 0 else 1
+
+    def loss(x, fails):
+        total = x * sum_over([1.0, 2.0], lambda a, comm: mpiad.mpi_allreduce(a, comm=comm), groups=groups)
+        if fails:
+            raise KeyError("on all ranks")
+        return total
+
+    expected = loss(1.0, False)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            mpiad.value_and_grad(loss)(1.0, True)
+        mpiad.reset()
+        assert mpiad.value_and_grad(loss)(1.0, False)[0] == expected

@@ -144,6 +144,7 @@ class Channel:
         self.lost: tuple[int, ...] = ()  # ranks whose processes have died
         self.pairs_compared = False  # whether `mpi_sendrecv` has checked that all ranks name the same pair
         self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
+        self.divisions: list[Comm] = []  # communicators of parts of the ranks that the library has made, for `reset`
         self._order = next(_numbers)
         self._test_lock = threading.RLock()  # reentrant, since a signal handler may send
         self._open(make_communicator(self._duplicate))

@@ -159,3 +159,6 @@ def renew(comm: Comm, call: str) -> None:
     if found.lost:
         _refuse(found, call)
     found.renew()
+    for division in found.divisions:
+        if division != MPI.COMM_NULL:  # unless it has been freed
+            prepare(division, call).renew()

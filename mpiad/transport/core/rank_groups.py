@@ -65,6 +65,7 @@ class RankGroups:
         self.across: Any = make_communicator(whole.user.Split, rank_in_group, self.index)
         for division in (self.comm, self.across):
             channel(division, _GROUPS_CALL)  # also prepares the communicator for point-to-point messages
+            whole.divisions.append(division)
 
     def free(self) -> None:
         """Free the communicators; collective. Call it after the last gradient of a function that communicates on them."""
