@@ -14,6 +14,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
+from mpiad.device.boxes import cast
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
     DEVICE_VJPS,
@@ -158,6 +159,20 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, opposite, axis=axis),)
 
 
+def _cast_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Cast the cotangent to the dtype of the argument; the derivative of a cast to integers or booleans is zero."""
+    return inherited_vjp(fun, argnums, ans, args, kwargs) if _is_inexact(ans) else lambda g: (None,)
+
+
+def _cast_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Cast the tangent to the dtype of the result, or return zeros."""
+    return linear_jvp(fun, argnums, gs, ans, args, kwargs) if _is_inexact(ans) else anp.zeros_like(gs[0])
+
+
+def _is_inexact(x: Array) -> bool:
+    return getval(x).dtype.kind in "fc"
+
+
 def _reshape_vjp(names: tuple[str, ...], argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Restore the shape. CuPy accepts no `order` of None, which autograd's rules pass."""
     shape, order = anp.shape(args[0]), dict(zip(names, args), **kwargs).get("order") or "C"
@@ -166,6 +181,7 @@ def _reshape_vjp(names: tuple[str, ...], argnums: Argnums, ans: Array, args: tup
 
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
+_CASTING = (_astype, cast)  # of host and device arrays
 VJPS = {
     anp.split: partial(_split_vjp, None),
     anp.array_split: partial(_split_vjp, None),
@@ -176,12 +192,13 @@ VJPS = {
     anp.gradient: gradient_vjp,
     anp.transpose: transpose_vjp,
     anp.roll: roll_vjp,
+    **{fun: partial(_cast_vjp, fun) for fun in _CASTING},
     **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},
     **{fun: partial(_rearrangement_vjp, fun, _sorted_indices) for fun in _SORTING},
 }
 JVPS = {
     anp.diff: diff_jvp,
-    _astype: partial(linear_jvp, _astype),
+    **{fun: partial(_cast_jvp, fun) for fun in _CASTING},
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
     **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }

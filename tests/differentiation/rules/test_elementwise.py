@@ -68,6 +68,21 @@ def test_higher_derivatives_of_tanh_where_it_saturates(dtype, compiled):
     numpy.testing.assert_allclose(mpiad.hvp(lambda x: np.sum(np.real(gradient(x))))(x, v), third * v, **tolerance)
 
 
+@pytest.mark.parametrize("kind", [int, numpy.uint8, bool])
+def test_casts_to_integers_and_booleans_have_derivative_zero(kind, devices):
+    x, v, w = numpy.array([1.5, 2.5, 3.0]), numpy.array([0.5, 2.0, -1.0]), numpy.array([1.0, 3.0, -2.0])
+    factors, fun = w * x.astype(kind), lambda x, w: np.sum(w * x.astype(kind) * x * x)
+    for f in (fun, mpiad.jit(fun)):
+        numpy.testing.assert_array_equal(mpiad.grad(f)(x, w), 2 * factors * x)
+        numpy.testing.assert_array_equal(mpiad.make_jvp(f)(x, w)(v)[1], (2 * factors * x) @ v)
+        numpy.testing.assert_array_equal(mpiad.hvp(f)(x, w, v), 2 * factors * v)
+        numpy.testing.assert_array_equal(mpiad.jit(mpiad.grad(f))(x, w), 2 * factors * x)
+    x, v, w = map(devices.put, (x, v, w))
+    numpy.testing.assert_array_equal(devices.look(mpiad.hvp(fun)(x, w, v)), 2 * factors * devices.look(v))
+    tangent = mpiad.jvp(lambda x: np.sum(x.astype(kind) * x), x, v)[1]
+    numpy.testing.assert_array_equal(devices.look(tangent), devices.look(x).astype(kind) @ devices.look(v))
+
+
 @pytest.mark.parametrize("fun", FUNCTIONS[:-1])
 def test_keywords_are_left_to_autograd(fun):
     with pytest.raises(TypeError, match="dtype"):
