@@ -23,6 +23,7 @@ from mpiad.differentiation.rules.protocol import (
     Vjp,
     arrays_like,
     bound,
+    inherited_jvp,
     inherited_vjp,
     linear_jvp,
     one_unchanged,
@@ -179,6 +180,28 @@ def _reshape_vjp(names: tuple[str, ...], argnums: Argnums, ans: Array, args: tup
     return lambda g: (anp.reshape(g, shape, order=order),)
 
 
+def _explicit_order(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Replace order "A" or "K" of the value by "C" or "F": tangents and cotangents may have another memory layout."""
+    place = 1 if fun is anp.ravel else 2
+    order = args[place] if len(args) > place else kwargs.get("order")
+    if order is None or order not in "AKak":
+        return args, kwargs
+    x: Any = getval(args[0])
+    linear = len(np.shape(x)) < 2
+    orders = [name for name in "CF" if linear or getattr(x.flags, f"{name.lower()}_contiguous")]
+    if not orders and order in "Kk":
+        raise refusal(fun, f"with order={order!r} of an array that isn't contiguous: use order='C' or 'F'")
+    return args[:place], {**kwargs, "order": orders[0] if orders else "C"}
+
+
+def _ordered_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    return inherited_vjp(fun, argnums, ans, *_explicit_order(fun, args, kwargs))
+
+
+def _ordered_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    return inherited_jvp(fun, argnums, gs, ans, *_explicit_order(fun, args, kwargs))
+
+
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
 _CASTING = (_astype, cast)  # of host and device arrays
@@ -193,12 +216,14 @@ VJPS = {
     anp.transpose: transpose_vjp,
     anp.roll: roll_vjp,
     **{fun: partial(_cast_vjp, fun) for fun in _CASTING},
+    **{fun: partial(_ordered_vjp, fun) for fun in (anp.reshape, anp.ravel)},
     **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},
     **{fun: partial(_rearrangement_vjp, fun, _sorted_indices) for fun in _SORTING},
 }
 JVPS = {
     anp.diff: diff_jvp,
     **{fun: partial(_cast_jvp, fun) for fun in _CASTING},
+    **{fun: partial(_ordered_jvp, fun) for fun in (anp.reshape, anp.ravel)},
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
     **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }
