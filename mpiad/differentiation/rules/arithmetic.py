@@ -14,6 +14,7 @@ from mpiad.differentiation.rules.protocol import (
     Primitive,
     Vjp,
     anp,
+    in_dtype_of,
     inherited_jvp,
     inherited_vjp,
     one_negated,
@@ -86,8 +87,7 @@ def _arctan2_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def _arctan2_slope(argnum: int, y: Array, x: Array, ans: Array) -> Array:
-    # Squares of integers with few bits would overflow, as they do in autograd's rule.
-    y, x = (part.astype(ans.dtype) if getattr(part, "dtype", ans.dtype).kind in "iu" else part for part in (y, x))
+    y, x = in_dtype_of(ans, y), in_dtype_of(ans, x)
     return (-y if argnum else x) / (x**2 + y**2)
 
 

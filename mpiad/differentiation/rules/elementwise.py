@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+from autograd.extend import defjvp, defvjp, primitive
+
 from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, anp, inherited_vjp, one_negated
+
+
+@primitive
+def _slope_of_tanh(x: Array) -> Array:
+    """Return 1 / cosh(x)². Its own rules are finite for large x, where derivatives of the expression below are NaN."""
+    e = np.exp(2.0 * np.where(np.real(x) < 0, x, -x) if np.iscomplexobj(x) else -2.0 * np.abs(x))
+    return 4.0 * e / (1.0 + e) ** 2  # NumPy's cosh is slower, and would overflow
+
+
+defvjp(_slope_of_tanh, lambda ans, x: lambda g: -2.0 * g * ans * anp.tanh(x))
+defjvp(_slope_of_tanh, lambda g, ans, x: -2.0 * g * ans * anp.tanh(x))
 
 _RULES = {
     anp.negative: lambda x, ans: one_negated,
@@ -14,7 +28,7 @@ _RULES = {
     anp.log: lambda x, ans: lambda g: (g / x,),
     anp.sin: lambda x, ans: lambda g: (g * anp.cos(x),),
     anp.cos: lambda x, ans: lambda g: (-(g * anp.sin(x)),),
-    anp.tanh: lambda x, ans: lambda g: (4.0 * g / ((e := anp.exp(x)) + 1.0 / e) ** 2,),  # NumPy's cosh is slower
+    anp.tanh: lambda x, ans: lambda g: (g * _slope_of_tanh(x),),
     anp.arccosh: lambda x, ans: lambda g: (g / (anp.sqrt(x - 1.0) * anp.sqrt(x + 1.0)),),  # √(x² - 1) has other branches
     anp.sqrt: lambda x, ans: lambda g: (g / (ans + ans),),  # autograd's rule would call pow
 }
@@ -26,6 +40,10 @@ def _vjp(fun: Primitive, rule: Callable[..., Vjp], argnums: Argnums, ans: Array,
     return rule(args[0], ans)
 
 
+def _jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    return VJPS[fun](argnums, ans, args, kwargs)(gs[0])[0]
+
+
 VJPS = {fun: partial(_vjp, fun, rule) for fun, rule in _RULES.items()}
-# autograd's tangent of arccosh has the same branches as its adjoint.
-JVPS = {anp.arccosh: lambda argnums, gs, *call: VJPS[anp.arccosh](argnums, *call)(gs[0])[0]}
+# Autograd's tangents have other branches (arccosh), or derivatives that are NaN for large x (tanh).
+JVPS = {fun: partial(_jvp, fun) for fun in (anp.arccosh, anp.tanh)}

@@ -134,7 +134,10 @@ def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
         return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes), named
     if of_matrix or not 1 < order < np.inf:
         raise refusal(fun, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
-    return anp.conj(x) * anp.abs(x) ** (order - 2) / norm ** (order - 1), named
+    # At zeros the power may be infinite, and give 0·∞. There the second derivative is 0 for ord > 2, otherwise infinite.
+    at_zeros = 0.0 if order > 2 else float(np.finfo(norm.dtype).max)
+    power = anp.where(x == 0, at_zeros, anp.abs(anp.where(x == 0, 1, x)) ** (order - 2))
+    return anp.conj(x) * power / norm ** (order - 1), named
 
 
 _NORM: Primitive = getattr(linalg, "_primitive_norm", linalg.norm)

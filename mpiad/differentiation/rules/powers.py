@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound, in_dtype_of
 
 
 def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -30,6 +30,7 @@ def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
 def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
     # The operator `**` would convert a number on its left to a NumPy array, even if the exponent is on a device. At x = 0
     # the power is infinite for y = 0 and the logarithm for every y, and their products with zero would be NaN.
+    x, y = in_dtype_of(ans, x), in_dtype_of(ans, y)
     if argnum == 0:
         return anp.power(anp.where((x == 0) & (y == 0), 1, x), y - 1) * y
     return ans * anp.log(anp.where(x, x, 1.0 + 0j if anp.iscomplexobj(ans) else 1.0))

@@ -173,6 +173,11 @@ def linear_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tup
     return fun(gs[0], *args[1:], **kwargs)
 
 
+def in_dtype_of(ans: Array, x: Array) -> Array:
+    """Return an operand in the dtype of the result. In int8, for example, a rule's arithmetic might overflow."""
+    return x if getattr(x, "dtype", ans.dtype) == ans.dtype else x.astype(ans.dtype)
+
+
 def one_unchanged(g: Array) -> tuple[Array]:
     """Pass the cotangent to the only argument."""
     return (g,)

@@ -14,6 +14,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
+from mpiad.device.boxes import cast
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
     DEVICE_VJPS,
@@ -22,6 +23,7 @@ from mpiad.differentiation.rules.protocol import (
     Vjp,
     arrays_like,
     bound,
+    inherited_jvp,
     inherited_vjp,
     linear_jvp,
     one_unchanged,
@@ -158,14 +160,51 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, opposite, axis=axis),)
 
 
+def _cast_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Cast the cotangent to the dtype of the argument; the derivative of a cast to integers or booleans is zero."""
+    return inherited_vjp(fun, argnums, ans, args, kwargs) if _is_inexact(ans) else lambda g: (None,)
+
+
+def _cast_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Cast the tangent to the dtype of the result, or return zeros."""
+    return linear_jvp(fun, argnums, gs, ans, args, kwargs) if _is_inexact(ans) else anp.zeros_like(gs[0])
+
+
+def _is_inexact(x: Array) -> bool:
+    return getval(x).dtype.kind in "fc"
+
+
 def _reshape_vjp(names: tuple[str, ...], argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Restore the shape. CuPy accepts no `order` of None, which autograd's rules pass."""
     shape, order = anp.shape(args[0]), dict(zip(names, args), **kwargs).get("order") or "C"
     return lambda g: (anp.reshape(g, shape, order=order),)
 
 
+def _explicit_order(fun: Primitive, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Replace order "A" or "K" of the value by "C" or "F": tangents and cotangents may have another memory layout."""
+    place = 1 if fun is anp.ravel else 2
+    order = args[place] if len(args) > place else kwargs.get("order")
+    if order is None or order not in "AKak":
+        return args, kwargs
+    x: Any = getval(args[0])
+    linear = len(np.shape(x)) < 2
+    orders = [name for name in "CF" if linear or getattr(x.flags, f"{name.lower()}_contiguous")]
+    if not orders and order in "Kk":
+        raise refusal(fun, f"with order={order!r} of an array that isn't contiguous: use order='C' or 'F'")
+    return args[:place], {**kwargs, "order": orders[0] if orders else "C"}
+
+
+def _ordered_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    return inherited_vjp(fun, argnums, ans, *_explicit_order(fun, args, kwargs))
+
+
+def _ordered_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    return inherited_jvp(fun, argnums, gs, ans, *_explicit_order(fun, args, kwargs))
+
+
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
+_CASTING = (_astype, cast)  # of host and device arrays
 VJPS = {
     anp.split: partial(_split_vjp, None),
     anp.array_split: partial(_split_vjp, None),
@@ -176,12 +215,15 @@ VJPS = {
     anp.gradient: gradient_vjp,
     anp.transpose: transpose_vjp,
     anp.roll: roll_vjp,
+    **{fun: partial(_cast_vjp, fun) for fun in _CASTING},
+    **{fun: partial(_ordered_vjp, fun) for fun in (anp.reshape, anp.ravel)},
     **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},
     **{fun: partial(_rearrangement_vjp, fun, _sorted_indices) for fun in _SORTING},
 }
 JVPS = {
     anp.diff: diff_jvp,
-    _astype: partial(linear_jvp, _astype),
+    **{fun: partial(_cast_jvp, fun) for fun in _CASTING},
+    **{fun: partial(_ordered_jvp, fun) for fun in (anp.reshape, anp.ravel)},
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
     **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }

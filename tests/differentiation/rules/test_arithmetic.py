@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import mpiad
+
 pytestmark = pytest.mark.serial
 
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv]
@@ -92,6 +94,19 @@ def test_arctan2_of_integers(kind, precision):
         eps = 4 * max(numpy.finfo(ans.dtype).eps, numpy.finfo(precision).eps)
         numpy.testing.assert_allclose(vjp(numpy.ones_like(ans)), expected, eps)
         numpy.testing.assert_allclose(plain_tape.jvp(fun, x, numpy.ones_like(x))[1], expected, eps)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("constants", [numpy.array([True, False]), numpy.float16([300, 3])], ids=repr)
+def test_arctan2_of_booleans_and_half_precision(constants, compiled):
+    """Booleans can't be negated, and the squares in half precision are infinite."""
+    x, v, c = numpy.float32([1.5, -250.0]), numpy.float32([0.5, -2.0]), constants.astype(float)
+    first, second = c / (x**2 + c**2), -2 * x * c / (x**2 + c**2) ** 2
+    for sign, fun in ((1, lambda x: np.sum(np.arctan2(x, constants))), (-1, lambda x: np.sum(np.arctan2(constants, x)))):
+        f = mpiad.jit(fun) if compiled else fun
+        numpy.testing.assert_allclose(mpiad.grad(f)(x), sign * first, 1e-6)
+        numpy.testing.assert_allclose(mpiad.make_jvp(f)(x)(v)[1], sign * first @ v, 1e-6)
+        numpy.testing.assert_allclose(mpiad.hvp(f)(x, v), sign * second * v, 1e-6)
 
 
 @pytest.mark.parametrize("op", BINARY)

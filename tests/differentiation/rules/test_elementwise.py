@@ -49,6 +49,40 @@ def test_tanh_far_from_zero():
     check(np.tanh, numpy.array([-30.0, 12.0, 5.0, 1e-8]))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [*REAL, numpy.complex128])
+def test_higher_derivatives_of_tanh_where_it_saturates(dtype, compiled):
+    x, v = numpy.array([1000.0, -1000.0, 100.0, -100.0, 1.0, -2.5, 0.0], dtype), numpy.linspace(0.5, 2.0, 7).astype(dtype)
+    t = numpy.tanh(x)
+    fun = lambda x: np.sum(np.real(np.tanh(x)))  # noqa: E731
+    fun = mpiad.jit(fun) if compiled else fun
+    gradient, entries = mpiad.grad(fun), mpiad.jit(np.tanh) if compiled else np.tanh
+    slope = lambda x: mpiad.jvp(entries, x, v)[1]  # noqa: E731
+    second, third = -2 * t * (1 - t * t), (1 - t * t) * (6 * t * t - 2)
+    tolerance = {"rtol": 100 * numpy.finfo(dtype).eps, "atol": 1e-30}
+    numpy.testing.assert_allclose(mpiad.hvp(fun)(x, v), second * v, **tolerance)
+    numpy.testing.assert_allclose(mpiad.make_jvp(gradient)(x)(v)[1], second * v, **tolerance)
+    numpy.testing.assert_allclose(mpiad.jvp(slope, x, v)[1], second * v * v, **tolerance)
+    numpy.testing.assert_allclose(mpiad.grad(lambda x: np.sum(np.real(slope(x))))(x), second * v, **tolerance)
+    numpy.testing.assert_allclose(mpiad.hvp(lambda x: np.sum(np.real(gradient(x))))(x, v), third * v, **tolerance)
+
+
+@pytest.mark.parametrize("kind", [int, numpy.uint8, bool])
+def test_casts_to_integers_and_booleans_have_derivative_zero(kind, devices):
+    x, v, w = numpy.array([1.5, 2.5, 3.0]), numpy.array([0.5, 2.0, -1.0]), numpy.array([1.0, 3.0, -2.0])
+    factors, fun = w * x.astype(kind), lambda x, w: np.sum(w * x.astype(kind) * x * x)
+    for f in (fun, mpiad.jit(fun)):
+        numpy.testing.assert_array_equal(mpiad.grad(f)(x, w), 2 * factors * x)
+        numpy.testing.assert_array_equal(mpiad.make_jvp(f)(x, w)(v)[1], (2 * factors * x) @ v)
+        numpy.testing.assert_array_equal(mpiad.hvp(f)(x, w, v), 2 * factors * v)
+        numpy.testing.assert_array_equal(mpiad.jit(mpiad.grad(f))(x, w), 2 * factors * x)
+    x, v, w = map(devices.put, (x, v, w))
+    numpy.testing.assert_array_equal(devices.look(mpiad.hvp(fun)(x, w, v)), 2 * factors * devices.look(v))
+    tangent = mpiad.jvp(lambda x: np.sum(x.astype(kind) * x), x, v)[1]
+    numpy.testing.assert_array_equal(devices.look(tangent), devices.look(x).astype(kind) @ devices.look(v))
+
+
 @pytest.mark.parametrize("fun", FUNCTIONS[:-1])
 def test_keywords_are_left_to_autograd(fun):
     with pytest.raises(TypeError, match="dtype"):

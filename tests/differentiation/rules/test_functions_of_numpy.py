@@ -56,6 +56,24 @@ def _hessian_of_modulus(z, v):
     return numpy.conj(v / r - z * numpy.real(numpy.conj(z) * v) / r**3)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("order", [1.5, 2.5, 3])
+def test_norms_of_vectors_with_zeros(order, compiled):
+    x, v = numpy.array([0.0, 1.0, -2.0, 0.0]), numpy.array([0.0 if order < 2 else 0.7, 0.5, 2.0, 0.0])
+    norm, power = numpy.sum(numpy.abs(x) ** order) ** (1 / order), numpy.abs(x) ** (order - 1)
+    gradient = numpy.sign(x) * power / norm ** (order - 1)
+    curvature = numpy.array([0.0, 1.0, 2.0 ** (order - 2), 0.0]) / norm ** (order - 1)
+    product = (order - 1) * (curvature * v - gradient * (gradient @ v) / norm)
+    fun = lambda x: np.sum(linalg.norm(x[None], order, 1))  # noqa: E731
+    fun = mpiad.jit(fun) if compiled else fun
+    close(mpiad.grad(fun)(x), gradient)
+    close(mpiad.make_jvp(fun)(x)(v)[1], gradient @ v)
+    close(mpiad.hvp(fun)(x, v), product)
+    close(mpiad.make_jvp(mpiad.grad(fun))(x)(v)[1], product)
+    # The second derivative of |x|^1.5 at 0 is infinite.
+    assert order > 2 or mpiad.hvp(fun)(x, numpy.ones(4))[0] > 1e300
+
+
 def test_cholesky_of_hermitian_matrices():
     matrix = Z[:, :2] @ numpy.conj(Z[:, :2].T) + 2 * numpy.eye(2)
     change = numpy.array([[0.3, 0.2 - 0.5j], [0.2 + 0.5j, -0.1]])

@@ -75,6 +75,29 @@ def test_second_derivatives_by_base_and_exponent_at_exponent_zero(compiled):
     numpy.testing.assert_allclose(product, [b / x, a / x + b * numpy.log(x) ** 2], rtol=1e-14)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("y", [numpy.uint32([0, 1, 3]), numpy.uint8([0, 2, 1]), numpy.int8([-128, 0, 2])], ids=repr)
+def test_exponents_of_few_bits(y, compiled):
+    """In their own dtype, y - 1 overflows."""
+    x, v, n = numpy.array([1.1, 3.0, 0.5]), numpy.array([0.5, 1.0, -2.0]), y.astype(float)
+    power = lambda x: np.sum(x**y)  # noqa: E731
+    fun = mpiad.jit(power) if compiled else power
+    first, second = n * x ** (n - 1), n * (n - 1) * x ** (n - 2)
+    numpy.testing.assert_allclose(mpiad.grad(fun)(x), first, rtol=1e-13)
+    numpy.testing.assert_allclose(mpiad.make_jvp(fun)(x)(v)[1], first @ v, rtol=1e-13)
+    numpy.testing.assert_allclose(mpiad.hvp(fun)(x, v), second * v, rtol=1e-13)
+
+
+def test_constant_base_in_half_precision():
+    base, x, v = numpy.float16([3, 300]), numpy.float32([1.5, 0.5]), numpy.float32([0.5, -2.0])
+    log, power = numpy.log(base.astype(float)), base.astype(float) ** x
+    fun = lambda x: np.sum(base**x)  # noqa: E731
+    for f in (fun, mpiad.jit(fun)):
+        numpy.testing.assert_allclose(mpiad.grad(f)(x), log * power, rtol=1e-6)
+        numpy.testing.assert_allclose(mpiad.make_jvp(f)(x)(v)[1], (log * power) @ v, rtol=2e-6)
+        numpy.testing.assert_allclose(mpiad.hvp(f)(x, v), log**2 * power * v, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_square_and_square_root(dtype):
     for shape in ((3, 2), (1,), (), (0, 2)):

@@ -36,6 +36,50 @@ def test_functions(name):
     check(FUNCTIONS[name], random_like(numpy.empty((3, 1, 4), complex)))
 
 
+LAYOUTS = {
+    "C": numpy.arange(12.0).reshape(3, 4),
+    "F": numpy.asfortranarray(numpy.arange(12.0).reshape(3, 4)),
+    "strided": numpy.arange(24.0).reshape(3, 8)[:, ::2],
+    "line": numpy.arange(24.0)[::-2],
+}
+ORDERED = {
+    "ravel A": lambda x: np.ravel(x, "A"),
+    "ravel K": lambda x: np.ravel(x, order="K"),
+    "flatten A": lambda x: x.flatten("A"),
+    "flatten K": lambda x: x.flatten(order="K"),
+    "reshape A": lambda x: np.reshape(x, (2, 6), order="A"),
+    "reshape method A": lambda x: x.reshape((2, 6), order="A"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ORDERED)
+def test_orders_of_the_memory(name, layout):
+    """All values of x differ, so that those of the result tell where its entries come from."""
+    x, fun = LAYOUTS[layout], ORDERED[name]
+    if layout == "strided" and "K" in name:
+        for derivative in (mpiad.grad(lambda x: np.sum(fun(x))), lambda x: mpiad.jvp(fun, x, x)):
+            with pytest.raises(NotImplementedError, match="use order='C' or 'F'"):
+                derivative(x)
+        return
+    w = random_like(fun(x))
+    loss = lambda x: np.sum(w * fun(x) ** 3)  # noqa: E731
+    gradient, product = numpy.zeros(x.shape), numpy.zeros(x.shape)
+    for value, weight in zip(fun(x).flat, w.flat):
+        gradient[x == value], product[x == value] = 3 * value**2 * weight, 6 * value * weight
+    for v in (random_like(x), numpy.asfortranarray(random_like(x))):
+        numpy.testing.assert_allclose(mpiad.grad(loss)(x), gradient)
+        numpy.testing.assert_allclose(mpiad.jvp(loss, x, v)[1], numpy.sum(gradient * v))
+        numpy.testing.assert_allclose(mpiad.hvp(loss)(x, v), product * v)
+        numpy.testing.assert_allclose(mpiad.jvp(mpiad.grad(loss), x, v)[1], product * v)
+
+
+def test_order_of_device_arrays(devices):
+    x = numpy.arange(12.0).reshape(3, 4)
+    found = mpiad.grad(lambda x: np.sum(np.ravel(x, "A") ** 2))(devices.put(x))
+    numpy.testing.assert_array_equal(devices.look(found), 2 * x)
+
+
 def test_axes_that_count_from_the_last():
     # Autograd's own rule permutes wrongly, so the reference is written out.
     x, w = random_like(numpy.empty((3, 3, 3))), random_like(numpy.empty((3, 3, 3)))
