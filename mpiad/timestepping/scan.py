@@ -409,8 +409,9 @@ def scan(
 
     Ranks
     -----
-    The ranks that communicate in `step` and `observe` call it, with the same `n_steps` and `checkpoints`. The loop itself
-    doesn't communicate: if `step` raises an exception on a rank, only this rank raises.
+    The ranks that communicate in `step` and `observe` call it, with the same `n_steps` and `checkpoints`. With checkpoints,
+    a message that a step sends must be received in the same step. The loop itself doesn't communicate: if `step` raises an
+    exception on a rank, only this rank raises.
 
     Adjoint
     -------
