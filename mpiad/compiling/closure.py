@@ -303,6 +303,32 @@ def content_of(cell: CellType) -> Any:
         return MISSING
 
 
+def with_own_variables(fun: Any, known: dict[int, Any] | None = None) -> Any:
+    """Return a function that keeps the present values of the variables of enclosing functions, which may change later.
+
+    So do the functions among these values. A function is returned as it is if it assigns such a variable itself.
+    """
+    known = {} if known is None else known
+    cells = getattr(fun, "__closure__", None)
+    if type(fun) is not FunctionType or not cells or _assigns_outside(fun.__code__):
+        return fun
+    if id(fun) not in known:
+        own = tuple([CellType() for _ in cells])
+        made = known[id(fun)] = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, own)
+        made.__kwdefaults__, made.__qualname__ = fun.__kwdefaults__, fun.__qualname__
+        made.__dict__.update(fun.__dict__)
+        for cell, given in zip(own, cells):
+            if (value := content_of(given)) is not MISSING:
+                cell.cell_contents = with_own_variables(value, known)
+    return known[id(fun)]
+
+
+@lru_cache(1024)
+def _assigns_outside(code: CodeType) -> bool:
+    assigned = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    return bool(assigned & set(code.co_freevars)) or any(_assigns_outside(x) for x in code.co_consts if type(x) is CodeType)
+
+
 # Bytecode.
 
 _Chain: TypeAlias = "tuple[str, Any, tuple[str, ...]]"

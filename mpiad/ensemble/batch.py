@@ -9,6 +9,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.compiling.closure import with_own_variables
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
@@ -110,9 +111,9 @@ class Batch(NamedTuple):
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
 
     def own(self) -> Batch:
-        """Return the batch with copies of the shared parameters, which may be the user's arrays."""
+        """Return the batch with copies of what the user may change: shared parameters, and variables that f reads."""
         leaves = [leaf.copy() if type(leaf) is np.ndarray and not varies else leaf for leaf, varies in zip(*self.p[:2])]
-        return self._replace(p=self.p._replace(leaves=leaves))
+        return self._replace(f=with_own_variables(self.f), p=self.p._replace(leaves=leaves))
 
     def plain(self) -> Batch:
         """Return the batch with the values of traced arrays."""

@@ -15,6 +15,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.compiling.closure import with_own_variables
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.derivative import locked, refuse_traced
 from mpiad.ensemble.problem import check_order
@@ -108,6 +109,11 @@ class Event:
             object.__setattr__(self, "times", self._given_times())
         elif not callable(self.condition):
             raise TypeError(f"Event: condition must be a function, but got {type(self.condition).__name__}.")
+
+    def own(self) -> Event:
+        """Return the event with functions that keep the present values of the variables that they read."""
+        names = "condition", "affect", "times"
+        return dataclasses.replace(self, **{name: with_own_variables(getattr(self, name)) for name in names})
 
     def _given_times(self) -> Any:
         """Return the times as a tuple of numbers, or as the user's function."""

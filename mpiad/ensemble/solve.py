@@ -278,7 +278,8 @@ def _solved(
     """Solve a batch; `first`: the index of its first trajectory in the ensemble."""
     record = options.save_everystep or options.dense_output or given.traced
     # Copies, since derivatives are computed later, when the user may have changed the parameters.
-    given = given.own() if record else given
+    if record:
+        given, options = given.own(), options._replace(events=tuple([event.own() for event in options.events]))
     if isinstance(options.backend, EnsembleSerial) and compiler.compile is not True:
         given = with_plain_numbers(given)
     batch = given.plain()

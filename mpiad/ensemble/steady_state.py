@@ -478,7 +478,7 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
     equations = Equations(batch)
     search = _Search(equations, start, np.maximum(settings.rtol, least), settings.atol)
     roots, jacobian, codes, niter = search.roots(given.max_iters)
-    states = SteadyStates(batch, equations, roots, jacobian)
+    states = SteadyStates(batch.own(), equations, roots, jacobian)
     leaves = traced.p.leaves
     u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)

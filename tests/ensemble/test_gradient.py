@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import autograd
 import autograd.numpy as anp
 import numpy as np
@@ -21,6 +23,7 @@ from mpiad.ensemble import (
     Tsit5,
     remake,
     solve,
+    steady_state,
 )
 
 pytestmark = pytest.mark.serial
@@ -320,3 +323,38 @@ def test_every_step_saved():
             return sum(anp.sum(u**2) for u in unrolled(lorenz, u0, p[i], times, times)[0])
 
         close(found[i], autograd.grad(one)(u0[i]))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("compiled", [False, True], ids=["columns", "kernels"])
+@pytest.mark.parametrize("gradient", [None, "adjoint", "tangent"])
+def test_variables_that_change_after_a_solve(compiled, gradient):
+    """f and events read the values of a loop's variables at the time of the solve, also when derivatives are computed."""
+
+    def total(p):
+        found = 0.0
+        for k, dose in enumerate((1.0, 2.0)):
+            rate = lambda: dose  # noqa: B023, E731
+            decay = ODEProblem(lambda u, p, t: [-rate() * p[0] * u[0]], [1.0], (0.0, 1.0), p)  # noqa: B023
+            given = Event(times=lambda p: [0.25 * dose], affect=lambda u, p, t: [u[0] + dose * p[0]])  # noqa: B023
+            events = given if k else ()
+            how = {"rtol": 1e-10, "atol": 1e-12, "compile": compiled, "gradient": gradient}
+            found = found + solve(decay, events=events, **how).u_end[0]
+        return found
+
+    p = 0.75
+    # exp(-p) + exp(-2p) + 2p exp(-2p (1 - 0.5))
+    expected = -math.exp(-p) - 2 * math.exp(-2 * p) + 2 * math.exp(-p) - 2 * p * math.exp(-p)
+    np.testing.assert_allclose(mpiad.grad(total)(np.array([p])), [expected], 1e-7)
+
+
+@pytest.mark.serial
+def test_steady_states_and_variables_that_change():
+    def total(p):
+        found = 0.0
+        for a in (1.0, 2.0):
+            rest = ODEProblem(lambda u, p, t: [a * p[0] - u[0]], [1.0], (0.0, 1.0), p)  # noqa: B023
+            found = found + steady_state(rest).u[0]
+        return found
+
+    np.testing.assert_allclose(mpiad.grad(total)(np.array([1.5])), [3.0], 1e-9)
