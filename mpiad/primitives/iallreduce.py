@@ -39,7 +39,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
 
     Adjoint
     -------
-    The cotangent of `x` is the sum of all ranks' cotangents, computed in the adjoint of this call, which waits for the other
+    The cotangent of `x` is the sum of all ranks' cotangents, computed in the adjoint of this call, which waits for all
     ranks. So a call of `mpi_allreduce` in place of this one mustn't deadlock.
 
     Examples
