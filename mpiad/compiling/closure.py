@@ -306,18 +306,20 @@ def content_of(cell: CellType) -> Any:
 def with_own_variables(fun: Any, known: dict[int, Any] | None = None) -> Any:
     """Return a function that keeps the present values of the variables of enclosing functions, which may change later.
 
-    So do the functions among these values. A function is returned as it is if it assigns such a variable itself.
+    So do the functions among these values. A function is returned as it is if it assigns such a variable itself, or if it
+    is an operator, whose derivative rules are registered for this object.
     """
     known = {} if known is None else known
-    cells = getattr(fun, "__closure__", None)
-    if type(fun) is not FunctionType or not cells or _assigns_outside(fun.__code__):
+    if type(fun) is not FunctionType or not fun.__closure__ or _assigns_outside(fun.__code__):
+        return fun
+    if fun.__globals__.get("__name__", "").partition(".")[0] in ("autograd", "mpiad"):
         return fun
     if id(fun) not in known:
-        own = tuple([CellType() for _ in cells])
+        own = tuple([CellType() for _ in fun.__closure__])
         made = known[id(fun)] = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, own)
         made.__kwdefaults__, made.__qualname__ = fun.__kwdefaults__, fun.__qualname__
         made.__dict__.update(fun.__dict__)
-        for cell, given in zip(own, cells):
+        for cell, given in zip(own, fun.__closure__):
             if (value := content_of(given)) is not MISSING:
                 cell.cell_contents = with_own_variables(value, known)
     return known[id(fun)]
