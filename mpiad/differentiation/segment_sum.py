@@ -169,7 +169,7 @@ def summed_by_segment(values: np.ndarray, numbers: np.ndarray, count: int) -> np
 def _added(values: np.ndarray, numbers: np.ndarray, count: int) -> np.ndarray:
     """Return the sums on the host, added in the order of the entries."""
     rest = values.shape[1:]
-    if values.ndim == 1 or values.dtype.kind not in "fc" or not values.size:
+    if values.ndim == 1 or values.dtype.char not in "fdFD" or not values.size:
         out = np.zeros((count, *rest), values.dtype)
         np.add.at(out, numbers, values)
         return out

@@ -38,6 +38,7 @@ from mpiad.transport.devices.device_arrays import arrays_of, empty_like
 
 _TAG = 32741  # below 32767, the largest tag that every MPI supports
 _CALL = "GhostExchange"
+_LARGEST = 2**62  # so that sums of numbers and shares don't overflow
 
 
 class _Parts(NamedTuple):
@@ -296,10 +297,11 @@ def _numbers(values: Any, argument: str) -> np.ndarray:
             f"{_CALL}: {argument} must be an array of integers with one dimension, but got shape {numbers.shape} and dtype "
             f"{numbers.dtype}."
         )
-    numbers = numbers.astype(np.int64)
     if numbers.size and numbers.min() < 0:
         raise ValueError(f"{_CALL}: {argument} must not be negative, but got number {numbers.min()}.")
-    return numbers
+    if numbers.size and numbers.max() > _LARGEST:
+        raise ValueError(f"{_CALL}: {argument} must be at most {_LARGEST}, but got number {numbers.max()}.")
+    return numbers.astype(np.int64)
 
 
 def _runs(owned: Any) -> tuple[np.ndarray, int]:

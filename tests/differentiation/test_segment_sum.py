@@ -44,9 +44,9 @@ def test_bits_are_those_of_a_loop(dtype, rest):
         np.testing.assert_array_equal(found, by_loop(values, segments, count))
 
 
-@pytest.mark.parametrize("dtype", ["i4", "u8", "?"])
+@pytest.mark.parametrize("dtype", ["i4", "u8", "?", "f2"])
 @pytest.mark.parametrize("rest", [(), (2,)], ids=str)
-def test_integers_and_booleans(dtype, rest):
+def test_integers_booleans_and_half_precision(dtype, rest):
     values = np.random.default_rng(1).integers(0, 2, (len(SEGMENTS), *rest)).astype(dtype)
     np.testing.assert_array_equal(mpiad.segment_sum(values, SEGMENTS, COUNT), by_loop(values, SEGMENTS, COUNT))
 

@@ -232,6 +232,13 @@ def test_invalid_numbers(rank, size):
         (ValueError, "needed must not be negative, but got number -2", [0, -2], (0, 0)),
         (TypeError, "owned must be an array of integers .*shape ()", [0], 7),
         (ValueError, "owned must not be negative, but got number -7", [0], [3, -7]),
+        (ValueError, f"needed must be at most {2**62}, but got number {2**63 - 1}", [0, 2**63 - 1], (0, 0)),
+        (
+            ValueError,
+            f"needed must be at most {2**62}, but got number {2**64 - 2}",
+            np.array([2**64 - 2], np.uint64),
+            (0, 0),
+        ),
         (ValueError, r"owned as a tuple must be a range .*got \(3, 2\)", [0], (3, 2)),
         (ValueError, r"owned as a tuple must be a range .*got \(-1, 2\)", [0], (-1, 2)),
         (ValueError, r"owned as a tuple must be a range .*got \(1, 2, 3\)", [0], (1, 2, 3)),
