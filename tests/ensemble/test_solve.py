@@ -90,6 +90,13 @@ def test_saved_times():
 
 
 @both
+def test_a_component_that_is_zero_without_an_absolute_tolerance():
+    sol = solve(ODEProblem(lambda u, p, t: [-u[0], u[0]], [1.0, 0.0], (0.0, 1.0)), rtol=1e-8, atol=0.0)
+    assert sol.retcode == "Success"
+    np.testing.assert_allclose(sol.u_end, [np.exp(-1), 1 - np.exp(-1)], rtol=1e-6)
+
+
+@both
 def test_saved_times_of_each_trajectory():
     times = np.sort(np.random.default_rng(0).uniform(0, 7, (30, 5)), axis=1)
     sol = solve(EnsembleProblem(OSCILLATOR, u0=np.tile([0.0, 1.0], (30, 1))), saveat=times, rtol=1e-9, atol=1e-9)
