@@ -81,6 +81,9 @@ def test_saved_times():
     np.testing.assert_allclose(solve(end, saveat=0.3).t, [0, 0.3, 0.6, 0.9, 1], atol=1e-15)
     np.testing.assert_array_equal(solve(end, saveat=[0.5]).t, [0.5])
     assert solve(end, saveat=[]).u.shape == (0, 2)
+    for tspan in ((0.0, 1e-8), (1e-8, 0.0)):  # the interval is much longer than tspan
+        np.testing.assert_array_equal(solve(remake(OSCILLATOR, tspan=tspan), saveat=10.0).t, tspan)
+    np.testing.assert_array_equal(solve(remake(OSCILLATOR, tspan=(2.0, 2.0)), saveat=10.0).t, [2.0])
     back = solve(remake(OSCILLATOR, tspan=(1.0, 0.0), u0=[np.sin(1), np.cos(1)]), saveat=0.25, rtol=1e-8)
     np.testing.assert_array_equal(back.t, [1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(back.u[:, 0], np.sin(back.t), atol=1e-6)
