@@ -214,7 +214,12 @@ def test_integers_become_floats():
     [
         (lambda prob, i, repeat: remake(prob, u0=np.zeros(i + 1)), ValueError, r"\(2,\) for trajectory 1, but \(3,\)"),
         (lambda prob, i, repeat: remake(prob, p=np.zeros(i)), ValueError, "p must have one shape"),
-        (lambda prob, i, repeat: remake(prob, p=[np.zeros(1)] * i), ValueError, "p must have 1 leaves"),
+        (lambda prob, i, repeat: remake(prob, p=[np.zeros(1)] * i), ValueError, r"'p\[1\]'\] in trajectory 2"),
+        (
+            lambda prob, i, repeat: remake(prob, p={"k": 1.0, "w": 2.0} if i == 1 else {"a": 2.0, "k": 1.0}),
+            ValueError,
+            r"""\["p\['k'\]", "p\['w'\]"\] in trajectory 1, but \["p\['a'\]", "p\['k'\]"\] in trajectory 2""",
+        ),
         (lambda prob, i, repeat: remake(prob, f=lambda u, p, t: u), ValueError, "another f for trajectory 1"),
         (lambda prob, i, repeat: None, TypeError, "returned NoneType for trajectory 1"),
     ],
