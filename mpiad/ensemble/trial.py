@@ -117,7 +117,7 @@ def _perturbed(x: Array, size: Array) -> Array:
 def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
     """Return an event's given times, shape (m, n), except times of a wrong shape, which `GivenTimes` rejects."""
     due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
-    return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), -1)
+    return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), t.size)
 
 
 def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callable[[], tuple]], name: str) -> None:

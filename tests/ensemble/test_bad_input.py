@@ -313,6 +313,7 @@ def test_events_that_say_too_much_or_too_little(given, kind, text):
         (Event(times=[0.5], affect=lambda u, p, t: u.__setitem__(0, 1)), {}, TypeError, "affect writes into its arguments"),
         (Event(times=lambda p: [np.nan], affect=_same), {}, ValueError, r"times\(p\) must return a list of times"),
         (Event(times=lambda p: np.ones(3), affect=_same), {}, ValueError, r"of shape \(3,\)"),
+        (Event(times=lambda p: np.ones(2), affect=_same), {}, ValueError, r"got \[1. 1.\] of shape \(2,\)"),
     ],
 )
 def test_affects_and_times_that_cant_be_used(event, more, kind, text):
