@@ -17,6 +17,7 @@ from mpiad.ensemble import (
     RK45,
     EnsembleProblem,
     EnsembleSerial,
+    Event,
     ODEProblem,
     PIController,
     Tsit5,
@@ -261,6 +262,13 @@ def test_an_f_of_plain_numbers(alg):
     one = solve(ODEProblem(switched, [1.0, 0.2], (0.0, 3.0), p[3]), alg, EnsembleSerial(), saveat=0.5, rtol=1e-8)
     np.testing.assert_array_equal(one.u, sol.u[3])
     assert one.execution == sol.execution == "arrays: EnsembleSerial"
+    # Conditions, affects and times are called with columns.
+    falling = ODEProblem(lambda u, p, t: [-p[0] if u[0] > 0.5 else -p[1]], [1.0], (0.0, 1.0), [1.0, 0.6])
+    more = Event(times=lambda p: [0.1 * p[0]], affect=lambda u, p, t: [u[0] + p[1]])
+    stop = Event(lambda u, p, t: u[0] - 0.7 * p[0])
+    for events, u_end, reached in ((more, 0.6, 1.0), (stop, 0.7, 0.3), ((stop, more), 0.7, 0.9)):
+        sol = solve(falling, alg, EnsembleSerial(), events=events, dtmax=0.15)
+        np.testing.assert_allclose([sol.u_end[0], sol.t_reached], [u_end, reached], rtol=1e-12)
     with pytest.raises(ValueError, match="f uses an array as a condition"):
         solve(ODEProblem(switched, [1.0, 0.2], (0.0, 3.0), p[3]))
     with pytest.raises(ValueError, match="f returned shape"):
