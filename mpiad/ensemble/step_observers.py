@@ -173,9 +173,8 @@ class EventColumns:
             slot = self._slots[self.ids[rows]]
             which = acting.kinds[slot, self.ids[rows]]
             for e in np.flatnonzero(np.bincount(which)).tolist():
-                mask = which == e
-                chosen, at = (rows, slot) if np.count_nonzero(mask) == len(rows) else (rows[mask], slot[mask])
-                done = chosen[self.act(e, chosen, at)]
+                chosen = rows[which == e]
+                done = chosen[self.act(e, chosen, slot[which == e])]
                 self._slots[self.ids[done]] += 1
                 if acting.events[e].terminal:
                     self.codes[done] = ReturnCode.Terminated.code
