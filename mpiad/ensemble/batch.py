@@ -166,9 +166,8 @@ def _multiples(interval: float, start: Array, end: Array) -> Array:
     # The last multiple of the interval may differ from the end by rounding.
     count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
     times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
-    if abs(times[-1] - end[0]) <= 1e-9 * interval:
-        times[-1] = end[0]
-        return times
+    if abs(times[-1] - end[0]) <= 1e-9 * min(interval, abs(span)):
+        times = times[:-1]
     return np.append(times, end[0])
 
 

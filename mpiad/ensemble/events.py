@@ -107,8 +107,9 @@ class EventWatch:
         found = self.located(step, [rows if rows.size else None for rows in crossed], pairs)
         if found.ended is not None:
             ended = np.flatnonzero(found.ended)
-            at = step.t[ended] + found.part[ended] * step.h[ended]
-            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # rounding mustn't move it beyond the step
+            # Rounding mustn't move the event beyond the step, nor an event at its end, maybe a given time, before it.
+            at = np.where(found.part[ended] < 1, step.t[ended] + found.part[ended] * step.h[ended], np.inf)
+            step.t_new[ended] = np.minimum(at, step.t_new[ended])
             step.new[:, ended] = found.states[:, ended]
         return found
 
@@ -165,8 +166,8 @@ class EventWatch:
         self, step: Step, e: int, columns: Array, x: Array, end_part: Array, ending_event: Array, several: bool
     ) -> LocatedEvent | None:
         """Write an event to the table; return it without the columns in which another event ended the step earlier."""
-        # Rounding mustn't move an event beyond the end of the step.
-        time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
+        # As in `cut`.
+        time = np.minimum(np.where(x < 1, step.t[columns] + x * step.h[columns], np.inf), step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
         occurred, stops = x <= end_part[columns], self._events[e].stops
         part = np.where(occurred, x, np.inf)

@@ -16,7 +16,7 @@ from mpiad._typing import Array, Tree
 from mpiad.device.assembly import stack
 from mpiad.ensemble.batch import Batch, Parameters, repeated
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.pytrees import flatten
+from mpiad.pytrees import flatten, leaf_paths
 from mpiad.transport.core.buffers import conversion
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
@@ -151,13 +151,13 @@ def _array(leaf: Array) -> Array:
 def _stacked(
     trees: list[Tree], numbers: Sequence[int], common: Sequence[Any], others: Callable[[], list[list[Any]]]
 ) -> Parameters:
-    flat = [flatten(tree) for tree in trees]
-    first, build = flat[0]
+    paths, build = leaf_paths(trees[0], "p"), flatten(trees[0])[1]
+    for i, tree in zip(numbers, trees):
+        if (own := leaf_paths(tree, "p")) != paths:
+            different = f"{paths} in trajectory {numbers[0]}, but {own} in trajectory {i}"
+            raise ValueError(f"solve: p must have the same leaves in all trajectories, but has {different}.")
     columns, varies, other_leaves = [], [], None
-    for place in range(len(first)):
-        leaves = [leaves[place] for leaves, _ in flat if len(leaves) == len(first)]
-        if len(leaves) < len(flat):
-            raise ValueError(f"solve: p must have {len(first)} leaves in all trajectories, as in trajectory {numbers[0]}.")
+    for place, leaves in enumerate(zip(*(flatten(tree)[0] for tree in trees))):
         shapes = {np.shape(leaf) for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(f"solve: each array in p must have one shape in all trajectories, but has {sorted(shapes)}.")

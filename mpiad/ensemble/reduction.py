@@ -35,7 +35,7 @@ def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[...
             value, converged = _pair(problem.reduction(value, outputs, numbers), "reduction", "(u, converged)")
         if converged:
             break
-    return dataclasses.replace(joined(parts), u=value, t=sol.t, converged=bool(converged))
+    return dataclasses.replace(joined(parts), u=value, converged=bool(converged))
 
 
 def combined(problem: EnsembleProblem, parts: list[Any], count: int) -> Any:
@@ -71,9 +71,9 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     # Batches without trajectories don't determine the states' shape.
     check_alike([(part.u_end.shape[1:], part.u_end.dtype) for part in parts if len(part)], "batches")
     events = joined_events([part.events for part in parts], [len(part) for part in parts])
-    # If every step is saved, the batches have different numbers of saved times.
-    width = max(part.u.shape[1] for part in parts)
-    times = joined_times([part.t for part in parts], [len(part) for part in parts], width)
+    # If every step is saved, the batches have different numbers of saved times; reduced batches have no saved states.
+    width, n_saved = (max(n) for n in zip(*((part.u.shape[1], part.t.shape[-1]) for part in parts)))
+    times = joined_times([part.t for part in parts], [len(part) for part in parts], n_saved)
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
     rest: Any = {name: concatenate([getattr(part, name) for part in parts]) for name in names}
     u = concatenate([widened(part.u, width) for part in parts])

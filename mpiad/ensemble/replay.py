@@ -218,10 +218,14 @@ class Replay:
                 times.append((located, time))
                 if located.stops:
                     new = replaced(new, located.columns, state)
-                if located.stops and run.jumps and self._timed:
-                    shift = replaced(shift, located.columns, time - getval(time))
+                    shift = replaced(shift, located.columns, time - getval(time)) if self._timed else shift
         values = sweep.saved(visit) if self._seeds is None or self._seeds.saved is not None else SavedInStep()
         saved = [(part, part.of(new)) for part in values.at_end]
+        if values.at_end and self._timed and run.settings.saveat is not None:
+            # Saved times are constant, while the ends of steps move by `shift`, except at the end of tspan.
+            own, end, moved = inputs._replace(shift=shift), visit.t + visit.h, anp.where(sweep.moves(visit), shift, 0.0)
+            at_time = lambda k, new=new: self._drifted(new[:, k], own.of(run, k), end[k], moved[k])  # noqa: E731
+            saved = [(part, part._replace(columns=slice(None)).of(at_time(part.columns))) for part in values.at_end]
         for part in values.inside:
             weights = part.weights if not self._timed else step.weights(self._fractions(part, visit, t, h))
             saved.append((part, step.inside(weights, _without_repetitions(part.columns, len(step.t)))))
@@ -247,10 +251,9 @@ class Replay:
     def _fractions(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
         """Return the fractions of steps at the constant saved times; they depend on the times of the steps."""
         own = part.columns
-        moving = visit.h[own] != 0
         elapsed = visit.t[own] + part.x * visit.h[own] - t[own]
         # A value saved at the time of an event that acts is the state after the event, and doesn't depend on its time.
-        moving = moving & (part.x != 0) if self._run.jumps else moving
+        moving = (visit.h[own] != 0) & (part.x != 0 if self._run.jumps else True)
         return anp.where(moving, elapsed / anp.where(moving, h[own], 1.0), 0.0)
 
     def _moved(self, rows: Array, own: Array, inputs: Inputs, shift: Array) -> Array:

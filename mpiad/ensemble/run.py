@@ -462,11 +462,9 @@ class Run:
     @cached_property
     def cut(self) -> Array:
         """A mask of the trajectories whose last step ends at an event instead of the end of tspan, shape (N,)."""
-        if self.jumps is None:
-            return self.terminated
-        ids, number = self.jumps.ids, self.jumps.number
         mask = self.terminated.copy()
-        mask[ids[number == self.counts[ids]]] = True
+        if self.jumps is not None:
+            mask[self.jumps.ids[self.jumps.number == self.counts[self.jumps.ids]]] = True
         return mask
 
     @cached_property

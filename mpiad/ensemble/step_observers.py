@@ -25,7 +25,7 @@ from mpiad.ensemble.jumps import (
     distance_ahead,
     mass_matrix_rhs,
 )
-from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.outcome import Outcome, ReturnCode, came_through
 from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 
@@ -169,13 +169,12 @@ class EventColumns:
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:
             ids = self.ids[rows]
-            rows = rows[(acting.times[self._slots[ids], ids] == self.t[rows]) & (self.codes[rows] == MOVING)]
+            rows = rows[(acting.times[self._slots[ids], ids] == self.t[rows]) & came_through(self.codes[rows])]
             slot = self._slots[self.ids[rows]]
             which = acting.kinds[slot, self.ids[rows]]
             for e in np.flatnonzero(np.bincount(which)).tolist():
-                mask = which == e
-                chosen, at = (rows, slot) if np.count_nonzero(mask) == len(rows) else (rows[mask], slot[mask])
-                done = chosen[self.act(e, chosen, at)]
+                chosen = rows[which == e]
+                done = chosen[self.act(e, chosen, slot[which == e])]
                 self._slots[self.ids[done]] += 1
                 if acting.events[e].terminal:
                     self.codes[done] = ReturnCode.Terminated.code

@@ -17,11 +17,12 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.batch import Batch, Parameters, is_on_device, on_device_of
+from mpiad.ensemble.batch import Batch, is_on_device, on_device_of
 from mpiad.ensemble.derivative import COUPLED, Columns, derivative_of, locked
 from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.linearization import Field, check_traceable
+from mpiad.pytrees import flatten
 from mpiad.transport.devices.device_arrays import arrays_of
 
 # Relative size of the perturbation; bound on relative rounding errors, in units of the machine precision.
@@ -63,14 +64,14 @@ def with_plain_numbers(given: Batch) -> Batch:
     """Return a batch whose f is called with one trajectory at a time, if f can't be called with columns."""
     if len(given.shape) > 1 or is_on_device(given.plain()):
         return given
-    f, (leaves, varies, build) = given.f, given.p
+    f, (_, varies, build) = given.f, given.p
 
     @wraps(f)
-    def one_by_one(u: Array, p: Columns, t: Array) -> Array:
-        return anp.stack([anp.array(f(u[..., j], p.column(j), t[j])) for j in range(len(t))], axis=-1)
+    def one_by_one(u: Array, p: Tree, t: Array) -> Array:
+        column = Columns(flatten(p)[0], varies, build).column
+        return anp.stack([anp.array(f(u[..., j], column(j), t[j])) for j in range(len(t))], axis=-1)
 
-    changed = given._replace(f=one_by_one, p=Parameters(leaves, varies, lambda leaves: Columns(leaves, varies, build)))
-    for batch in (given, changed):
+    for batch in (given, given._replace(f=one_by_one)):
         with suppress(Exception):
             try_once(batch.plain(), (), False)
             return batch
@@ -117,7 +118,7 @@ def _perturbed(x: Array, size: Array) -> Array:
 def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
     """Return an event's given times, shape (m, n), except times of a wrong shape, which `GivenTimes` rejects."""
     due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
-    return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), -1)
+    return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), t.size)
 
 
 def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callable[[], tuple]], name: str) -> None:

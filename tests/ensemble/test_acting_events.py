@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import autograd.numpy as anp
@@ -574,6 +575,9 @@ def test_what_ends_a_trajectory():
     sol = solve(decay, events=[more, last], saveat=[0.0, 1.0, 2.0], **TIGHT)
     assert (sol.retcode, sol.t_reached, [e for e, _ in sol.events]) == ("Terminated", 1.0, [0, 1])
     np.testing.assert_allclose(sol.u[:2, 0], [1.0, 2 * (1 + np.exp(-1.0))], rtol=1e-11)
+    np.testing.assert_allclose(solve(decay, events=[last, more], **TIGHT).u_end, 1 + 2 * np.exp(-1.0), rtol=1e-11)
+    at_once = [dataclasses.replace(event, times=[0.0]) for event in (last, more)]
+    assert (solve(decay, events=at_once).u_end, solve(decay, events=at_once).retcode) == ([3.0], "Terminated")
     assert np.isnan(sol.u[2, 0]) and sol.u_end[0] == sol.u[1, 0]
     # One that does nothing but end it, after a dose.
     ending = [Event(lambda u, p, t: u[0] - 0.5), Event(times=lambda p: [p[0]], affect=lambda u, p, t: [u[0] + 1])]
@@ -614,6 +618,34 @@ def test_what_ends_a_trajectory():
     grows = ODEProblem(lambda u, p, t: [u[0] ** 2], np.array([0.2]), (0.0, 10.0))
     sol = solve(grows, events=Event(times=[1e-9], affect=lambda u, p, t: [1.0 * u[0]]))
     assert (sol.retcode, sol.naccept < 100) == ("DtLessThanMin", True)
+
+
+GIVEN = Event(times=lambda p: [p[1]], affect=lambda u, p, t: [2.0 * u[0] + t])
+ENDING = {
+    "condition": (Event(lambda u, p, t: t - p[1] + 0 * u[0]), lambda u: u),
+    "condition with an affect": (
+        Event(lambda u, p, t: t - p[1] + 0 * u[0], affect=lambda u, p, t: [3.0 * u[0]], terminal=True), lambda u: 3 * u
+    ),
+    "given time": (Event(times=lambda p: [p[1]], affect=lambda u, p, t: [3.0 * u[0]], terminal=True), lambda u: 3 * u),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ENDING)
+def test_a_terminal_event_at_a_given_time_comes_before_the_end(ending):
+    rates, (stop, before) = np.random.default_rng(1).uniform(0.2, 0.9, (400, 2)), ENDING[ending]
+    decay = EnsembleProblem(ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (-0.13, 1.7)), p=rates)
+    sol = solve(decay, events=(stop, GIVEN), saveat=rates[:, 1:], **TIGHT)
+    assert set(sol.retcode) == {"Terminated"} and all([e for e, _ in own] == [0, 1] for own in sol.events.values())
+    np.testing.assert_array_equal(sol.t_reached, rates[:, 1])
+    np.testing.assert_array_equal(sol.u[:, 0], sol.u_end)
+
+    def end(p):
+        return 2 * before(anp.exp(-p[:, 0] * (p[:, 1] + 0.13))) + p[:, 1]
+
+    np.testing.assert_allclose(sol.u_end[:, 0], end(rates), rtol=1e-10)
+    found = lambda p: solve(remake(decay, p=p), events=(stop, GIVEN), **TIGHT).u_end[:, 0]  # noqa: E731
+    total = lambda fun: lambda p: anp.sum(fun(p) * np.arange(1.0, 9.0))  # noqa: E731
+    check(total(found), total(end), (0,), (rates[:8],), exact=1e-9)
 
 
 def test_a_condition_with_a_constant_rate_does_not_return_to_its_root():

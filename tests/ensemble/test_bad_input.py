@@ -214,7 +214,12 @@ def test_integers_become_floats():
     [
         (lambda prob, i, repeat: remake(prob, u0=np.zeros(i + 1)), ValueError, r"\(2,\) for trajectory 1, but \(3,\)"),
         (lambda prob, i, repeat: remake(prob, p=np.zeros(i)), ValueError, "p must have one shape"),
-        (lambda prob, i, repeat: remake(prob, p=[np.zeros(1)] * i), ValueError, "p must have 1 leaves"),
+        (lambda prob, i, repeat: remake(prob, p=[np.zeros(1)] * i), ValueError, r"'p\[1\]'\] in trajectory 2"),
+        (
+            lambda prob, i, repeat: remake(prob, p={"k": 1.0, "w": 2.0} if i == 1 else {"a": 2.0, "k": 1.0}),
+            ValueError,
+            r"""\["p\['k'\]", "p\['w'\]"\] in trajectory 1, but \["p\['a'\]", "p\['k'\]"\] in trajectory 2""",
+        ),
         (lambda prob, i, repeat: remake(prob, f=lambda u, p, t: u), ValueError, "another f for trajectory 1"),
         (lambda prob, i, repeat: None, TypeError, "returned NoneType for trajectory 1"),
     ],
@@ -308,6 +313,7 @@ def test_events_that_say_too_much_or_too_little(given, kind, text):
         (Event(times=[0.5], affect=lambda u, p, t: u.__setitem__(0, 1)), {}, TypeError, "affect writes into its arguments"),
         (Event(times=lambda p: [np.nan], affect=_same), {}, ValueError, r"times\(p\) must return a list of times"),
         (Event(times=lambda p: np.ones(3), affect=_same), {}, ValueError, r"of shape \(3,\)"),
+        (Event(times=lambda p: np.ones(2), affect=_same), {}, ValueError, r"got \[1. 1.\] of shape \(2,\)"),
     ],
 )
 def test_affects_and_times_that_cant_be_used(event, more, kind, text):

@@ -267,6 +267,7 @@ _TIMED = [
     (predators, (1.0, -0.5), RK45(), {"saveat": [0.8, 0.6, 0.1]}),
     (coupled, (0.0, 1.0), RK45(), {"saveat": 0.2}),
     (predators, (0.0, 1.0), RK4(), {"dt": 0.15, "saveat": 0.25}),
+    (predators, (0.0, 1.0), RK4(), {"dt": 0.125, "saveat": 0.25}),  # at the ends of steps
     (predators, (0.0, 1.0), RK45(), {"save_everystep": True}),
 ]
 

@@ -49,6 +49,20 @@ def test_times_of_batches():
         np.testing.assert_array_equal(sol.t_reached, ends)
 
 
+@pytest.mark.parametrize("times", [{"saveat": np.arange(10.0).reshape(5, 2) / 10}, {"save_everystep": True}])
+def test_times_of_batches_whose_states_are_reduced(times):
+    ensemble = EnsembleProblem(BASE, p=np.linspace(1.0, 40.0, 5))
+    expected = solve(ensemble, **times)
+    ends = expected.u_end[:, 0].tolist()
+    for reduced in (
+        {"output_func": lambda sol, i: (float(sol.u_end[0]), False)},
+        {"reduction": lambda u, outputs, numbers: (u + [float(sol.u_end[0]) for sol in outputs], False)},
+    ):
+        sol = solve(remake(ensemble, **reduced), batch_size=2, **times)
+        np.testing.assert_array_equal(sol.t, expected.t)
+        assert sol.u == ends
+
+
 def test_generators_depend_on_seed_and_number_alone():
     ensemble = EnsembleProblem(BASE, prob_func=noisy, seed=3)
     sol = solve(ensemble, trajectories=20)

@@ -20,6 +20,7 @@ from mpiad.ensemble import (
     EnsembleThreads,
     Event,
     ODEProblem,
+    Rodas5P,
     Tsit5,
     remake,
     solve,
@@ -102,6 +103,31 @@ def test_one_trajectory_by_u0_p_and_tspan(case):
     close(found[0], value)
     for a, b in zip(found[1], expected):
         close(a, b)
+
+
+@both
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+@pytest.mark.parametrize("alg", [RK4(), Rodas5P()])
+def test_states_saved_at_the_ends_of_steps_by_the_times_at_which_steps_start(alg, gradient):
+    dose = Event(times=lambda p: [p[1]], affect=lambda u, p, t: [u[0] + 1.0])
+    problem = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), [0.8])
+    steps = {"dt": 0.125, "dtmax": 0.125, "rtol": 1e9, "atol": 1e9}
+    times, weights = np.array([0.5, 0.75, 1.0]), np.array([1.0, -2.0, 3.0, 1.5, -0.5])
+
+    def saved(x):  # the start and end of tspan, with which the last saved time moves, the rate and the time of a dose
+        first = solve(remake(problem, p=x[2:3], tspan=(x[0], x[1])), alg, saveat=times, gradient=gradient, **steps).u
+        dosed = solve(remake(problem, p=x[2:]), alg, events=dose, saveat=times[:2], gradient=gradient, **steps).u
+        return anp.sum(anp.concatenate([first, dosed])[:, 0] ** 2 * weights)
+
+    def exact(x):
+        first = anp.exp(-x[2] * (anp.concatenate([times[:2], x[1:2]]) - x[0]))
+        dosed = anp.exp(-x[2] * times[:2]) + anp.exp(-x[2] * (times[:2] - x[3]))
+        return anp.sum(anp.concatenate([first, dosed]) ** 2 * weights)
+
+    x, v = np.array([0.0, 1.0, 0.8, 0.25]), np.array([0.3, 0.2, -0.5, 0.4])
+    close(mpiad.grad(saved)(x), autograd.grad(exact)(x), 1e-4)
+    close(mpiad.jvp(saved, x, v)[1], autograd.grad(exact)(x) @ v, 1e-4)
+    close(mpiad.hvp(saved)(x, v), autograd.hessian(exact)(x) @ v, 1e-3)
 
 
 @both

@@ -17,6 +17,7 @@ from mpiad.ensemble import (
     RK45,
     EnsembleProblem,
     EnsembleSerial,
+    Event,
     ODEProblem,
     PIController,
     Tsit5,
@@ -81,12 +82,22 @@ def test_saved_times():
     np.testing.assert_allclose(solve(end, saveat=0.3).t, [0, 0.3, 0.6, 0.9, 1], atol=1e-15)
     np.testing.assert_array_equal(solve(end, saveat=[0.5]).t, [0.5])
     assert solve(end, saveat=[]).u.shape == (0, 2)
+    for tspan in ((0.0, 1e-8), (1e-8, 0.0)):  # the interval is much longer than tspan
+        np.testing.assert_array_equal(solve(remake(OSCILLATOR, tspan=tspan), saveat=10.0).t, tspan)
+    np.testing.assert_array_equal(solve(remake(OSCILLATOR, tspan=(2.0, 2.0)), saveat=10.0).t, [2.0])
     back = solve(remake(OSCILLATOR, tspan=(1.0, 0.0), u0=[np.sin(1), np.cos(1)]), saveat=0.25, rtol=1e-8)
     np.testing.assert_array_equal(back.t, [1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(back.u[:, 0], np.sin(back.t), atol=1e-6)
     twice = solve(end, saveat=[0.0, 0.0, 0.4, 0.4, 1.0, 1.0])
     np.testing.assert_array_equal(twice.u[::2], twice.u[1::2])
     np.testing.assert_array_equal(twice.u[[0, 4]], [[0, 1], twice.u_end])
+
+
+@both
+def test_a_component_that_is_zero_without_an_absolute_tolerance():
+    sol = solve(ODEProblem(lambda u, p, t: [-u[0], u[0]], [1.0, 0.0], (0.0, 1.0)), rtol=1e-8, atol=0.0)
+    assert sol.retcode == "Success"
+    np.testing.assert_allclose(sol.u_end, [np.exp(-1), 1 - np.exp(-1)], rtol=1e-6)
 
 
 @both
@@ -251,6 +262,13 @@ def test_an_f_of_plain_numbers(alg):
     one = solve(ODEProblem(switched, [1.0, 0.2], (0.0, 3.0), p[3]), alg, EnsembleSerial(), saveat=0.5, rtol=1e-8)
     np.testing.assert_array_equal(one.u, sol.u[3])
     assert one.execution == sol.execution == "arrays: EnsembleSerial"
+    # Conditions, affects and times are called with columns.
+    falling = ODEProblem(lambda u, p, t: [-p[0] if u[0] > 0.5 else -p[1]], [1.0], (0.0, 1.0), [1.0, 0.6])
+    more = Event(times=lambda p: [0.1 * p[0]], affect=lambda u, p, t: [u[0] + p[1]])
+    stop = Event(lambda u, p, t: u[0] - 0.7 * p[0])
+    for events, u_end, reached in ((more, 0.6, 1.0), (stop, 0.7, 0.3), ((stop, more), 0.7, 0.9)):
+        sol = solve(falling, alg, EnsembleSerial(), events=events, dtmax=0.15)
+        np.testing.assert_allclose([sol.u_end[0], sol.t_reached], [u_end, reached], rtol=1e-12)
     with pytest.raises(ValueError, match="f uses an array as a condition"):
         solve(ODEProblem(switched, [1.0, 0.2], (0.0, 3.0), p[3]))
     with pytest.raises(ValueError, match="f returned shape"):

@@ -118,7 +118,7 @@ when stops:
         x = first
         @weights
         @cut
-        tn = min($now + x * $size, tn)
+        tn = min($now + x * $size, tn) if x < 1.0 else tn
         $ahead = tn
         when affected:
             each c: y_{c} = $new[{c}]
@@ -179,7 +179,7 @@ if $fraction[{e}] < np.inf and $fraction[{e}] <= first{stored}:
     crossings[{row}, 1] = {e}
     crossings[{row}, 2] = $number
     crossings[{row}, 3] = $fraction[{e}]
-    crossings[{row}, 4] = $sign * min($now + $fraction[{e}] * $size, tn)
+    crossings[{row}, 4] = $sign * (min($now + $fraction[{e}] * $size, tn) if $fraction[{e}] < 1.0 else tn)
     when by_lanes: {row} += 1
     when not by_lanes:
         crossings[{row}, 5] = head

@@ -34,12 +34,12 @@ when not acts:
     when stops:
         if first < np.inf:
             code = {Terminated}
-if code < 0 and was_accepted and tn == $goal and given_times[slots[i], time_column] == t:
+if code <= {Terminated} and was_accepted and tn == $goal and given_times[slots[i], time_column] == t:
     acted = True
     @state
     slot = slots[i]
     # Events at the same time act one after the other.
-    while code < 0 and given_times[slot, time_column] == t:
+    while code <= {Terminated} and given_times[slot, time_column] == t:
         kind = kinds[slot, time_column]
         when record:
             jump_number[i, slot] = np.int64($number) + 1

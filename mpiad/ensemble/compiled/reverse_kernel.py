@@ -148,7 +148,7 @@ _SAVED = """
 when inside:
     $has_arrivals = 1.0
     save_time = times[i if by_row else 0, time_index[l]]
-    if save_time == $tn:
+    if save_time == $tn{constant_end}:
         each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
     when jumping:
         # If an event acts at a saved time, the state after the event is saved, which is the state before this step.
@@ -331,6 +331,8 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
     names["pulled"] = [line for i in reversed(pulled) for line in pulled[i]]
     names["step_again"] = filled(_STEP_AGAIN, names | {"step_end": "$tn"})
     names["crossed"] = _crossed(spec, steps, names, time_bars) if spec.events else []
+    # Saved times are constant, while the ends of steps move with their starts, except at the end of tspan.
+    names["constant_end"] = " and $size_moves > 0.0" if spec.timed else ""
     parts = {"start": filled(_START, names), "saved": filled(_SAVED, names), "back": filled(_BACK, names)}
     return parts | {"crossed": names["crossed"]}
 

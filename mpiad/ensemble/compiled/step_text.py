@@ -246,7 +246,7 @@ class Steps:
         lines += [
             # An Euler step of this size changes u by about one percent.
             "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
-            "h0 = h0 if h0 < span else span",
+            "h0 = span if h0 > span else h0",
             "h = sign * h0",
             *self.rounded_step(),
             *self.each(f"y_{{c}} = {self.h} * k0_{{c}} + u_{{c}}"),
