@@ -119,8 +119,7 @@ class Batch(NamedTuple):
         """Return the batch with the values of traced arrays."""
         if not self.traced:
             return self
-        leaves = [getval(leaf) for leaf in self.p.leaves]
-        u0, start, end = (getval(x) for x in (self.u0, self.start, self.end))
+        u0, start, end, *leaves = map(getval, (self.u0, self.start, self.end, *self.p.leaves))
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
 
     def share(self, rows: slice | Array) -> Batch:

@@ -112,8 +112,7 @@ class Event:
 
     def own(self) -> Event:
         """Return the event with functions that keep the present values of the variables that they read."""
-        names = "condition", "affect", "times"
-        return dataclasses.replace(self, **{name: with_own_variables(getattr(self, name)) for name in names})
+        return dataclasses.replace(self, **{name: with_own_variables(part) for name, part in vars(self).items()})
 
     def _given_times(self) -> Any:
         """Return the times as a tuple of numbers, or as the user's function."""

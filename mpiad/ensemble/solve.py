@@ -398,8 +398,7 @@ class GivenTimes:
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""
         rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for _, time in self._given(batch)]
-        every = anp.concatenate([np.full((1, batch.size), np.inf), *rows], axis=0)
-        return every[self._order, np.arange(batch.size)]
+        return anp.concatenate([np.full((1, batch.size), np.inf), *rows], axis=0)[self._order, np.arange(batch.size)]
 
 
 def solved_with_events(
