@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -309,9 +309,8 @@ class ArrayProgram:
         node = self.nodes[x]
         source, stride, offset = map[node.data]
         low, high = sorted((offset, offset + stride * (0 if source is None else max(shape[source] - 1, 0))))
-        parts, start, done = [], 0, 0
-        for part in node.inputs:
-            stop = start + self.nodes[part].shape[node.data]
+        parts, done = [], 0
+        for part, (start, stop) in zip(node.inputs, pairwise(self.bounds_of(node))):
             if start <= low and high < stop:
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
@@ -321,10 +320,13 @@ class ArrayProgram:
                     inner = shifted(moved(map, source, first), node.data, -start)
                     parts.append(self.view(part, inner, (*shape[:source], last - first, *shape[source + 1 :])))
                     done += last - first
-            start = stop
         if source is not None and done == shape[source] and sum(a.source == source for a in map) == 1:
             return self.join(parts, source)
         return self.add("view", (x,), shape, node.dtype, map)
+
+    def bounds_of(self, node: Node) -> list[int]:
+        """Return the indices at which the parts of a join begin along its axis, followed by the length of the axis."""
+        return list(accumulate([self.nodes[x].shape[node.data] for x in node.inputs], initial=0))
 
     def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
         """Append an elementwise function; for a join along a short axis, append the join of the functions of its parts."""
@@ -335,13 +337,11 @@ class ArrayProgram:
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
         full = [self.view(y, broadcast(self.nodes[y].shape, shape), shape) for y in inputs]
-        axis, start, made = node.data, 0, []
-        for part in node.inputs:
-            stop = start + self.nodes[part].shape[axis]
-            operands = [self.slice(y, axis, start, stop) for y in full]
+        made = []
+        for start, stop in pairwise(self.bounds_of(node)):
+            operands = [self.slice(y, node.data, start, stop) for y in full]
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
-            start = stop
-        return self.join(made, axis)
+        return self.join(made, node.data)
 
     def gather(self, x: int, index: int, axis: int) -> int:
         """Append the entries of an array at indices, the entries of a node, along an axis."""

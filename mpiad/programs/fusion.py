@@ -315,10 +315,8 @@ def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]
     elif node.kind == "view":
         yield node.inputs[0], node.data
     elif node.kind == "join":
-        start = 0
-        for x in node.inputs:
+        for x, start in zip(node.inputs, program.bounds_of(node)):
             yield x, shifted(identity(len(node.shape)), node.data, -start)
-            start += program.nodes[x].shape[node.data]
     elif node.kind == "update":
         base, block = node.inputs
         own = identity(len(node.shape))
@@ -539,10 +537,8 @@ class Schedule:
         # A join is stored part by part. If it is copied within one buffer, so are its parts: a copy of the whole join would
         # wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
-            start = 0
-            for x in node.inputs:
+            for x, start in zip(node.inputs, self.program.bounds_of(node)):
                 self._put(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
-                start += self.nodes[x].shape[node.data]
             return
         # If the view contains all entries of its source, the source is stored in the order of the view. This is done
         # only if both are in memory, or neither is.

@@ -15,7 +15,7 @@ import re
 from bisect import bisect
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import and_
 
 import numpy as np
@@ -31,6 +31,7 @@ from mpiad.programs.array_program import (
     Axis,
     IndexMap,
     Lookup,
+    Node,
     broadcast,
     composed,
     identity,
@@ -128,7 +129,7 @@ class LoopText:
             if self.is_load(n):
                 self._read.add(n)
             elif node.kind == "join":
-                for stop in accumulate(self.nodes[x].shape[node.data] for x in node.inputs):
+                for stop in self.schedule.program.bounds_of(node)[1:]:
                     _note(points, map[node.data], stop)
             elif node.kind == "update":
                 for axis, start, length in zip(map, node.data, self.nodes[node.inputs[1]].shape):
@@ -349,11 +350,11 @@ class _LoopBody:
             ((x, inner),) = reads_of(self.writer.schedule.program, node)
             return self.value(x, composed(inner, map))
         if node.kind == "join":
-            return self._joined(node.inputs, node.data, map)
+            return self._joined(node, map)
         return self._updated(node.inputs, node.data, map)  # the remaining kind is "update"
 
-    def _joined(self, parts: Sequence[int], axis: int, map: IndexMap) -> Symbol:
-        starts = list(accumulate([self.nodes[x].shape[axis] for x in parts], initial=0))
+    def _joined(self, node: Node, map: IndexMap) -> Symbol:
+        parts, axis, starts = node.inputs, node.data, self.writer.schedule.program.bounds_of(node)
         known = self._known_index(map[axis])
 
         def entry(k: int) -> Symbol:
