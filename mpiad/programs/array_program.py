@@ -274,11 +274,10 @@ class ArrayProgram:
         """Append a constant array."""
         if value.dtype in COMPUTED and (value.size == 1 or (value.size and not any(value.strides))):
             return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
-        for place, known in enumerate(self.constants):
-            if known is value:
-                return self.add("constant", (), value.shape, value.dtype, place)
-        self.constants.append(value)
-        return self.add("constant", (), value.shape, value.dtype, len(self.constants) - 1)
+        place = next((k for k, known in enumerate(self.constants) if known is value), len(self.constants))
+        if place == len(self.constants):
+            self.constants.append(value)
+        return self.add("constant", (), value.shape, value.dtype, place)
 
     def number(self, value: complex | np.number | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
         """Append an array whose entries are one number."""
@@ -301,8 +300,7 @@ class ArrayProgram:
     def slice(self, x: int, axis: int, start: int, stop: int) -> int:
         """Append the entries from `start` to `stop` of an array along an axis."""
         shape = self.nodes[x].shape
-        map = shifted(identity(len(shape)), axis, start)
-        return self.view(x, map, (*shape[:axis], stop - start, *shape[axis + 1 :]))
+        return self.view(x, shifted(identity(len(shape)), axis, start), (*shape[:axis], stop - start, *shape[axis + 1 :]))
 
     def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
         """Append a view of a join: a view of one part or a join of views of the parts, if possible."""
@@ -376,14 +374,11 @@ class ArrayProgram:
             return x
         if node.kind == "number":
             return self.number(node.data, shape, node.dtype)
-        long, made = ([k for k, n in enumerate(lengths) if n != 1] for lengths in (node.shape, shape))
-        axes = dict(zip(long, made))
-        is_view = [node.shape[k] for k in long] == [shape[k] for k in made]
         if node.kind == "reshape":
             return self.reshape(node.inputs[0], shape)
-        if is_view:
-            map = tuple([Axis(axes[k], 1, 0) if k in axes else Axis(None, 0, 0) for k in range(len(node.shape))])
-            return self.view(x, map, shape)
+        if long_axes(node.shape) == long_axes(shape):
+            axes = iter([Axis(k, 1, 0) for k, n in enumerate(shape) if n != 1])
+            return self.view(x, tuple([Axis(None, 0, 0) if n == 1 else next(axes) for n in node.shape]), shape)
         return self.add("reshape", (x,), shape, node.dtype)
 
     def join(self, parts: Sequence[int], axis: int) -> int:
@@ -396,8 +391,7 @@ class ArrayProgram:
         if len(parts) == 1:
             return parts[0]
         first = self.nodes[parts[0]]
-        length = sum(self.nodes[x].shape[axis] for x in parts)
-        shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+        shape = (*first.shape[:axis], sum(self.nodes[x].shape[axis] for x in parts), *first.shape[axis + 1 :])
         return self.add("join", parts, shape, first.dtype, axis)
 
     def update(self, x: int, block: int, starts: Sequence[int]) -> int:
@@ -410,8 +404,7 @@ class ArrayProgram:
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
             # Along a short axis, the result is a join of the entries before, inside and after the block.
             if n < length <= SHORT and len(node.shape) > 1:
-                ends = pairwise((0, start, start + n, length))
-                before, inside, after = [self.slice(x, axis, *pair) for pair in ends]
+                before, inside, after = [self.slice(x, axis, *pair) for pair in pairwise((0, start, start + n, length))]
                 updated = self.update(inside, block, [0 if k == axis else s for k, s in enumerate(starts)])
                 return self.join([before, updated, after], axis)
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))

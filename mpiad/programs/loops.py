@@ -115,9 +115,8 @@ class LoopText:
 
     def _kind(self, buffer: int) -> str:
         found = self.schedule.buffers[buffer]
-        axes = max(len(found.shape), 1)
         name = "boolean" if found.dtype == bool else PRECISIONS.get(found.dtype, found.dtype).name
-        return f"{name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
+        return f"{name}[{', '.join([':'] * len(found.shape[1:]) + ['::1'])}]"
 
     def _boxes(self) -> tuple[Box, Array | None]:
         """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
@@ -199,8 +198,7 @@ class LoopText:
     def _first_lanes(self) -> list[str]:
         made = []
         for k, (fold, _) in enumerate(self.folds):
-            first = number(_FIRST[fold.reduction])
-            made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
+            made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {number(_FIRST[fold.reduction])}"])]
         return made
 
     def _combined_lanes(self) -> list[str]:
@@ -305,8 +303,7 @@ class _LoopBody:
                 place = f"f{writer.folds.index((item, part))}" if item.reduction else writer.entry(*item.place, part)
                 targets.append(place)
         writer.loads.update((buffer, map) for buffer, map, _ in self.loads)
-        groups = {"x": len(self.loads), "i": len(loop.shape)}
-        program = self.builder.program(groups, outputs)
+        program = self.builder.program({"x": len(self.loads), "i": len(loop.shape)}, outputs)
         # The two bodies use different names, since a variable has one type in the whole kernel.
         x, v = ("y", "u") if self.box is None else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
