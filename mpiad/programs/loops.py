@@ -155,11 +155,9 @@ class LoopText:
     def _nest(self, box: Box | None, ranges: Sequence[str]) -> list[str]:
         """Return nested loops over a box, or over the boxes at the edges if `box` is None."""
         inner, last = _LoopBody(self, box).text(), len(ranges) - 1
-        made: list[str] = []
         if not ranges:
             return inner + self._folded("0")
-        for k, range_ in enumerate(ranges[:-1]):
-            made += indented([f"for i{k} in {range_}:"], k)
+        made = [line for k, span in enumerate(ranges[:-1]) for line in indented([f"for i{k} in {span}:"], k)]
         if self.lanes and box is not None:
             lo, hi = box[last]
             whole = lo + (hi - lo) // LANES * LANES
