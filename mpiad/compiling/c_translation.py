@@ -73,8 +73,7 @@ class _Expression(ast.NodeTransformer):
         """Return a call of a function of C++, or an expression with operators such as `?:` or a cast."""
         name, given = ast.unparse(node.func), [_text(argument) for argument in node.args]
         if name == "np.float32":
-            number = isinstance(node.args[0], ast.Constant)
-            return ast.Name(f"{given[0]}f" if number else f"(real)({given[0]})")
+            return ast.Name(f"{given[0]}f" if isinstance(node.args[0], ast.Constant) else f"(real)({given[0]})")
         if name in _CALLS:
             return ast.Name(_CALLS[name].format(*given))
         return ast.Name(f"{name.removeprefix('math.').removeprefix('np.')}({', '.join(given)})")

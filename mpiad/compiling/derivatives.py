@@ -174,11 +174,8 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
 
 def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
     chosen: Wanted = dict.fromkeys(program.groups) if wanted is None else wanted
-    return [
-        (group, place)
-        for group, places in chosen.items()
-        for place in (range(program.groups[group]) if places is None else places)
-    ]
+    ranges = [(group, range(program.groups[group]) if places is None else places) for group, places in chosen.items()]
+    return [(group, place) for group, places in ranges for place in places]
 
 
 def _push(builder: Builder, numbers: Iterable[int], tangents: dict[int, Symbol]) -> None:

@@ -30,8 +30,7 @@ def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
     """Return the fingerprint of a function and of further values; None if the fingerprint can't be determined."""
     reader = _ValueReader()
     try:
-        reader.read(f)
-        for value in given:
+        for value in (f, *given):
             reader.read(value)
     except Unknown:
         return None

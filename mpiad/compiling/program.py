@@ -172,9 +172,8 @@ class Program:
     def numbers(self) -> dict[int, float | bytes]:
         """Float constants, without integer and half-integer exponents (see `source.lowered`), and tables, by number."""
         exponents = {x.arguments[1] for x in self.instructions if x.operation == "power"}
-        constants = ((i, x.value) for i, x in enumerate(self.instructions) if x.operation == "constant")
-        found: dict[int, Any] = {i: value for i, value in constants if isinstance(value, float)}
-        found = {i: value for i, value in found.items() if i not in exponents or not (2 * value).is_integer()}
+        floats = ((i, x.value) for i, x in enumerate(self.instructions) if isinstance(x.value, float))
+        found: dict[int, Any] = {i: value for i, value in floats if i not in exponents or not (2 * value).is_integer()}
         return found | {i: x.value for i, x in enumerate(self.instructions) if isinstance(x.value, bytes)}
 
     @cached_property
@@ -186,10 +185,8 @@ class Program:
 
     def with_inputs(self, inputs: Mapping[int, Input | TableInputs], groups: Mapping[str, int]) -> Program:
         """Return the program with some constants of `numbers` replaced by inputs; `groups` has the new sizes."""
-        kinds = {2: "input", 3: "table"}
-        instructions = (
-            Instruction(kinds[len(inputs[i])], (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions)
-        )
+        new = {i: Instruction("input" if len(value) == 2 else "table", (), value) for i, value in inputs.items()}
+        instructions = [new.get(i, x) for i, x in enumerate(self.instructions)]
         return Program({**self.groups, **groups}, instructions, self.outputs)
 
     @property

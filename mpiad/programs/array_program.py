@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -274,11 +274,10 @@ class ArrayProgram:
         """Append a constant array."""
         if value.dtype in COMPUTED and (value.size == 1 or (value.size and not any(value.strides))):
             return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
-        for place, known in enumerate(self.constants):
-            if known is value:
-                return self.add("constant", (), value.shape, value.dtype, place)
-        self.constants.append(value)
-        return self.add("constant", (), value.shape, value.dtype, len(self.constants) - 1)
+        place = next((k for k, known in enumerate(self.constants) if known is value), len(self.constants))
+        if place == len(self.constants):
+            self.constants.append(value)
+        return self.add("constant", (), value.shape, value.dtype, place)
 
     def number(self, value: complex | np.number | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
         """Append an array whose entries are one number."""
@@ -301,17 +300,15 @@ class ArrayProgram:
     def slice(self, x: int, axis: int, start: int, stop: int) -> int:
         """Append the entries from `start` to `stop` of an array along an axis."""
         shape = self.nodes[x].shape
-        map = shifted(identity(len(shape)), axis, start)
-        return self.view(x, map, (*shape[:axis], stop - start, *shape[axis + 1 :]))
+        return self.view(x, shifted(identity(len(shape)), axis, start), (*shape[:axis], stop - start, *shape[axis + 1 :]))
 
     def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
         """Append a view of a join: a view of one part or a join of views of the parts, if possible."""
         node = self.nodes[x]
         source, stride, offset = map[node.data]
         low, high = sorted((offset, offset + stride * (0 if source is None else max(shape[source] - 1, 0))))
-        parts, start, done = [], 0, 0
-        for part in node.inputs:
-            stop = start + self.nodes[part].shape[node.data]
+        parts, done = [], 0
+        for part, (start, stop) in zip(node.inputs, pairwise(self.bounds_of(node))):
             if start <= low and high < stop:
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
@@ -321,10 +318,13 @@ class ArrayProgram:
                     inner = shifted(moved(map, source, first), node.data, -start)
                     parts.append(self.view(part, inner, (*shape[:source], last - first, *shape[source + 1 :])))
                     done += last - first
-            start = stop
         if source is not None and done == shape[source] and sum(a.source == source for a in map) == 1:
             return self.join(parts, source)
         return self.add("view", (x,), shape, node.dtype, map)
+
+    def bounds_of(self, node: Node) -> list[int]:
+        """Return the indices at which the parts of a join begin along its axis, followed by the length of the axis."""
+        return list(accumulate([self.nodes[x].shape[node.data] for x in node.inputs], initial=0))
 
     def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
         """Append an elementwise function; for a join along a short axis, append the join of the functions of its parts."""
@@ -335,13 +335,11 @@ class ArrayProgram:
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
         full = [self.view(y, broadcast(self.nodes[y].shape, shape), shape) for y in inputs]
-        axis, start, made = node.data, 0, []
-        for part in node.inputs:
-            stop = start + self.nodes[part].shape[axis]
-            operands = [self.slice(y, axis, start, stop) for y in full]
+        made = []
+        for start, stop in pairwise(self.bounds_of(node)):
+            operands = [self.slice(y, node.data, start, stop) for y in full]
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
-            start = stop
-        return self.join(made, axis)
+        return self.join(made, node.data)
 
     def gather(self, x: int, index: int, axis: int) -> int:
         """Append the entries of an array at indices, the entries of a node, along an axis."""
@@ -376,14 +374,11 @@ class ArrayProgram:
             return x
         if node.kind == "number":
             return self.number(node.data, shape, node.dtype)
-        long, made = ([k for k, n in enumerate(lengths) if n != 1] for lengths in (node.shape, shape))
-        axes = dict(zip(long, made))
-        is_view = [node.shape[k] for k in long] == [shape[k] for k in made]
         if node.kind == "reshape":
             return self.reshape(node.inputs[0], shape)
-        if is_view:
-            map = tuple([Axis(axes[k], 1, 0) if k in axes else Axis(None, 0, 0) for k in range(len(node.shape))])
-            return self.view(x, map, shape)
+        if long_axes(node.shape) == long_axes(shape):
+            axes = iter([Axis(k, 1, 0) for k, n in enumerate(shape) if n != 1])
+            return self.view(x, tuple([Axis(None, 0, 0) if n == 1 else next(axes) for n in node.shape]), shape)
         return self.add("reshape", (x,), shape, node.dtype)
 
     def join(self, parts: Sequence[int], axis: int) -> int:
@@ -396,8 +391,7 @@ class ArrayProgram:
         if len(parts) == 1:
             return parts[0]
         first = self.nodes[parts[0]]
-        length = sum(self.nodes[x].shape[axis] for x in parts)
-        shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+        shape = (*first.shape[:axis], sum(self.nodes[x].shape[axis] for x in parts), *first.shape[axis + 1 :])
         return self.add("join", parts, shape, first.dtype, axis)
 
     def update(self, x: int, block: int, starts: Sequence[int]) -> int:
@@ -410,8 +404,7 @@ class ArrayProgram:
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
             # Along a short axis, the result is a join of the entries before, inside and after the block.
             if n < length <= SHORT and len(node.shape) > 1:
-                ends = pairwise((0, start, start + n, length))
-                before, inside, after = [self.slice(x, axis, *pair) for pair in ends]
+                before, inside, after = [self.slice(x, axis, *pair) for pair in pairwise((0, start, start + n, length))]
                 updated = self.update(inside, block, [0 if k == axis else s for k, s in enumerate(starts)])
                 return self.join([before, updated, after], axis)
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))

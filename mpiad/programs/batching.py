@@ -12,6 +12,7 @@ called once per lane.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,7 @@ class Batched:
             self.numbers[n] = self._node(n, node)
             self._weaken(n)
         self.program.outputs = [self._over_lanes(n) for part in outputs for n in part]
-        sizes = np.cumsum([len(part) for part in outputs])
-        self.program.ends = [0] * parts.start + sizes[:-1].tolist()
+        self.program.ends = [0] * parts.start + list(accumulate(map(len, outputs)))[:-1]
         self.replays = Replays(Schedule(self.program))
 
     def _input(self, n: int, node: Node) -> None:

@@ -196,8 +196,7 @@ def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int
     """Call a separate compiled function, which computes the value and its tangent."""
     tape: Any = tracing.tape
     boxed = [k for k in boxed if given.leaves[k]._trace == tape.number]
-    form = given.form, tuple(boxed)
-    both = derived(form, lambda: _value_and_tangent_of(cache.fun, given.build, boxed))
+    both = derived((given.form, tuple(boxed)), lambda: _value_and_tangent_of(cache.fun, given.build, boxed))
     leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
     # An enclosing derivative differentiates both the value and the tangent.
     with suspended(tape.outer, body=False):
@@ -254,8 +253,7 @@ def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed:
 
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
-    channels = run.recording.channels
-    return run.build(tape.record_call(channels, out, inside, places, pull, recorder.communicates))
+    return run.build(tape.record_call(run.recording.channels, out, inside, places, pull, recorder.communicates))
 
 
 # Second derivatives.
@@ -378,13 +376,14 @@ class _Pass:
 
 
 class _Batch:
-    """A run of a program for several lanes; `given`: the inputs before the seeds."""
+    """A run of a program for several lanes; `given`: the inputs before the seeds; `communications`: see `Entry`."""
 
-    def __init__(self, replays: Replays, given: list[Array]):
-        self._lease, self._given = Lease(replays), given
+    def __init__(self, replays: Replays, given: list[Array], communications: int):
+        self._lease, self._given, self._communications = Lease(replays), given, communications
 
     def part(self, number: int, lanes: Sequence[list[Array]]) -> list[list[Array]]:
         """Run a part, and return the results of each lane; `lanes`: the seeds of each lane."""
+        count(self._communications)
         self._given += [np.stack(several) for several in zip(*lanes)]
         made = self._lease.replay.later[number - 1](*self._given)
         return [[x[lane] for x in made] for lane in range(len(lanes))]
@@ -460,16 +459,14 @@ class _Call:
 
     def _batch(self, first: int, lanes: list[list[Array]], of: _Pass | None = None) -> _Batch | None:
         """Return a run of the program for several lanes, from the part `first` on; None if it can't be used."""
-        parts = range(first, self._by.parts if first > 1 else 2)
+        parts, entry = range(first, self._by.parts if first > 1 else 2), self._entry
         given, log = [*self._inputs, *(of.gs if of else ())], [*self._played.log, *(of.played.log if of else ())]
-        traced = any(map(_is_traced, lanes))
-        found = None if traced else self._entry.batched(parts, len(given), len(lanes))
-        return found and _Batch(found.replays, given + [result_of(log[k]) for k in found.logged])
+        found = None if any(map(_is_traced, lanes)) else entry.batched(parts, len(given), len(lanes))
+        return found and _Batch(found.replays, given + [result_of(log[k]) for k in found.logged], entry.communications)
 
     def pull_together(self, lanes: list[list[Array]]) -> list[list[Array]] | None:
         batch = self._batch(1, lanes)
         if batch is not None:
-            count(self._entry.communications)
             return [self._conformed(found) for found in batch.part(1, lanes)]
         if not self._meets_others:
             return None
@@ -503,7 +500,6 @@ class _Call:
         of.batch = self._batch(2, lanes, of)
         if of.batch is None:
             return self._second_played(of, boxed, lanes, True) if self._meets_others else None
-        count(self._entry.communications)
         found = of.batch.part(2, lanes)
         return [[*(conformed(gs[k], self._likes[k]) for k in boxed), 1] for gs in found]
 
@@ -533,7 +529,6 @@ class _Call:
         batch, of.batch = of.batch, None
         if batch is None:
             return self._first_played(of, list(enumerate(lanes)), True) if self._meets_others else None
-        count(self._entry.communications)
         likes = [spec_like(self._values[k]) for k in self._by.outer]
         return [[conformed(g, like) for g, like in zip(found, likes)] for found in batch.part(3, lanes)]
 

@@ -61,10 +61,8 @@ class Listing:
         lines = []
         for n in self._replays.schedule.program.needed():
             node = self._nodes[n]
-            what = f"{operation_of(node)}({', '.join(f'%{x}' for x in node.inputs)})"
-            lines.append(
-                f"{f'%{n}: {node.dtype}{list(node.shape)} = {what}':72}  {getattr(node.site, 'text', '')}".rstrip()
-            )
+            what = f"%{n}: {node.dtype}{list(node.shape)} = {operation_of(node)}({', '.join(f'%{x}' for x in node.inputs)})"
+            lines.append(f"{what:72}  {getattr(node.site, 'text', '')}".rstrip())
         return "\n".join(lines)
 
     @property
@@ -79,9 +77,8 @@ class Listing:
                 lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}")
             else:
                 node = self._nodes[step.node]
-                lines.append(
-                    f"{operation_of(node)} -> %{step.node}{' in place' * step.in_place}  {getattr(node.site, 'text', '')}"
-                )
+                what = f"{operation_of(node)} -> %{step.node}{' in place' * step.in_place}"
+                lines.append(f"{what}  {getattr(node.site, 'text', '')}")
         return "\n".join(lines)
 
     @property
@@ -303,11 +300,8 @@ class Jitted:
     @property
     def operations(self) -> int:
         """The number of operations of the largest program; 0 if there is no program or if `refused` is true."""
-        if self.refused:
-            return 0
-        return max(
-            (len(entry.replays.schedule.program.nodes) for entry in self._cache.entries.values() if entry), default=0
-        )
+        entries = [] if self.refused else [entry for entry in self._cache.entries.values() if entry is not None]
+        return max((len(entry.replays.schedule.program.nodes) for entry in entries), default=0)
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False, exact: bool = False) -> Jitted:
         """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""

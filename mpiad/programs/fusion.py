@@ -315,15 +315,11 @@ def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]
     elif node.kind == "view":
         yield node.inputs[0], node.data
     elif node.kind == "join":
-        start = 0
-        for x in node.inputs:
+        for x, start in zip(node.inputs, program.bounds_of(node)):
             yield x, shifted(identity(len(node.shape)), node.data, -start)
-            start += program.nodes[x].shape[node.data]
     elif node.kind == "update":
-        base, block = node.inputs
         own = identity(len(node.shape))
-        yield base, own
-        yield block, within(own, node.data)
+        yield from zip(node.inputs, (own, within(own, node.data)))
     elif node.kind == "gather":
         x, index = node.inputs
         map, axis = node.data
@@ -399,8 +395,8 @@ class Schedule:
         self._compute(wanted, end)
         return outputs
 
-    def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1) -> int:
-        self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data))
+    def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1, map: IndexMap | None = None) -> int:
+        self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data, map))
         return len(self.buffers) - 1
 
     def _place(self, n: int, place: Place) -> None:
@@ -438,8 +434,7 @@ class Schedule:
         for k, (x, source) in enumerate(zip(node.inputs, sources)):
             if x != source:
                 view = self.nodes[x]
-                self.buffers.append(Buffer("alias", view.shape, view.dtype, inputs[k], view.data))
-                inputs[k] = len(self.buffers) - 1
+                inputs[k] = self._buffer("alias", view.shape, view.dtype, inputs[k], view.data)
         items = [user for user in self._users.get(n, ()) if self.nodes[user].kind == "item"]
         made = items or ([n] if n in self._users or n in self.program.outputs else [])
         results = [self._buffer("result", self.nodes[x].shape, self.nodes[x].dtype, x) for x in made]
@@ -539,10 +534,8 @@ class Schedule:
         # A join is stored part by part. If it is copied within one buffer, so are its parts: a copy of the whole join would
         # wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
-            start = 0
-            for x in node.inputs:
+            for x, start in zip(node.inputs, self.program.bounds_of(node)):
                 self._put(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
-                start += self.nodes[x].shape[node.data]
             return
         # If the view contains all entries of its source, the source is stored in the order of the view. This is done
         # only if both are in memory, or neither is.

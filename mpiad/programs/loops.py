@@ -15,7 +15,7 @@ import re
 from bisect import bisect
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import and_
 
 import numpy as np
@@ -31,6 +31,7 @@ from mpiad.programs.array_program import (
     Axis,
     IndexMap,
     Lookup,
+    Node,
     broadcast,
     composed,
     identity,
@@ -114,9 +115,8 @@ class LoopText:
 
     def _kind(self, buffer: int) -> str:
         found = self.schedule.buffers[buffer]
-        axes = max(len(found.shape), 1)
         name = "boolean" if found.dtype == bool else PRECISIONS.get(found.dtype, found.dtype).name
-        return f"{name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
+        return f"{name}[{', '.join([':'] * len(found.shape[1:]) + ['::1'])}]"
 
     def _boxes(self) -> tuple[Box, Array | None]:
         """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
@@ -128,7 +128,7 @@ class LoopText:
             if self.is_load(n):
                 self._read.add(n)
             elif node.kind == "join":
-                for stop in accumulate(self.nodes[x].shape[node.data] for x in node.inputs):
+                for stop in self.schedule.program.bounds_of(node)[1:]:
                     _note(points, map[node.data], stop)
             elif node.kind == "update":
                 for axis, start, length in zip(map, node.data, self.nodes[node.inputs[1]].shape):
@@ -155,11 +155,9 @@ class LoopText:
     def _nest(self, box: Box | None, ranges: Sequence[str]) -> list[str]:
         """Return nested loops over a box, or over the boxes at the edges if `box` is None."""
         inner, last = _LoopBody(self, box).text(), len(ranges) - 1
-        made: list[str] = []
         if not ranges:
             return inner + self._folded("0")
-        for k, range_ in enumerate(ranges[:-1]):
-            made += indented([f"for i{k} in {range_}:"], k)
+        made = [line for k, span in enumerate(ranges[:-1]) for line in indented([f"for i{k} in {span}:"], k)]
         if self.lanes and box is not None:
             lo, hi = box[last]
             whole = lo + (hi - lo) // LANES * LANES
@@ -198,8 +196,7 @@ class LoopText:
     def _first_lanes(self) -> list[str]:
         made = []
         for k, (fold, _) in enumerate(self.folds):
-            first = number(_FIRST[fold.reduction])
-            made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
+            made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {number(_FIRST[fold.reduction])}"])]
         return made
 
     def _combined_lanes(self) -> list[str]:
@@ -304,8 +301,7 @@ class _LoopBody:
                 place = f"f{writer.folds.index((item, part))}" if item.reduction else writer.entry(*item.place, part)
                 targets.append(place)
         writer.loads.update((buffer, map) for buffer, map, _ in self.loads)
-        groups = {"x": len(self.loads), "i": len(loop.shape)}
-        program = self.builder.program(groups, outputs)
+        program = self.builder.program({"x": len(self.loads), "i": len(loop.shape)}, outputs)
         # The two bodies use different names, since a variable has one type in the whole kernel.
         x, v = ("y", "u") if self.box is None else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
@@ -349,11 +345,11 @@ class _LoopBody:
             ((x, inner),) = reads_of(self.writer.schedule.program, node)
             return self.value(x, composed(inner, map))
         if node.kind == "join":
-            return self._joined(node.inputs, node.data, map)
+            return self._joined(node, map)
         return self._updated(node.inputs, node.data, map)  # the remaining kind is "update"
 
-    def _joined(self, parts: Sequence[int], axis: int, map: IndexMap) -> Symbol:
-        starts = list(accumulate([self.nodes[x].shape[axis] for x in parts], initial=0))
+    def _joined(self, node: Node, map: IndexMap) -> Symbol:
+        parts, axis, starts = node.inputs, node.data, self.writer.schedule.program.bounds_of(node)
         known = self._known_index(map[axis])
 
         def entry(k: int) -> Symbol:

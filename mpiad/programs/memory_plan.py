@@ -37,8 +37,7 @@ class Allocation(NamedTuple):
 
     def array(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
         """Return the buffer's array in the given memory."""
-        rows = math.prod(shape[:-1])
-        whole = memory[self.start :][: rows * self.pitch * dtype.itemsize].view(dtype)
+        whole = memory[self.start :][: math.prod(shape[:-1]) * self.pitch * dtype.itemsize].view(dtype)
         return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
 
 

@@ -60,8 +60,7 @@ class MessageNumbers:
 
 def envelopes_of(params: Any) -> list[Envelope]:
     """Return the envelopes among the parameters of an operation."""
-    parts = params if isinstance(params, tuple) else (params,)
-    return [part for part in parts if isinstance(part, Envelope)]
+    return [part for part in (params if isinstance(params, tuple) else (params,)) if isinstance(part, Envelope)]
 
 
 def is_numbered(params: Any) -> bool:

@@ -115,8 +115,7 @@ def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None], 
 def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
     """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`."""
     try:
-        watch = watch_of(lambda: None, (), objects)
-        entry = _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder))
+        entry = _entry_of_shapes(watch_of(lambda: None, (), objects), lambda recorder: traced_parts(fun, given, recorder))
     except Exception:  # noqa: BLE001
         return None
     is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
@@ -220,14 +219,12 @@ class ProgramCache:
 
     def _watch(self, key: Hashable, given: Arguments, optional: bool = False) -> Watch | None:
         watch = self._read(key, given, given.constants(), optional)
-        if watch is None:
-            return None
-        self.traces += 1
-        if self.traces > MAX_TRACES:
-            reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
-            self.give_up(key, reason, optional)
-            return None
-        return watch
+        self.traces += watch is not None
+        if watch is None or self.traces <= MAX_TRACES:
+            return watch
+        reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
+        self.give_up(key, reason, optional)
+        return None
 
     def _read(self, key: Hashable, given: Arguments, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
         try:

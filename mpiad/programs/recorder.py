@@ -375,9 +375,8 @@ class Recorder:
             if not _is_array(x):
                 self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__} instead of an array")
         results = [self._wrapped(x) for x in arrays]
-        outs = *[x.number for x in results], self._number_of_object(rest)
         kwargs = {} if specs is not None else {"expected": [(x.shape, x.dtype) for x in arrays]}
-        self._step("opaque", fun, references, outs, kwargs)
+        self._step("opaque", fun, references, (*[x.number for x in results], self._number_of_object(rest)), kwargs)
         return *results, rest
 
     call_as_it_is = opaque_call
@@ -502,12 +501,10 @@ class Recorder:
             results = [self._wrapped(made)]
             out = results[0]
         else:
-            name = getattr(fun, "__name__", repr(fun))
             is_array = isinstance(made, np.ndarray)
             what = f"an array of {made.dtype}s" if is_array else f"{type(made).__name__}, which isn't an array"
-            self.refuse(f"{name} returns {what} and may depend on traced values")
-        outs = tuple([result.number for result in results])
-        self._step(kind, fun, args, outs, kwargs)
+            self.refuse(f"{getattr(fun, '__name__', repr(fun))} returns {what} and may depend on traced values")
+        self._step(kind, fun, args, tuple([result.number for result in results]), kwargs)
         return out
 
     def _step(self, kind: str, fun: Any, args: tuple, outs: tuple[int, ...], kwargs: Any = None) -> None:

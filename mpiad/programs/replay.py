@@ -19,6 +19,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.cache import Kernel, kernel_of
+from mpiad.compiling.source import indented
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
 from mpiad.programs.array_program import COMPUTED, Node, Slot, described, operation_of, parts_of, strides_of
@@ -285,7 +286,9 @@ class Replay:
         kept = [b for b, k in made.items() if schedule.part(uses.get(b, [0])[-1]) > k or b in returned[ends[k + 1] :]]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
-        parts = []
+        # A part doesn't get the inputs of later parts.
+        inputs = ", ".join(f"n{k}=None" for k in range(len(schedule.program.inputs)))
+        text: list[str] = []
         for part, (start, end) in enumerate(pairwise(ends)):
             self._lines = [f"global {names}"] if kept else []
             if self._renumbers and not part:
@@ -300,16 +303,9 @@ class Replay:
             self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
             if self.replays.scratch.size:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
-            self._lines.append("return made")
-            parts.append(self._lines)
-        # A part doesn't get the inputs of later parts.
-        inputs = ", ".join(f"n{k}=None" for k in range(len(schedule.program.inputs)))
-        text = "\n".join(
-            f"def part{k}({inputs}):\n" + "\n".join(f"    {line}" for line in lines if line)
-            for k, lines in enumerate(parts)
-        )
-        exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
-        return [self.names[f"part{k}"] for k in range(len(parts))]
+            text += [f"def part{part}({inputs}):", *indented([*filter(None, self._lines), "return made"])]
+        exec(compile("\n".join(text), str(Path(__file__).with_name("<replay>")), "exec"), self.names)
+        return [self.names[f"part{part}"] for part in range(len(ends) - 1)]
 
     def _begin(self, touched: set[int]) -> None:
         """Append lines that read the inputs and allocate the outputs, and bind the other buffers that are `touched`."""
@@ -350,10 +346,9 @@ class Replay:
     def _scratch(self) -> Callable[[], Any]:
         """Return a function that takes scratch memory for a run, and binds buffers to it unless the last run used it."""
         buffers = [b for b, allocation in self.replays.allocations.items() if allocation.is_scratch]
-        in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
-        exchanged = [
-            at for at, step in in_place if self.prepared and root_of(self.schedule.buffers, step.inputs[0]) in buffers
-        ]
+        steps = enumerate(self.schedule.steps) if self.prepared else ()
+        in_place = [(at, step) for at, step in steps if isinstance(step, Run) and step.in_place]
+        exchanged = [at for at, step in in_place if root_of(self.schedule.buffers, step.inputs[0]) in buffers]
         scratch = self.replays.scratch
         bound: dict[str, Any] = {"memory": None}
 
@@ -384,16 +379,14 @@ class Replay:
         self._lines += [f"{name} = {text}", self._blocks.assignment(b, f"address({name})")]
 
     def _array(self, b: int) -> str:
-        root, found = root_of(self.schedule.buffers, b), self.schedule.buffers[b]
+        buffers, root = self.schedule.buffers, root_of(self.schedule.buffers, b)
+        found = buffers[b]
         if found.map is not None:
-            strides, start = strides_of(found.map, self.schedule.buffers[found.data].shape, found.shape)  # type: ignore[misc]
+            strides, start = strides_of(found.map, buffers[found.data].shape, found.shape)  # type: ignore[misc]
             size, dtype = found.dtype.itemsize, self._bound(found.dtype)
-            return (
-                f"ndarray({found.shape}, {dtype}, {self._array(found.data)}, {start * size}, {[n * size for n in strides]})"
-            )
-        if root == b or self.schedule.buffers[b].shape == self.schedule.buffers[root].shape:
-            return self._arrays[root]
-        return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
+            offset, steps = start * size, [n * size for n in strides]
+            return f"ndarray({found.shape}, {dtype}, {self._array(found.data)}, {offset}, {steps})"
+        return self._arrays[root] + ("" if found.shape == buffers[root].shape else f".reshape({found.shape})")
 
     def _result(self, b: int) -> str:
         """Return the expression of an output: a new array, or a NumPy scalar."""
@@ -441,8 +434,7 @@ class Replay:
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
             return
         self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
-        rest = map(self._bound, call.args[1:])
-        self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
+        self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *map(self._bound, call.args[1:])])})")
 
     def _is_logged(self, at: int) -> bool:
         return at <= self.replays.last_check or self.schedule.part(at) < self.schedule.program.logged
@@ -461,8 +453,7 @@ class Replay:
             self.names[f"f{at}"] = call.fun
             args = [self._argument(step, x) for x in call.args]
             args += [f"{key}={self._argument(step, x)}" for key, x in call.kwargs.items()]
-            call_text = self._owned(step, f"f{at}({', '.join(args)})")
-            self._lines.append(f"v{at} = {call_text}")
+            self._lines.append(f"v{at} = " + self._owned(step, f"f{at}({', '.join(args)})"))
         for b in step.results:
             made = self.nodes[self.schedule.buffers[b].data]
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
@@ -476,7 +467,6 @@ class Replay:
     def _communicate(self, at: int, step: Run, node: Node) -> None:
         """Append lines that communicate, and that raise `Changed` if the result differs from the trace (`_is_checked`)."""
         call: Step = node.data
-        last_check = self.replays.last_check
         self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, call.kind, call.rule), call.fun
         parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
         given = [self._argument(step, part) for part in parts]
@@ -497,7 +487,7 @@ class Replay:
             else:
                 condition = f"v{at}.shape != {node.shape} or v{at}.dtype != {self._bound(node.dtype)}"
             self._lines.append(f"if {condition}: raise Changed(v{at}, {self._bound(node)}, log)")
-        if at == last_check:
+        if at == self.replays.last_check:
             self._lines.append("log.clear()")
 
     def _bound(self, value: Any) -> str:

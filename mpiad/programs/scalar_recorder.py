@@ -213,8 +213,7 @@ def _cast(t: ScalarRecorder, x: TracedArray, dtype: np.dtype) -> TracedArray:
 
 def _entries_of(t: ScalarRecorder, table: Array, index: Array) -> TracedArray:
     """Return the entries of a table, constants or an array among the parameters, at computed indices."""
-    entries = table.number.ravel() if isinstance(table, TracedArray) else np.ravel(table)
-    number = t.builder.table(entries)
+    number = t.builder.table(np.ravel(_entries(table)))
     if number is None:
         raise Unsupported("computed values in the table; expected constants, or an array in p, not multiples of it")
     found = [Symbol(t.builder, t.builder.lookup(number, i.number)) for i in t.symbols(index).ravel().tolist()]

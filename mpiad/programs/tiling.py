@@ -38,8 +38,7 @@ class _Memory(NamedTuple):
     @property
     def plane(self) -> int:
         """The bytes of a plane."""
-        row = self.pitch if len(self.shape) > 1 else 1
-        return math.prod(self.shape[1:-1]) * row * self.dtype.itemsize
+        return math.prod(self.shape[1:-1]) * (self.pitch if len(self.shape) > 1 else 1) * self.dtype.itemsize
 
     def overlaps(self, other: _Memory) -> bool:
         stop, other_stop = (x.start + x.plane * math.prod(x.shape[:1]) for x in (self, other))

@@ -194,8 +194,7 @@ class _Translation:
             return x
         if isinstance(x, (bool, np.bool_)):
             return self.value(self.program.number(bool(x), (), bool))
-        finite = isinstance(x, (int, np.integer, np.inexact)) and abs(x) < math.inf
-        if finite or isinstance(x, (float, complex)):
+        if isinstance(x, (int, np.integer, np.inexact)) and abs(x) < math.inf or isinstance(x, (float, complex)):
             # A Python number takes the precision of the other operand.
             real = PRECISIONS.get(dtype, np.dtype(float))
             kind = np.result_type(real, np.complex64) if isinstance(x, complex) else real

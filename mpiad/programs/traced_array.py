@@ -85,15 +85,12 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
     """Return whether an object, or the closure of a function, holds traced arrays that `plain` doesn't replace."""
     if isinstance(x, (TracedArray, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type)) or not depth:
         return False
-    if isinstance(x, (tuple, list)):
-        parts: Any = x
-    elif isinstance(x, dict):
-        parts = x.values()
-    else:
-        cells = getattr(x, "__closure__", None) or ()
-        parts = [*getattr(x, "__dict__", {}).values(), *map(content_of, cells)]
-        parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
+    if nest:
+        parts: Any = x.values() if isinstance(x, dict) else x
+    else:
+        parts = [*getattr(x, "__dict__", {}).values(), *map(content_of, getattr(x, "__closure__", None) or ())]
+        parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     return any(isinstance(part, TracedArray) and not nest or hides_traced(part, depth - 1) for part in map(getval, parts))
 
 

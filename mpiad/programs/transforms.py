@@ -154,8 +154,7 @@ class Evaluation:
     def inputs(self) -> list[Array]:
         """Return new inputs."""
         old, recorder = self._program.recorder, self._recorder
-        numbers = [x.number for x, _ in self._program.inputs]
-        return [recorder.input(like(Spec(*old.specs[k])), k in old.weak) for k in numbers]
+        return [recorder.input(like(Spec(*old.specs[x.number])), x.number in old.weak) for x, _ in self._program.inputs]
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Return the outputs of the program."""
@@ -279,8 +278,7 @@ class _PartsWithTangents(_Parts):
         return values
 
     def end(self, results: Sequence[Array]) -> None:
-        pairs = [self._tape.value_and_tangent(x) for x in results]
-        self.made.append([x for x, _ in pairs] + [tangent for _, tangent in pairs])
+        self.made.append([x for part in zip(*map(self._tape.value_and_tangent, results)) for x in part])
 
 
 class _PartsWithReversePasses(_Parts):
@@ -295,12 +293,11 @@ class _PartsWithReversePasses(_Parts):
         self._ranges: list[range] = []  # the nodes of each part
 
     def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
-        tape, variables = self._tape, []
+        record = self._tape.record
+        self._variables.append([(index, _spec(values[k])) for index, k in enumerate(chosen, len(record))])
         for k in chosen:
-            variables.append((len(tape.record), _spec(values[k])))
-            values[k] = tape.variable(values[k])
-        self._variables.append(variables)
-        self._starts.append(len(tape.record))
+            values[k] = self._tape.variable(values[k])
+        self._starts.append(len(record))
         return values
 
     def end(self, results: Sequence[Array]) -> None:
