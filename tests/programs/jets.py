@@ -134,6 +134,15 @@ def apply(x, f0, f1, f2):
     return Jet(out)
 
 
+def quotient(x, y):
+    inverse = 1 / y.value
+    return x * apply(y, inverse, -(inverse**2), 2 * inverse**3)
+
+
+def largest(x):
+    return x[int(np.argmax(x.value))]
+
+
 def sin(x):
     s, c = np.sin(x.value), np.cos(x.value)
     return apply(x, s, c, -s)
