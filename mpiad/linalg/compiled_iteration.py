@@ -25,7 +25,7 @@ from mpiad.programs.program_cache import count as count_communications
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
-from mpiad.transport.core.tracing import tracing
+from mpiad.transport.core.tracing import note_channels, tracing
 
 Iteration = Callable[..., tuple]
 
@@ -110,8 +110,7 @@ class Operator:
         entry = known.entries[key]
         if entry is None:
             return None
-        if tracing.channels is not None:
-            tracing.channels |= entry.channels
+        note_channels(entry.channels)
         params = [self._given.leaves[k] for k in self._given.traced]
         replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
 

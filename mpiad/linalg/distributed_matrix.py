@@ -577,12 +577,7 @@ class DistributedMatrix:
 
     def _agreed(self, x: Array, axis: int, call: str) -> LocalArray:
         """Return `x`, checked; errors are those of the exchange of ghosts: in its first call all ranks raise them."""
-        error = None
-        try:
-            self._checked(x, axis, call)
-        except (TypeError, ValueError) as found:
-            error = found
-        self._pattern.ghosts.agree(getval(x), -1, f"DistributedMatrix.{call}", error)
+        self._pattern.ghosts.agree(getval(x), -1, f"DistributedMatrix.{call}", lambda: self._checked(x, axis, call))
         return x
 
     def _checked(self, x: Array, axis: int, call: str) -> LocalArray:

@@ -56,7 +56,7 @@ from mpiad.programs.traced_array import Abandoned, TracedArray
 from mpiad.programs.transforms import Program, jvp_of_vjp, vjp, vjp_of_vjp
 from mpiad.pytrees import flatten
 from mpiad.transport.core.channels import live_channels
-from mpiad.transport.core.tracing import tracing
+from mpiad.transport.core.tracing import note_channels, tracing
 
 _boxes = Box.types
 _Derived: TypeAlias = Callable[[Hashable, Callable[[], Function]], Function]  # the method `Jitted.derived`
@@ -155,7 +155,7 @@ def _run(
     lease, inputs = Lease(entry.replays), [*(getval(given.leaves[k]) for k in given.traced), *tangents]
     counts = message_counts() if entry.replays.last_check >= 0 else None
     count(entry.communications)
-    tracing.channels |= entry.channels  # also if the call raises, since messages may be left then
+    note_channels(entry.channels)
     try:
         values = entry.leaves(lease.replay.first(*inputs))
     except Changed as change:
@@ -424,8 +424,7 @@ class _Call:
         """Run a part of the program; `given`: the inputs after the arguments."""
         replay, inputs = self._lease.replay, [*self._inputs, *[g for group in given for g in group]]
         count(self._entry.communications)
-        if tracing.channels is not None:
-            tracing.channels |= self._entry.channels
+        note_channels(self._entry.channels)
         return (replay.later[number - 1] if number else replay.first)(*inputs)
 
     def _played_part(self, number: int, *given: Sequence[Array]) -> tuple[list[Array], _Played]:

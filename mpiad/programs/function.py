@@ -35,7 +35,7 @@ from mpiad.programs.traced_array import Abandoned
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
-from mpiad.transport.core.tracing import restoring_state, tracing
+from mpiad.transport.core.tracing import note_channels, restoring_state, tracing
 
 
 class Listing:
@@ -106,7 +106,7 @@ def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | 
         return None
     names: dict[str, Any] = {"missed": MISSED, "count": count, "counted": communications, "is_watched": is_watched}
     names |= {"same": entry.watch.is_the_same, "free": entry.replays.free[True], "is_noting": calls.is_noting}
-    names |= {"build": entry.build, "leaves": entry.leaves}
+    names |= {"build": entry.build, "leaves": entry.leaves, "note": note_channels, "channels": entry.channels}
     others = []
     for k, x in enumerate(args):
         names[f"t{k}"] = type(x)
@@ -129,6 +129,7 @@ def call(args):
         replay = free.pop()
     except IndexError:
         return missed
+    {"note(channels)" if entry.channels else ""}
     {"next(counted); " * entry.communications if entry.communications < 5 else f"count({entry.communications})"}
     made = replay.first({given})
     free.append(replay)
@@ -231,9 +232,7 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         if not kwargs and tracing.tape is None and tracing.recorder is None:
-            for entry, call in self._fast_calls:
-                if tracing.channels is not None:
-                    tracing.channels |= entry.channels
+            for _, call in self._fast_calls:
                 made = call(args)
                 if made is not MISSED:
                     return made
@@ -316,8 +315,7 @@ class Jitted:
 
     def _replayed(self, entry: Entry, given: Arguments) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None
-        if tracing.channels is not None:
-            tracing.channels |= entry.channels
+        note_channels(entry.channels)
         try:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:

@@ -12,7 +12,7 @@ of the ranks in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -231,19 +231,24 @@ class GhostExchange:
 
     def _check(self, x: LocalArray, length: int, method: str, argument: str) -> None:
         """Raise an error if `x` can't be exchanged."""
-        call, plain, error = f"{_CALL}.{method}", getval(x), None
-        try:
+        call, plain = f"{_CALL}.{method}", getval(x)
+
+        def check() -> None:
             require_sendable(plain, call)
             shape = getattr(plain, "shape", ())
             if shape[:1] != (length,):
                 text = f"the first axis must have one entry for each of the {length} {argument} numbers of this rank"
                 raise ValueError(f"{call}: {text}, but got shape {shape}.")
+
+        self.agree(plain, 0, call, check)
+
+    def agree(self, x: LocalArray, axis: int, call: str, check: Callable[[], object]) -> None:
+        """Raise the error of `check`; in the first call and in debug mode on all ranks, which compare other axes, too."""
+        error = None
+        try:
+            check()
         except (TypeError, ValueError) as found:
             error = found
-        self.agree(plain, 0, call, error)
-
-    def agree(self, x: LocalArray, axis: int, call: str, error: Exception | None) -> None:
-        """Raise this rank's error; in the first call and in debug mode on all ranks, which compare other axes, too."""
         if error is not None or not self._agreed or is_watched():
             once(self._agree, channel(self.comm, call, collective=False), x, axis, call, error)
 

@@ -114,6 +114,12 @@ def checked_on_replay(fun: Callable[..., T], *args: object) -> T:
     return fun(*args) if recorder is None else recorder.settle(fun, args)
 
 
+def note_channels(channels: set[Any]) -> None:
+    """Note the channels of a program before it runs: if it raises, messages may be left on them."""
+    if tracing.channels is not None:
+        tracing.channels |= channels
+
+
 def once(fun: Callable[..., T], *args: object) -> T:
     """Run a function at the first use of a communicator; compiled programs don't record it."""
     recorder = tracing.recorder
