@@ -245,7 +245,7 @@ class ArrayProgram:
         self.ends: list[int] = []  # for each part but the last, the number of outputs of this part and the earlier ones
         self.stored: set[int] = set()  # nodes that are kept in memory
         self.weak: set[int] = set()  # the nodes of Python scalars, which take the precision of the other operand
-        self.logged = 0  # number of parts whose communications are logged, to continue without repeating them
+        self.kept: frozenset[int] = frozenset()  # positions of outputs that only other programs read (see `Replay.lease`)
         self.site: Site | None = None  # the user's line, for new nodes
         self.part = 0  # the part of the program, for new nodes
         self._known: dict[Any, int] = {}
@@ -409,16 +409,13 @@ class ArrayProgram:
                 return self.join([before, updated, after], axis)
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
 
-    def needed(self, outputs: Sequence[int] | None = None, parts: range | None = None) -> list[int]:
-        """Return, in order, nodes needed by outputs and communications of `parts`; earlier communications are inputs."""
-        parts = parts or range(len(self.ends) + 1)
-        found = {*self.outputs, *self.inputs} if outputs is None else set(outputs)
+    def needed(self) -> list[int]:
+        """Return, in order, the inputs and the nodes that outputs and communications need."""
+        found = {*self.outputs, *self.inputs}
         for number in range(len(self.nodes) - 1, -1, -1):
-            node = self.nodes[number]
-            is_message = node.kind == "communicate"
-            if number in found or is_message and node.part in parts:
+            if number in found or self.nodes[number].kind == "communicate":
                 found.add(number)
-                found.update(() if is_message and node.part < parts.start else node.inputs)
+                found.update(self.nodes[number].inputs)
         return sorted(found)
 
     def precision(self, x: int) -> np.dtype | None:

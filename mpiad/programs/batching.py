@@ -1,8 +1,7 @@
 """Programs of several reverse passes that run together ("lanes").
 
-The later parts of a program are reverse passes, which are linear in their seeds. `Batched` derives a program of such parts,
-in which the seeds, and all arrays that depend on them, have a first axis for the lanes. It computes arrays of earlier parts
-again, except for the results of communications: these are inputs, since the earlier parts have logged them.
+A backward program is linear in the cotangents. `Batched` derives a program in which the cotangents, and all arrays that
+depend on them, have a first axis for the lanes.
 
 A communication takes the arrays of all lanes at once if it does so without a program (`Step.combined`). Otherwise there
 is no program for several lanes, since other ranks may run theirs without one. A function that NumPy runs on whole arrays is
@@ -12,7 +11,6 @@ called once per lane.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,31 +26,21 @@ from mpiad.programs.traced_array import Step, mapped
 class Batched:
     """A program of some reverse passes for several lanes; raises a NotImplementedError if there is no such program."""
 
-    def __init__(self, program: ArrayProgram, parts: range, seeds: int, lanes: int):
+    def __init__(self, program: ArrayProgram, residuals: int, lanes: int):
         self.old, self.lanes, self.program = program, lanes, ArrayProgram()
         self.numbers: dict[int, int] = {}  # of the nodes in the new program
-        self.with_lanes: set[int] = set()  # nodes that depend on the seeds
-        ends = [0, *program.ends, len(program.outputs)]
-        outputs = [program.outputs[ends[part] : ends[part + 1]] for part in parts]
-        before = [n for n, node in enumerate(program.nodes) if node.kind == "communicate" and node.part < parts.start]
-        needed = set(program.needed([n for part in outputs for n in part], parts))
-        self.logged = [k for k, n in enumerate(before) if n in needed]  # inputs before the seeds
-        for n in program.inputs[:seeds]:
-            self._input(n, program.nodes[n])
-        for k in self.logged:
-            self._input(before[k], program.nodes[before[k]])
-        for n in program.inputs[seeds:]:  # all of them are seeds
-            node = program.nodes[n]
-            self._input(n, node._replace(shape=(lanes, *node.shape)))
-            self.with_lanes.add(n)
+        self.with_lanes = set(program.inputs[residuals:])  # nodes that depend on the cotangents
         self.program.constants = program.constants
-        for n in sorted(needed - self.numbers.keys()):
+        for n in program.inputs:
             node = program.nodes[n]
-            self.program.site, self.program.part = node.site, max(node.part, parts.start)
-            self.numbers[n] = self._node(n, node)
-            self._weaken(n)
-        self.program.outputs = [self._over_lanes(n) for part in outputs for n in part]
-        self.program.ends = [0] * parts.start + list(accumulate(map(len, outputs)))[:-1]
+            self._input(n, node._replace(shape=(lanes, *node.shape)) if n in self.with_lanes else node)
+        for n in program.needed():
+            if n not in self.numbers:
+                node = program.nodes[n]
+                self.program.site = node.site
+                self.numbers[n] = self._node(n, node)
+                self._weaken(n)
+        self.program.outputs = list(map(self._over_lanes, program.outputs))
         self.replays = Replays(Schedule(self.program))
 
     def _input(self, n: int, node: Node) -> None:

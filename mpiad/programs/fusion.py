@@ -373,6 +373,11 @@ class Schedule:
                     self._run(n)
             self.outputs += self._compute_outputs(range(start, end), part)
 
+    @property
+    def kept(self) -> set[int]:
+        """The buffers of outputs that only other programs read."""
+        return {self._root(self.outputs[place]) for place in self.program.kept}
+
     def part(self, at: int) -> int:
         """Return the part of the program that a step belongs to."""
         return bisect(self.part_starts, at)
@@ -381,19 +386,21 @@ class Schedule:
         """Append loops that compute the outputs of a part, given by their positions, and return their buffers."""
         # Later parts mustn't read the buffers of outputs, which the caller may change.
         last = part == len(self.program.ends)
-        wanted, outputs = [], []
-        for place in places:
+        wanted: list[tuple[int, Place | None, bool]] = []
+        found: dict[int, int] = {}
+        for place in sorted(places, key=lambda place: place not in self.program.kept):
             n = self.program.outputs[place]
             node, whole = self.nodes[n], self._whole(n)
-            own = last and whole is not None and self.buffers[whole].kind == "result" and whole not in outputs
-            if own or node.dtype not in COMPUTED:  # loops copy no integers: the replay does
-                outputs.append(whole)
+            is_kept = place in self.program.kept
+            is_own = whole is not None and self.buffers[whole].kind == "result" and whole not in map(self._root, found.values())
+            if node.dtype not in COMPUTED or (is_kept and whole is not None) or (last and is_own):
+                found[place] = whole  # type: ignore[assignment]  # loops copy no integers: the replay does
                 continue
-            outputs.append(self._buffer("output", node.shape, node.dtype, place))
-            wanted.append((n, Place(outputs[-1], identity(len(node.shape))), last))
+            found[place] = self._buffer("temporary" if is_kept else "output", node.shape, node.dtype, place)
+            wanted.append((n, Place(found[place], identity(len(node.shape))), last or is_kept))
         end = next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))  # the first node of later parts
         self._compute(wanted, end)
-        return outputs
+        return [found[place] for place in sorted(found)]
 
     def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1, map: IndexMap | None = None) -> int:
         self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data, map))

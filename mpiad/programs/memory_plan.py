@@ -98,7 +98,7 @@ def overwrite(schedule: Schedule, texts: Sequence[LoopText | None]) -> None:
 
 def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int, Allocation], int, int]:
     """Return the memory of temporary buffers with these `spans_of`, and the bytes of a replay's and of scratch memory."""
-    layouts = _layouts(schedule, spans)
+    layouts, kept = _layouts(schedule, spans), schedule.kept
     last = len(schedule.steps)
     sizes = {False: 0, True: 0}
     ends: list[int] = []  # the last step that uses each piece of memory
@@ -111,7 +111,7 @@ def allocate(schedule: Schedule, spans: dict[int, list[int]]) -> tuple[dict[int,
         # If a later part of the program reads a buffer of an earlier part, the buffer's memory isn't reused, since the
         # later part may run several times. Small buffers aren't in scratch memory.
         is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
-        if schedule.part(start) < schedule.part(end):
+        if schedule.part(start) < schedule.part(end) or buffer in kept:
             end, is_scratch = last, False
         free = [k for k, piece in enumerate(pieces) if ends[k] < start and piece[0] == is_scratch]
         fitting = [k for k in free if nbytes <= pieces[k][2] <= 2 * nbytes]
@@ -134,7 +134,7 @@ def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, tuple[int, i
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
     roots = {b: root_of(buffers, b) for b, found in enumerate(buffers) if found.kind == "alias"}
-    dense = {root for b, root in roots.items() if buffers[b].shape != buffers[root].shape}
+    dense = {root for b, root in roots.items() if buffers[b].shape != buffers[root].shape} | schedule.kept
     for step in schedule.steps:
         if isinstance(step, Run):
             dense |= set() if step.in_place else {roots.get(b, b) for b in step.inputs}
@@ -161,4 +161,6 @@ def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
     for at, (step, text) in enumerate(zip(schedule.steps, texts)):
         for buffer in step.inputs if isinstance(step, Run) else text.buffers:  # type: ignore[union-attr]
             spans.setdefault(root_of(schedule.buffers, buffer), []).append(at)
+    for buffer in schedule.kept:
+        spans.setdefault(buffer, []).append(len(schedule.steps))
     return spans

@@ -14,35 +14,54 @@ from mpiad.transport import Channel, Envelope
 from mpiad.transport.core.channels import Used
 
 
-class MessageNumbers:
-    """The envelopes of a replay, which replace the envelopes of the trace."""
+class _Replacement(Envelope):
+    """An envelope of a program; `origin`: the one in the first trace of the function, from which it is derived."""
 
-    def __init__(self) -> None:
-        self._made: dict[Envelope, Envelope] = {}
-        self._numbers: dict[tuple[int, int], int] = {}  # numbers of halo exchanges, by id of the halo and traced number
+    __slots__ = ("origin",)
+
+
+class MessageNumbers:
+    """The envelopes of a run, which replace those of the trace; `known`: those of programs that have run before.
+
+    The programs of a function and of its derivatives share their envelopes, by origin: forward messages are numbered by
+    the program that communicates them, and the messages of adjoints are in later programs.
+    """
+
+    def __init__(self, known: dict[Envelope, Envelope] | None = None) -> None:
+        self.known = known or {}
+        self.made = dict(self.known)
+        self._received: dict[Envelope, Envelope] = {}  # copies of envelopes in `known`
 
     def begin(self) -> None:
         """Begin a run, whose messages have new numbers."""
-        self._made.clear()
-        self._numbers.clear()
+        self.made = dict(self.known)
+
+    def take_known(self) -> None:
+        """Give the copies of known envelopes the numbers of this run."""
+        for origin, made in self._received.items():
+            known = self.known[origin]
+            made.number, made.peer, made.tag = known.number, known.peer, known.tag
+
+    def all(self) -> dict[Envelope, Envelope]:
+        """Return the envelopes of this run, for later programs."""
+        return {origin: made if origin in self.known else _copied(made, origin) for origin, made in self.made.items()}
 
     def addressed(self, params: Any) -> Any:
-        """Return an operation's parameters with this run's envelopes, or this run's number of a halo exchange."""
+        """Return an operation's parameters with this run's envelopes."""
         if isinstance(params, Envelope):
             return self._of(params)
-        if hasattr(params, "numbered"):
-            owner, number = params.numbered
-            key = id(owner), number
-            if key not in self._numbers:
-                self._numbers[key] = params.renumbered()
-            return params._replace(number=self._numbers[key])
         return params._replace(**{name: self._of(x) for name, x in zip(params._fields, params) if isinstance(x, Envelope)})
 
     def _of(self, envelope: Envelope) -> Envelope:
         first = envelope.answers or envelope
-        if first not in self._made:
-            self._made[first] = Envelope(first.channel, *first.asked, first.outgoing)
-        made = self._made[first]
+        origin = _origin(first)
+        made = self.made.get(origin)
+        if made is None and envelope is first:
+            made = _Replacement(first.channel, *first.asked, first.outgoing)
+            made.origin = origin
+        elif made is None:
+            made = self._received[origin] = _copied(first, origin)
+        self.made[origin] = made
         if envelope is first:
             return made
         # A message from any rank may have another sender than in the trace.
@@ -50,12 +69,26 @@ class MessageNumbers:
 
     def with_copies(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return parameters with copies of the envelopes, and the copies that need a new number in each run."""
-        known = set(self._made)
+        known = set(self.made)
         params, given = self.addressed(params), envelopes_of(params)
-        renewed = [made for made, envelope in zip(envelopes_of(params), given) if envelope not in known]
+        pairs = zip(envelopes_of(params), given)
+        renewed = [made for made, envelope in pairs if envelope.answers is not None or _origin(envelope) not in known]
         for envelope in renewed:
             envelope.give_back()  # its message is counted when a run renews it
         return params, renewed
+
+
+def _origin(envelope: Envelope) -> Envelope:
+    return getattr(envelope, "origin", envelope)
+
+
+def _copied(envelope: Envelope, origin: Envelope) -> _Replacement:
+    """Return a copy of an envelope, whose message isn't counted."""
+    made = _Replacement.__new__(_Replacement)
+    for name in Envelope.__slots__:
+        setattr(made, name, getattr(envelope, name))
+    made.origin = origin
+    return made
 
 
 def envelopes_of(params: Any) -> list[Envelope]:
@@ -65,7 +98,7 @@ def envelopes_of(params: Any) -> list[Envelope]:
 
 def is_numbered(params: Any) -> bool:
     """Return whether the parameters of an operation have message numbers."""
-    return bool(envelopes_of(params)) or hasattr(params, "numbered")
+    return bool(envelopes_of(params))
 
 
 def channels_of(params: Any) -> set[Used]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,7 +18,6 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
-from mpiad.programs.batching import Batched
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.playback import PlayingBack
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
@@ -33,7 +31,6 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, communications, is_watched
 from mpiad.transport.world import level_of_repeats
 
-_MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
 MAX_TRACES = 32  # maximum number of traces of one function
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
@@ -42,19 +39,19 @@ class Entry:
     """A compiled program for one signature; `parts`: the leaves that each part returns, traced values or constants."""
 
     def __init__(
-        self, recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable[[list[Any]], Tree], watch: Watch
-    ):
+        self, recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable[[list[Any]], Tree], watch: Watch,
+        kept: Iterable[int] = (),
+    ):  # fmt: skip
         self.inside = in_program(parts[0])  # whether each leaf of the result is an output of the program
         outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
-        self.replays = Replays(Schedule(program_of(recorder, outputs)), recorder.exact)
+        kept = [sum(self.inside[:place]) for place in kept if self.inside[place]]  # see `ArrayProgram`
+        self.replays = Replays(Schedule(program_of(recorder, outputs, kept)), recorder.exact)
         self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
         self.build, self.watch = build, watch  # `build` assembles the result from the first part's leaves
         # The number of communications in all parts together: a run of any part advances the counter by this number.
         self.communications = recorder.communications
         # Whether the program communicates, possibly in an untraced function, and the channels of the communications.
         self.communicates, self.channels = recorder.communicates, recorder.channels
-        # Programs of later parts for several lanes, by first part and number of lanes.
-        self._batches: dict[tuple[int, int], Batched | None] = {}
 
     def is_current(self) -> bool:
         """Return whether the closure is unchanged, and no exception has left messages in flight on the channels."""
@@ -65,15 +62,6 @@ class Entry:
         """Whether shapes or dtypes may differ in a run from those in the trace (see `Changed`)."""
         calls_of_numpy = [node.data.fun for node in self.replays.schedule.program.nodes if node.kind == "call"]
         return self.replays.last_check >= 0 or any(fun not in (np.dot, np.matmul) for fun in calls_of_numpy)
-
-    def batched(self, parts: range, seeds: int, lanes: int) -> Batched | None:
-        """Return the program of `parts` for several lanes, None if there is none; see `batching`."""
-        key = parts.start, lanes
-        if key not in self._batches and len(self._batches) < _MOST_BATCHES:
-            self._batches[key] = None
-            with suppress(NotImplementedError):  # a step that has no form for several lanes
-                self._batches[key] = Batched(self.replays.schedule.program, parts, seeds, lanes)
-        return self._batches.get(key)
 
     def called(self, values: Sequence[Array]) -> Tree:
         """Run the program, and return the function's result."""
@@ -93,20 +81,22 @@ def entry_by_shapes(fun: Function, given: Arguments, watch: Watch, exact: bool) 
     """Compile a function from the shapes of its arguments, without running it; None if that fails or all are small."""
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
-    return _entry_of_shapes(watch, lambda recorder: traced_parts(fun, given, recorder), exact)
+    return entry_of_trace(watch, lambda recorder: traced_parts(fun, given, recorder), exact)
 
 
 _Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
 
 
-def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None], exact: bool = False) -> Entry | None:
+def entry_of_trace(
+    watch: Watch, traced: Callable[[Recorder], _Parts | None], exact: bool = False, kept: Iterable[int] = ()
+) -> Entry | None:
     """Compile the trace made by ``traced(recorder)``, which returns `parts` and `build` of `Entry`; None if that fails."""
     recorder = ShapeRecorder()
     recorder.exact = exact
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             found = traced(recorder)
-            return None if found is None else Entry(recorder, *found, watch)
+            return None if found is None else Entry(recorder, *found, watch, kept)
     except (Abandoned, Exception) as error:  # noqa: BLE001
         recorder.raise_own(error)
         return None
@@ -115,7 +105,7 @@ def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None], 
 def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
     """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`."""
     try:
-        entry = _entry_of_shapes(watch_of(lambda: None, (), objects), lambda recorder: traced_parts(fun, given, recorder))
+        entry = entry_of_trace(watch_of(lambda: None, (), objects), lambda recorder: traced_parts(fun, given, recorder))
     except Exception:  # noqa: BLE001
         return None
     is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
@@ -152,7 +142,15 @@ def count(number: int) -> None:
 
 
 _log = logging.getLogger("mpiad")
-_Derive: TypeAlias = Callable[[Program, Recorder], list[list[Any]]]
+
+
+class Recorded(NamedTuple):
+    """A program for derivatives, None if the function can't be traced; `build` assembles the function's result."""
+
+    program: Program | None
+    build: Any
+    watch: Watch
+    operations: list[Any]  # the program as a `CompiledOperation`, after its first use
 
 
 class ProgramCache:
@@ -161,8 +159,7 @@ class ProgramCache:
     def __init__(self, fun: Function, name: str, strict: bool):
         self.fun, self.name, self.strict = fun, name, strict
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
-        # Programs for derivatives, by signature and variables, with the watch of their trace; None if they can't be traced.
-        self._programs: dict[Any, tuple[Program | None, Watch]] = {}
+        self._programs: dict[Any, Recorded] = {}
         self.reasons: dict[Any, str] = {}
         self.warned = False
         self.traces = 0
@@ -191,22 +188,25 @@ class ProgramCache:
             self.entries[key] = entry
         return entry, watch
 
-    def derived_entry(self, given: Arguments, variables: Sequence[int], derive: _Derive, watch: Watch) -> Entry | None:
-        """Compile the derivative ``derive(program, recorder)`` from the arguments' shapes; return None if that fails."""
-        # The program is recorded once for each signature and choice of `variables`, the positions of leaves.
-        if is_shown():
+    def program(self, given: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
+        """Return the function's program, recorded once for each signature and choice of `variables`; None if that fails.
+
+        `variables` are positions of leaves; `watch`: that of this call, if there is one.
+        """
+        key = "program", tuple(sorted(set(variables))), given.key
+        known = self._programs.get(key)
+        if known is not None and known.watch.is_the_same():
+            return known if known.program else None
+        watch = watch or (None if is_shown() else self._watch(key, given, optional=True))
+        if watch is None:
             return None
-        key = given.key, tuple(sorted(set(variables)))
-
-        def traced(recorder: Recorder) -> _Parts | None:
-            program, valid = self._programs.get(key, (None, None))
-            if valid is None or not valid.is_the_same():
-                self._programs[key] = None, watch
-                program = recorded(self.fun, given, variables)
-                self._programs[key] = program, watch
-            return None if program is None else (derive(program, recorder), program.build)
-
-        return _entry_of_shapes(watch, traced)
+        recorder, made = ShapeRecorder(), (None, None)
+        try:
+            made = recorded(self.fun, given, variables, recorder)
+        except (Abandoned, Exception) as error:  # noqa: BLE001
+            recorder.raise_own(error)
+        self._programs[key] = Recorded(*made, watch, [])
+        return self.program(given, variables)
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
         """Compile a trace, and store the entry of the signature; `made`: the further arguments of `Entry`."""

@@ -145,7 +145,6 @@ class Recorder:
         self.open = False  # whether operations are recorded
         self.part = 0  # the part of the program to which steps are appended
         self.combined = False  # see `Step`
-        self.logged = 0  # the number of parts of the program whose communications a replay logs
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
         self.failed: BaseException | None = None  # an exception of a communication or another untraced function
         # For playback: the results of communications and other untraced functions, and the message counts before them.

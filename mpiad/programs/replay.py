@@ -231,12 +231,14 @@ class Replay:
         self.nodes: list[Node] = self.schedule.program.nodes
         self._actions = replays.actions[prepared]
         self._blocks = _KernelBlocks(replays, self._actions)
-        self._numbers = MessageNumbers()
+        self.numbers = MessageNumbers()
+        self.is_leased = False  # whether results of the last run are in this replay's memory
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.
         self.names: dict[str, Any] = {"empty": np.empty, "ndarray": np.ndarray, "address": _address_of}
-        self.names |= {"begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words}
+        self.names |= {"begin": self.numbers.begin, "addressed": self.numbers.addressed, "t": self._blocks.words}
         self.names |= {"as_array": _as_argument, "own": _own, "together": run_together, "Changed": Changed}
+        self.names |= {"lease": self._lease, "take_known": self.numbers.take_known}
         self.names |= {"log": self.log, "logged": logged}
         self._memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
@@ -247,7 +249,7 @@ class Replay:
         self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
         found, numbered = self._preparable_steps()
         self._preparable = found if prepared else set[int]()
-        self._renumbers = bool(numbered - self._preparable)
+        self._renumbers, self._is_numbered = bool(numbered - self._preparable), bool(numbered)
         self.first, *self.later = self._functions()
 
     def _preparable_steps(self) -> tuple[set[int], set[int]]:
@@ -291,16 +293,20 @@ class Replay:
         text: list[str] = []
         for part, (start, end) in enumerate(pairwise(ends)):
             self._lines = [f"global {names}"] if kept else []
-            if self._renumbers and not part:
-                self._lines.append("begin()")
-            if (self.replays.last_check >= 0 or schedule.program.logged) and not part:
+            if self._is_numbered and not part:
+                self._lines.append("begin()" if self._renumbers else "take_known()")
+            if self.replays.last_check >= 0 and not part:
                 self._lines.append("log.clear()")
             outputs = returned[start:end]
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
             for k, action in enumerate(self._actions):
                 if schedule.part(action.at) == part:
                     self._append_action(k, action)
-            self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
+            is_kept = [k in schedule.program.kept for k in range(start, end)]
+            if any(kept and self._is_leased(b) for b, kept in zip(outputs, is_kept)):
+                self._lines.append("memory = lease()")
+            results = [self._kept(b) if kept else self._result(b) for b, kept in zip(outputs, is_kept)]
+            self._lines.append(f"made = [{', '.join(results)}]")
             if self.replays.scratch.size:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
             text += [f"def part{part}({inputs}):", *indented([*filter(None, self._lines), "return made"])]
@@ -397,6 +403,26 @@ class Replay:
             return f"r{b}"
         return name if found.kind == "output" and self._is_large(b) else f"{name}.copy()"
 
+    # A result that only other programs read is an array in the replay's memory. As long as one of these arrays exists, the
+    # replay is in use: their base holds the lease.
+
+    def _lease(self) -> Array:
+        memory = self._memory.view(_Leased)
+        memory.replay, self.is_leased = self, True
+        return memory
+
+    def _is_leased(self, b: int) -> bool:
+        return root_of(self.schedule.buffers, b) in self.replays.allocations and self._is_large(b)
+
+    def _kept(self, b: int) -> str:
+        """Return the expression of an output that only other programs read."""
+        found, root = self.schedule.buffers[b], root_of(self.schedule.buffers, b)
+        if self._is_leased(b):
+            start = self.replays.allocations[root].start
+            return f"ndarray({found.shape}, {self._bound(found.dtype)}, memory, {start})"
+        is_own = self._arrays[root] == f"b{root}" and self.schedule.buffers[root].kind != "constant"
+        return self._result(b) if is_own or not found.shape else self._array(b)
+
     def _append_action(self, k: int, action: Action) -> None:
         at, step = action.at, self.schedule.steps[action.at]
         if action.kind == "loop":
@@ -437,7 +463,7 @@ class Replay:
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *map(self._bound, call.args[1:])])})")
 
     def _is_logged(self, at: int) -> bool:
-        return at <= self.replays.last_check or self.schedule.part(at) < self.schedule.program.logged
+        return at <= self.replays.last_check
 
     def _prepare(self, at: int) -> None:
         step = self.schedule.steps[at]
@@ -501,7 +527,7 @@ class Replay:
         node, (made,) = self.nodes[step.node], step.results
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
-            params, renewed = self._numbers.with_copies(params)
+            params, renewed = self.numbers.with_copies(params)
         for k, envelope in enumerate(renewed):
             self.names[f"e{at}_{k}"] = envelope.renew
             self._lines.append(f"e{at}_{k}()")
@@ -520,7 +546,7 @@ class Replay:
         made = self.nodes[node.inputs[0]] if node.kind == "item" else node
         if made.kind == "call":
             # A kernel is compiled for one shape, and would read beyond the end of a smaller array.
-            log = "log" if self.schedule.program.logged or all(n.kind != "communicate" for n in self.nodes) else "None"
+            log = "log" if all(n.kind != "communicate" for n in self.nodes) else "None"
             self._lines.append(f"if r{b}.shape != {found.shape}: raise Changed(r{b}, {self._bound(made)}, {log})")
         if b in self._in_kernels:
             self._read_argument(b, f"r{b}")
@@ -547,6 +573,16 @@ class _Text(str):
 
     __slots__ = ()
     __repr__ = str.__str__
+
+
+class _Leased(np.ndarray):
+    """A view of a replay's memory, which gives back the replay when no array refers to it any more."""
+
+    replay: Replay
+
+    def __del__(self) -> None:
+        if hasattr(self, "replay"):  # arrays that NumPy derives have none
+            self.replay.replays.give_back(self.replay)
 
 
 def _own(made: Any, *given: Array) -> Any:

@@ -47,12 +47,12 @@ from mpiad.programs.traced_array import (
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 
 
-def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgram:
-    """Return the program of a trace; `parts`: the values that each part of the program returns."""
+def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]], kept: Iterable[int] = ()) -> ArrayProgram:
+    """Return the program of a trace; `parts`: the values that each part returns; `kept`: see `ArrayProgram`."""
     made = _Translation(recorder)
     for step in recorder.steps:
         made.step(step)
-    made.program.outputs, made.program.logged = made.outputs([x for part in parts for x in part]), recorder.logged
+    made.program.outputs, made.program.kept = made.outputs([x for part in parts for x in part]), frozenset(kept)
     made.program.ends = list(accumulate(map(len, parts)))[:-1]
     return made.program
 

@@ -1,30 +1,33 @@
-"""Derivatives of programs, without another call of the user's function.
+"""Programs, and their derivatives as programs, without another call of the user's function.
 
 A `Program` is recorded on a tape of its own, the `ProgramTape`, whose nodes are the calls of differentiable functions and
 the communications. So derivatives of a program use the same rules as those of the interpreted function, including rules
 of the user, and treat results of `stop_gradient` as constants. An `Evaluation` repeats the nodes on other values:
-on traced arrays, or on boxes of them. Values without derivatives, such as masks, are computed again by the steps of the
-recorder if a node needs them.
+on plain or traced arrays, or on boxes of them. Values without derivatives, such as masks, are computed again by the steps
+of the recorder if a node needs them.
 
-A derivative is an evaluation on the boxes of a tape, followed by the reverse pass along this tape, recorded in a new trace
-of shapes. A second derivative is the same under an enclosing tape. The result consists of parts, which run one after the
-other; each part is the list of its results:
+A derivative is an evaluation on the boxes of a tape that is enclosed by a new `ProgramTape`. So it is a program again:
 
-- `vjp`: the function and its reverse pass.
-- `jvp_of_vjp`: the same parts, with tangents. A product with the Hessian is computed in this way.
-- `vjp_of_vjp`: the same parts, the reverse pass of the second part, and the reverse pass of the first part.
+- `jvp`: a program of values and tangents.
+- `linearized`: two programs. The forward one also returns *residuals*: the arrays that the backward one, the reverse pass,
+  reads besides the cotangents of the results.
+- `vjp`: the forward and the backward program as two parts of one trace, which share their buffers. A first derivative is
+  compiled in this form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, NamedTuple
 
+import numpy as np
 from autograd.core import VJPNode, VSpace
 from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
+from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import Lane, sweep
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
@@ -34,15 +37,16 @@ from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, ShapeRecorder, like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host
-from mpiad.pytrees import flatten
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Spec
 from mpiad.transport.core import calls
+from mpiad.transport.core.channels import communications
 from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The call of a node, with arguments as in a `Step`; `params`: keyword arguments, or parameters of a communication."""
 
     fun: Any
@@ -51,9 +55,14 @@ class _Call(NamedTuple):
     argnums: list[int]  # the positions of the node's inputs among the arguments
     step: Step | None  # the last step before the node was recorded, which has the user's line
 
+    @property
+    def is_combined(self) -> bool:
+        """Whether reverse passes that run together make the communication once for all of them."""
+        return self.step is not None and self.step.combined
+
 
 class CallNode(OrderedNode):
-    """A node of a program; `pull`: its `_Call`, or None for variables; `like`: its result, with a `Ref` for each array."""
+    """A node of a program; `pull`: its `Call`, or None for variables; `like`: its result, with a `Ref` for each array."""
 
     __slots__ = ()
 
@@ -73,6 +82,10 @@ class ProgramTape(OrderedTape):
     def __init__(self, recorder: Recorder):
         super().__init__()
         self.recorder = recorder
+
+    def variable(self, x: Array) -> Array:
+        """Return x as a variable, or x itself if it can't be a variable."""
+        return new_box(x, self.number, CallNode.on_tape(self, like=self.referenced(x))) if is_variable(x) else x
 
     def referenced(self, x: Any) -> Any:
         """Return nested arguments, with references to the values that the arrays have at this time."""
@@ -94,7 +107,7 @@ class ProgramTape(OrderedTape):
         args = tuple([None if k in own else self._argument(x) for k, x in enumerate(args)])
         params = self._argument(params) if type(params) is dict else on_host(params)
         node.tape, node.like, node.index = self, self.referenced(value), len(self.record)
-        node.inputs, node.pull = [index for _, index in pairs], _Call(fun, args, params, own, steps[-1] if steps else None)
+        node.inputs, node.pull = [index for _, index in pairs], Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
 
     def communicated(
@@ -107,14 +120,20 @@ class ProgramTape(OrderedTape):
 
 
 class Program(NamedTuple):
-    """The program of a function; `build` assembles the function's result from its leaves."""
+    """A function of a list of values, which returns a list of values."""
 
     recorder: Recorder
     nodes: list[Any]  # list of CallNode
     # References to the trace, each with the index of its node, -1 for constants.
     inputs: list[tuple[Any, int]]
     outputs: list[tuple[Any, int]]
-    build: Callable[[list[Any]], Any]
+    size: int  # the number of results of nodes
+    kept: frozenset[int] = frozenset()  # the positions of outputs that only other programs read: residuals
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a node communicates."""
+        return any(node.pull is not None and isinstance(node.pull.fun, Recorded) for node in self.nodes)
 
 
 def _innermost(x: Array) -> Array:
@@ -128,37 +147,43 @@ def _spec(x: Array) -> Spec:
     return spec_like(x.value if isinstance(x, TracedArray) else x)
 
 
-def recorded(fun: Function, given: Arguments, variables: Iterable[int]) -> Program:
-    """Record the program of a function; `variables`: positions of the leaves with respect to which it is differentiated."""
-    recorder = ShapeRecorder()
-    with recorder, suspended(body=False), ProgramTape(recorder) as tape:
+def recorded(
+    fun: Function, given: Arguments, variables: Iterable[int], recorder: Recorder
+) -> tuple[Program, Callable[[list[Any]], Any]]:
+    """Record the program of a function, and return it with the builder of the function's result.
+
+    `variables`: positions of the leaves with respect to which it is differentiated.
+    """
+    with np.errstate(all="ignore"), recorder, suspended(body=False), ProgramTape(recorder) as tape:
         leaves = recorder.arguments(given)
         for k in set(variables):
-            leaves[k] = new_box(leaves[k], tape.number, CallNode.on_tape(tape))
+            leaves[k] = tape.variable(leaves[k])
         inputs = tape.with_indices([leaves[k] for k in given.traced])
         args, kwargs = given.build(leaves)
         values, build = flatten(fun(*args, **kwargs))
         outputs = tape.with_indices(values)
-    return Program(recorder, tape.close().nodes, inputs, outputs, build)
+    nodes = tape.close().nodes
+    return Program(recorder, nodes, inputs, outputs, len(nodes)), build
 
 
 class Evaluation:
-    """The evaluation of a program in a new trace."""
+    """The evaluation of a program: in a new trace, or if there is no recorder, on any values."""
 
-    def __init__(self, program: Program, recorder: Recorder):
-        self._program, self._recorder, self._numbers = program, recorder, MessageNumbers()
-        self._results: list[Any] = [None] * len(program.nodes)
-        self._known: dict[int, Any] = {}  # values in the new trace, without boxes, by their numbers in the old one
+    def __init__(self, program: Program, recorder: Recorder | None, numbers: MessageNumbers | None = None):
+        self._program, self._recorder, self.numbers = program, recorder, numbers or MessageNumbers()
+        self._results: list[Any] = [None] * program.size
+        self._known: dict[int, Any] = {}  # the new values, without boxes, by their numbers in the old trace
         self._steps = {out: step for step in program.recorder.steps for out in step.outs}
 
     def inputs(self) -> list[Array]:
         """Return new inputs."""
         old, recorder = self._program.recorder, self._recorder
-        return [recorder.input(like(Spec(*old.specs[x.number])), x.number in old.weak) for x, _ in self._program.inputs]
+        specs = [(Spec(*old.specs[x.number]), x.number in old.weak) for x, _ in self._program.inputs]
+        return [recorder.input(like(spec), weak) for spec, weak in specs]  # type: ignore[union-attr]
 
-    def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return the outputs of the program."""
-        program = self._program
+    def run(self, inputs: Sequence[Array], call: Callable[..., Any] | None = None) -> list[Array]:
+        """Return the outputs of the program; `call` replaces the method `called`."""
+        program, call = self._program, call or self.called
         for (x, index), value in zip(program.inputs, inputs, strict=True):
             if index >= 0:
                 self._results[index] = value
@@ -167,39 +192,59 @@ class Evaluation:
         try:
             for node in program.nodes:
                 if node.pull is not None:
-                    self._results[node.index] = made = self._called(node.pull, node.inputs)
+                    self._results[node.index] = made = call(node.pull, [self._results[index] for index in node.inputs])
                     self._note(node.like, made)
             return [self._results[index] if index >= 0 else mapped(x, self._constant) for x, index in program.outputs]
         finally:
             tracing.site = around
 
-    def _called(self, call: _Call, inputs: Sequence[int]) -> Any:
-        args = [mapped(x, self._constant) for x in call.args]
-        for k, index in zip(call.argnums, inputs):
-            args[k] = self._results[index]
-        step = call.step
+    def called(self, call: Call, inputs: Sequence[Any]) -> Any:
+        """Repeat the call of a node."""
+        args, step, recorder = [mapped(x, self._constant) for x in call.args], call.step, self._recorder
+        for k, x in zip(call.argnums, inputs):
+            args[k] = x
         tracing.site = None if step is None else step.site
         if not isinstance(call.fun, Recorded):
             return call.fun(*args, **mapped(call.params, self._constant))
-        params = self._numbers.addressed(call.params) if is_numbered(call.params) else mapped(call.params, self._constant)
+        params = self.numbers.addressed(call.params) if is_numbered(call.params) else mapped(call.params, self._constant)
+        if recorder is None:
+            next(communications)
+        else:
+            recorder.combined = call.is_combined
         if step is None or step.rule is None:
             return apply(call.fun, tracing.tape, tuple(args), params)
         arguments = *step.rule, None, None
         return recorded_call(calls.begin_rule, arguments, apply, call.fun, tracing.tape, tuple(args), params)
 
+    def run_lanes(self, inputs: Sequence[Array], lanes: Sequence[Sequence[Array]]) -> list[list[Array]]:
+        """Return the outputs for several reverse passes that run together; `lanes`: the last inputs, for each of them."""
+        numbers = range(len(lanes))
+
+        def call(of_node: Call, inputs: Sequence[Any]) -> Any:
+            if isinstance(of_node.fun, Recorded):
+                if of_node.is_combined:
+                    made = self.called(of_node, [stack([_of_lane(x, k) for k in numbers]) for x in inputs])
+                    return _Lanes([made[k] for k in numbers])
+            elif not any(type(x) is _Lanes for x in inputs):
+                return self.called(of_node, inputs)
+            return _Lanes([self.called(of_node, [_of_lane(x, k) for x in inputs]) for k in numbers])
+
+        made = self.run([*inputs, *map(_Lanes, zip(*lanes))], call)
+        return [[_of_lane(x, k) for x in made] for k in numbers]
+
     def _note(self, old: Any, new: Any) -> None:
         """Remember the new value for a reference, or for each reference in nested results."""
         olds, news = list[Any](), list[Any]()
         mapped(old, olds.append)
-        mapped(_innermost(new), news.append)
+        mapped(_innermost(_of_lane(new, 0)), news.append)
         for reference, value in zip(olds, map(_innermost, news)):
             if type(reference) is Ref:
                 self._known.setdefault(reference.number, value)
-                if reference.number in self._program.recorder.weak:
+                if reference.number in self._program.recorder.weak and self._recorder is not None:
                     self._recorder.weaken(value)
 
     def _constant(self, x: Any) -> Any:
-        """Return an argument that isn't an input of its node, in the new trace."""
+        """Return an argument that isn't an input of its node."""
         old = self._program.recorder
         if type(x) is Ref:
             return self._value(x.number)
@@ -207,19 +252,31 @@ class Evaluation:
             return old.constants[x.number]
         if isinstance(x, VSpace) and getattr(getattr(x, "arrays", None), "recorder", None) is old:
             x = copy(x)
-            x.arrays = type(x.arrays)(self._recorder)
+            x.arrays = self._recorder and type(x.arrays)(self._recorder)
         return x
 
     def _value(self, number: int) -> Any:
-        """Return a value of the old trace in the new one; if necessary, its step is repeated."""
+        """Return the new value for one of the old trace; if necessary, its step is repeated."""
         if number not in self._known:
-            step, weak = self._steps[number], self._program.recorder.weak
-            if step.kind != "call":
-                self._recorder.refuse(f"a derivative uses the result of {step.fun} as a constant")
-            made = self._recorder.call(step.fun, mapped(step.args, self._constant), mapped(step.kwargs, self._constant))
+            step, weak, recorder = self._steps[number], self._program.recorder.weak, self._recorder
+            args, kwargs = mapped(step.args, self._constant), mapped(step.kwargs, self._constant)
+            if recorder is None:
+                made = step.fun(*args, **kwargs)
+            else:
+                if step.kind != "call":
+                    recorder.refuse(f"a derivative uses the result of {step.fun} as a constant")
+                made = recorder.call(step.fun, args, kwargs)
             for out, x in zip(step.outs, made if isinstance(made, (tuple, list)) else [made]):
-                self._known[out] = self._recorder.weaken(x) if out in weak else x
+                self._known[out] = recorder.weaken(x) if out in weak and recorder is not None else x
         return self._known[number]
+
+
+class _Lanes(list[Any]):
+    """The values of several reverse passes that run together."""
+
+
+def _of_lane(x: Any, lane: int) -> Any:
+    return x[lane] if type(x) is _Lanes else x
 
 
 def _record_sweep(recorder: Recorder, nodes: list[OrderedNode], lane: Lane, places: range) -> None:
@@ -230,118 +287,118 @@ def _record_sweep(recorder: Recorder, nodes: list[OrderedNode], lane: Lane, plac
     recorder.combined = False
 
 
-class _Parts:
-    """The parts of a derivative; a subclass differentiates them by an enclosing tape."""
-
-    def __init__(self, recorder: Recorder):
-        self.recorder, self.made = recorder, list[list[Any]]()
-
-    def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
-        """Return the inputs of a part; those at the positions `chosen` are variables of the enclosing tape."""
-        return values
-
-    def end(self, results: Sequence[Array]) -> None:
-        """End a part, which returns `results`."""
-        self.made.append(list(results))
-
-    def run(self, program: Program, inner: Sequence[int], outer: Sequence[int] = ()) -> None:
-        """Record a program and its reverse pass; the results' cotangents are also variables of the enclosing tape."""
-        # `inner`, `outer`: the positions of the inputs that are variables of the reverse pass and of the enclosing tape.
-        recorder, evaluation = self.recorder, Evaluation(program, self.recorder)
-        given = self.variables(evaluation.inputs(), outer)
-        specs = [_spec(given[k]) for k in inner]
-        with OrderedTape() as tape:
-            for k in inner:
-                given[k] = tape.variable(given[k])
-            pairs = [tape.value_and_place(x) for x in evaluation.run(given)]
-        nodes = tape.close().nodes
-        self.end([x for x, _ in pairs])
-        recorder.part = 1
-        pairs = [(x, index) for x, index in pairs if isinstance(_innermost(x), TracedArray)]
-        gs = self.variables([recorder.input(like(_spec(x))) for x, _ in pairs], range(len(pairs)))
-        lane = Lane.of(nodes)
-        lane.add(zip([index for _, index in pairs], gs))
-        _record_sweep(recorder, nodes, lane, range(len(specs), len(nodes)))
-        self.end([conformed(lane.totals[index], spec) for index, spec in enumerate(specs)])
-
-
-class _PartsWithTangents(_Parts):
-    """The inputs of a part are followed by the tangents of its variables, and the results by their tangents."""
-
-    def __init__(self, recorder: Recorder, tape: TangentTape):
-        super().__init__(recorder)
-        self._tape = tape
-
-    def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
-        for k in chosen:
-            values[k] = self._tape.variable(values[k], self.recorder.input(like(_spec(values[k]))))
-        return values
-
-    def end(self, results: Sequence[Array]) -> None:
-        self.made.append([x for part in zip(*map(self._tape.value_and_tangent, results)) for x in part])
-
-
-class _PartsWithReversePasses(_Parts):
-    """Each part has a reverse pass along the enclosing tape, which is a further part."""
-
-    def __init__(self, recorder: Recorder, tape: OrderedTape):
-        super().__init__(recorder)
-        self._tape = tape
-        self._variables: list[list[tuple[int, Spec]]] = []  # per part, the indices and specs of its variables
-        self._results: list[list[tuple[int, Spec]]] = []
-        self._starts: list[int] = []
-        self._ranges: list[range] = []  # the nodes of each part
-
-    def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
-        record = self._tape.record
-        self._variables.append([(index, _spec(values[k])) for index, k in enumerate(chosen, len(record))])
-        for k in chosen:
-            values[k] = self._tape.variable(values[k])
-        self._starts.append(len(record))
-        return values
-
-    def end(self, results: Sequence[Array]) -> None:
-        pairs = [self._tape.value_and_place(x) for x in results]
-        self.made.append([x for x, _ in pairs])
-        # The caller passes a cotangent for each result of the reverse pass, also where a variable has no influence.
-        self._results.append([(k, _spec(x)) for x, k in pairs if self._results or isinstance(_innermost(x), TracedArray)])
-        self._ranges.append(range(self._starts[-1], len(self._tape.record)))
-
-    def end_with_reverse_passes(self, nodes: list[OrderedNode], last: int) -> None:
-        """Record the reverse passes of the parts, in reverse order; the last one recorded is that of the part `last`."""
-        lane = Lane.of(nodes)
-        for part in range(len(self._ranges) - 1, last - 1, -1):
-            self.recorder.part += 1
-            gs = [self.recorder.input(like(spec)) for _, spec in self._results[part]]
-            lane.add(zip([index for index, _ in self._results[part]], gs))
-            _record_sweep(self.recorder, nodes, lane, self._ranges[part])
-            self.made.append([conformed(lane.totals[index], spec) for index, spec in self._variables[part]])
-
-
 def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list[Array]]:
     """Return the parts of a program and its reverse pass, from cotangents of results to those of the inputs `inner`."""
-    parts = _Parts(recorder)
     with recorder, suspended(body=False):
-        parts.run(program, inner)
-    return parts.made
+        evaluation = Evaluation(program, recorder)
+        return _with_reverse_pass(recorder, evaluation, evaluation.inputs(), inner, lambda gs: gs)
 
 
-def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int]) -> list[list[Array]]:
-    """Return the parts of `vjp` with tangents, with respect to the inputs `outer` and the cotangents of the results."""
-    with recorder, suspended(body=False), TangentTape() as tape:
-        parts = _PartsWithTangents(recorder, tape)
-        parts.run(program, inner, outer)
-    tape.close()
-    return parts.made
-
-
-def vjp_of_vjp(
-    program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int], last: int
+def _with_reverse_pass(
+    recorder: Recorder, evaluation: Evaluation, given: list[Array], inner: Sequence[int], seeded: Callable[[list], list]
 ) -> list[list[Array]]:
-    """Return the two parts of `vjp`, and the reverse pass of part 1, followed by that of part 0 if `last` is 0."""
-    with recorder, suspended(body=False):
-        with OrderedTape() as tape:
-            parts = _PartsWithReversePasses(recorder, tape)
-            parts.run(program, inner, outer)
-        parts.end_with_reverse_passes(tape.close().nodes, last)
-    return parts.made
+    """Record an evaluation and its reverse pass; `seeded` is called between them, with the cotangents of the results."""
+    specs = [_spec(given[k]) for k in inner]
+    with OrderedTape() as tape:
+        for k in inner:
+            given[k] = tape.variable(given[k])
+        pairs = [tape.value_and_place(x) for x in evaluation.run(given)]
+    nodes = tape.close().nodes
+    results = [x for x, _ in pairs]
+    recorder.part = 1
+    traced = [(x, index) for x, index in pairs if isinstance(_innermost(x), TracedArray)]
+    gs = [recorder.input(like(_spec(x))) for x, _ in traced]
+    lane = Lane.of(nodes)
+    lane.add(zip([index for _, index in traced], seeded(gs)))
+    _record_sweep(recorder, nodes, lane, range(len(specs), len(nodes)))
+    return [results, [conformed(lane.totals[index], spec) for index, spec in enumerate(specs)]]
+
+
+def jvp(program: Program, chosen: Sequence[int], recorder: Recorder) -> tuple[Program, list[int]]:
+    """Return the program of values and tangents, and the positions of the values that have a tangent.
+
+    Its inputs are followed by the tangents of those at the positions `chosen`.
+    """
+    with _retraced(program, recorder) as (outer, evaluation):
+        given = list(map(outer.variable, evaluation.inputs()))
+        tangents = [outer.variable(recorder.input(like(_spec(given[k])))) for k in chosen]
+        inputs = outer.with_indices([*given, *tangents])
+        with TangentTape() as tape:
+            for k, v in zip(chosen, tangents):
+                given[k] = tape.variable(given[k], v)
+            pairs = [tape.value_and_tangent(x) for x in evaluation.run(given)]
+        tape.close()
+        with_tangents = [k for k, (x, _) in enumerate(pairs) if isinstance(_innermost(x), TracedArray) and is_variable(x)]
+        outputs = outer.with_indices([x for x, _ in pairs] + [pairs[k][1] for k in with_tangents])
+    nodes = outer.close().nodes
+    kept = {place for place, k in enumerate([*range(len(pairs)), *with_tangents]) if k in program.kept}
+    return Program(recorder, nodes, inputs, outputs, len(nodes), frozenset(kept)), with_tangents
+
+
+def linearized(program: Program, inner: Sequence[int], recorder: Recorder) -> tuple[Program, Program]:
+    """Return two programs: results followed by residuals, and from residuals and cotangents of results those of inputs."""
+    middle, seeds, first_seed = 0, list[tuple[Any, int]](), 0
+    with _retraced(program, recorder) as (outer, evaluation):
+        given = list(map(outer.variable, evaluation.inputs()))
+        inputs = outer.with_indices(given)
+
+        def seeded(gs: list[Array]) -> list[Array]:
+            nonlocal middle, seeds, first_seed
+            middle, first_seed = len(outer.record), len(recorder.specs) - len(gs)
+            gs = list(map(outer.variable, gs))
+            seeds = outer.with_indices(gs)
+            return gs
+
+        results, cotangents = map(outer.with_indices, _with_reverse_pass(recorder, evaluation, given, inner, seeded))
+    nodes = outer.close().nodes
+    residuals = _residuals(recorder, nodes, middle, first_seed, [*seeds, *cotangents])
+    kept = program.kept.union(range(len(results), len(results) + len(residuals)))
+    forward = Program(recorder, nodes[:middle], inputs, [*results, *residuals], len(nodes), kept)
+    return forward, Program(recorder, nodes[middle:], [*residuals, *seeds], cotangents, len(nodes))
+
+
+def _residuals(
+    recorder: Recorder, nodes: list[Any], middle: int, first_seed: int, ends: Sequence[tuple[Any, int]]
+) -> list[tuple[Any, int]]:
+    """Return references to the values of the nodes before `middle`, and of earlier steps, that the other nodes read."""
+    # Values have increasing numbers in the trace; `first_seed`: the number of the first cotangent, or of the next value.
+    steps = {out: step for step in recorder.steps for out in step.outs}
+    found: dict[tuple[Ref, int], None] = {}
+    computed: set[int] = set()  # the numbers of values that the later nodes return, and of untraced ones that were visited
+
+    def visit(x: Any) -> None:
+        if type(x) is not Ref or x.number in computed:
+            return
+        if x.number < first_seed:
+            found[x, -1] = None
+            return
+        computed.add(x.number)
+        if x.number in steps:  # the evaluation repeats the step of a value that no node returns
+            mapped((steps[x.number].args, steps[x.number].kwargs), visit)
+
+    def read(index: int) -> None:
+        if 0 <= index < middle:
+            like = nodes[index].like
+            if type(like) is not Ref:
+                recorder.refuse("a derivative reads a result that isn't one array")
+            found[like, index] = None
+
+    for node in nodes[middle:]:
+        mapped(node.like, lambda x: computed.add(x.number) if type(x) is Ref else None)
+        for index in node.inputs:
+            read(index)
+        if node.pull is not None:
+            mapped((node.pull.args, node.pull.params), visit)
+    for x, index in ends:
+        read(index)
+        if index < 0:
+            mapped(x, visit)
+    numbers = {x.number for x, index in found if index >= 0}
+    return [(x, index) for x, index in found if index >= 0 or x.number not in numbers]
+
+
+@contextmanager
+def _retraced(program: Program, recorder: Recorder) -> Iterator[tuple[ProgramTape, Evaluation]]:
+    """Open a new trace of a program, with a tape that records a program."""
+    with np.errstate(all="ignore"), recorder, suspended(body=False), ProgramTape(recorder) as outer:
+        yield outer, Evaluation(program, recorder)

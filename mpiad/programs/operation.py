@@ -1,0 +1,252 @@
+"""Compiled programs as differentiable operations.
+
+The tangent of a compiled program is a program, and its reverse pass is two: a forward program, which also returns
+residuals, and a backward program from residuals and cotangents (see `transforms`). Each of them is an operation again. So a
+call is differentiated as a communication is: the innermost trace records it as one node, and calls the derived operation
+with the next outer trace as the current one, until all values are plain. Derivatives of every order and in both modes are
+compiled by this rule, in the order of the communications of the interpreted function.
+
+Several reverse passes that run together ("lanes") use a program that is derived from the backward program (see `batching`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from autograd.core import JVPNode, VJPNode
+from autograd.tracer import Box, new_box
+
+from mpiad._typing import Array
+from mpiad.compiling.closure import Watch
+from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.tape import OrderedTape
+from mpiad.primitives.cotangents import conform, conformed, spec_like
+from mpiad.primitives.operation import suspended
+from mpiad.programs.batching import Batched
+from mpiad.programs.message_numbers import MessageNumbers
+from mpiad.programs.program_cache import Entry, count, entry_of_trace
+from mpiad.programs.recorder import Recorder, ShapeRecorder
+from mpiad.programs.traced_array import Abandoned, Ref
+from mpiad.programs.transforms import Evaluation, Program, jvp, linearized
+from mpiad.pytrees import is_variable
+from mpiad.transport import Envelope
+from mpiad.transport.core.channels import live_channels
+from mpiad.transport.core.tracing import note_channels, tracing
+
+_boxes = Box.types
+_Numbers: TypeAlias = dict[Envelope, Envelope]  # the envelopes of the call's earlier programs (see `MessageNumbers`)
+_MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
+
+
+class Made(NamedTuple):
+    """The results of a call, and the envelopes of its messages."""
+
+    values: list[Any]
+    numbers: _Numbers
+
+
+class CompiledOperation:
+    """A program as an operation: a differentiable function of a list of values, which returns a list of values."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.communicates, self.channels = program.communicates, program.recorder.channels
+        self._derived: dict[Any, Any] = {}
+        self._batches: dict[int, Batched | None] = {}
+
+    @functools.cached_property
+    def entry(self) -> Entry | None:
+        """The compiled program; None if it can't be compiled."""
+
+        def traced(recorder: Recorder) -> tuple[list[list[Any]], Callable[[list[Any]], Any]]:
+            with recorder, suspended(body=False):
+                evaluation = Evaluation(self.program, recorder)
+                return [evaluation.run(evaluation.inputs())], list
+
+        return entry_of_trace(Watch(), traced, kept=self.program.kept)
+
+    def __call__(self, inputs: Sequence[Any], numbers: _Numbers | None = None) -> Made:
+        """Call the operation, and record it on the current tape and the enclosing tapes."""
+        tape, numbers = tracing.tape, numbers or {}
+        level = max([x._trace for x in inputs if type(x) in _boxes], default=-1)
+        if tape is None and level < 0:
+            return self._run(inputs, numbers)
+        # As for a communication (see `apply` in `primitives.operation`): inner traces have higher numbers.
+        is_ours = tape is not None and tape.number >= level
+        number = tape.number if is_ours else level
+        boxed = [k for k, x in enumerate(inputs) if type(x) in _boxes and x._trace == number]
+        # Values of an ended trace with the same number are constants.
+        variables = [k for k in boxed if not is_ours or getattr(inputs[k]._node, "tape", None) is tape]
+        nodes = [inputs[k]._node for k in variables]
+        below = [x._value if k in boxed else x for k, x in enumerate(inputs)]
+        made = None
+        with suspended(tape.outer, body=False) if is_ours else nullcontext():
+            if not variables and not self.communicates:
+                return self(below, numbers)
+            if type(tape) is TangentTape if is_ours else type(nodes[0]) is JVPNode:
+                made = self._with_tangents(variables, below, [node.g for node in nodes], numbers)
+            elif type(tape) is OrderedTape if is_ours else type(nodes[0]) is VJPNode and not self.communicates:
+                made = self._with_reverse_pass(variables, below, numbers)
+        if made is None:
+            return self._evaluated(inputs, numbers)
+        return Made(made.recorded_on(tape, nodes) if is_ours else made.recorded_by_autograd(level, nodes), made.numbers)
+
+    def _run(self, inputs: Sequence[Any], numbers: _Numbers) -> Made:
+        entry = None if tracing.recorder is not None else self.entry
+        if entry is None:
+            return self._evaluated(inputs, numbers)
+        replay = entry.replays.take()
+        count(entry.communications)
+        note_channels(entry.channels)
+        replay.numbers.known, replay.is_leased = numbers, False
+        values = replay.first(*inputs)
+        made = Made(values if all(entry.inside) else entry.leaves(values), replay.numbers.all())
+        if not replay.is_leased:
+            entry.replays.give_back(replay)
+        return made
+
+    def _evaluated(self, inputs: Sequence[Any], numbers: _Numbers) -> Made:
+        """Call the functions of the program one by one, so that the tapes record each of them."""
+        evaluation = self._evaluation(numbers)
+        return Made(evaluation.run(inputs), evaluation.numbers.all())
+
+    def _evaluation(self, numbers: _Numbers) -> Evaluation:
+        used = tracing.channels if tracing.tape is None else tracing.tape.channels
+        if used is not None:
+            used |= self.channels
+        return Evaluation(self.program, None, MessageNumbers(numbers))
+
+    def _derive(self, kind: Callable[..., Any], variables: list[int]) -> Any:
+        """Return the derivative with respect to the inputs at the positions `variables`; None if it can't be traced."""
+        key = kind, *variables
+        if key not in self._derived:
+            recorder, self._derived[key] = ShapeRecorder(), None
+            try:
+                first, second = kind(self.program, variables, recorder)
+                self._derived[key] = [CompiledOperation(x) if isinstance(x, Program) else x for x in (first, second)]
+            except (Abandoned, Exception) as error:  # noqa: BLE001
+                recorder.raise_own(error)
+        return self._derived[key]
+
+    def _with_tangents(
+        self, variables: list[int], inputs: list[Any], tangents: list[Any], numbers: _Numbers
+    ) -> _WithTangents | None:
+        derived = self._derive(jvp, variables)
+        if derived is None or any(type(v) is list for v in tangents):
+            return None
+        operation, places = derived
+        tangents = [conform(v, *spec_like(inputs[k])) for k, v in zip(variables, tangents)]
+        made, n = operation([*inputs, *tangents], numbers), len(self.program.outputs)
+        return _WithTangents(made.values[:n], dict(zip(places, made.values[n:])), made.numbers)
+
+    def _with_reverse_pass(self, variables: list[int], inputs: list[Any], numbers: _Numbers) -> _WithReversePass | None:
+        derived = self._derive(linearized, variables)
+        if derived is None:
+            return None
+        forward, backward = derived
+        made, n = forward(inputs, numbers), len(self.program.outputs)
+        inside = [type(x) is Ref for x, _ in forward.program.outputs[:n]]
+        return _WithReversePass(made.values[:n], inside, backward, made.values[n:], made.numbers)
+
+    def lanes(self, residuals: list[Any], lanes: list[list[Array]], numbers: _Numbers) -> list[list[Array]] | None:
+        """Run several reverse passes by the backward program; return None if each of them must run alone."""
+        is_plain = tracing.tape is None and tracing.recorder is None
+        if is_plain and not any(type(x) in _boxes for part in (residuals, *lanes) for x in part):
+            batched = self._batched(len(residuals), len(lanes))
+            if batched is not None and self.entry is not None:
+                count(self.entry.communications)
+                note_channels(self.channels)
+                replay = batched.replays.take()
+                made = replay.first(*residuals, *[np.stack(several) for several in zip(*lanes)])
+                batched.replays.give_back(replay)
+                return [self.entry.leaves([x[k] for x in made]) for k in range(len(lanes))]
+        # A single rank may communicate in any order, and needn't combine messages.
+        if not self.communicates or all(channel.size == 1 for channel in live_channels()):
+            return None
+        return self._evaluation(numbers).run_lanes(residuals, lanes)
+
+    def _batched(self, residuals: int, lanes: int) -> Batched | None:
+        if lanes not in self._batches and len(self._batches) < _MOST_BATCHES:
+            self._batches[lanes] = None
+            if self.entry is not None:
+                with suppress(NotImplementedError):  # a step that has no form for several lanes
+                    self._batches[lanes] = Batched(self.entry.replays.schedule.program, residuals, lanes)
+        return self._batches.get(lanes)
+
+
+class _WithTangents(NamedTuple):
+    """The results of a call in forward mode; `tangents`: by position."""
+
+    values: list[Any]
+    tangents: dict[int, Any]
+    numbers: _Numbers
+
+    def recorded_on(self, tape: Any, nodes: Sequence[Any]) -> list[Any]:
+        return [tape.variable(x, self.tangents[k]) if k in self.tangents else x for k, x in enumerate(self.values)]
+
+    def recorded_by_autograd(self, level: int, nodes: Sequence[Any]) -> list[Any]:
+        made = list(self.values)
+        for k, tangent in self.tangents.items():
+            node = JVPNode.__new__(JVPNode)
+            node.g = tangent
+            made[k] = new_box(made[k], level, node)
+        return made
+
+
+class _WithReversePass(NamedTuple):
+    """The results of a call in reverse mode; `inside`: whether each of them is computed by the forward program."""
+
+    values: list[Any]
+    inside: list[bool]
+    backward: CompiledOperation
+    residuals: list[Any]
+    numbers: _Numbers
+
+    def pull(self, gs: list[Array]) -> list[Array]:
+        """Return the cotangents of the variables, given those of the results that are `inside`."""
+        return self.backward([*self.residuals, *gs], self.numbers).values
+
+    def pull_all(self, lanes: list[list[Array]]) -> list[list[Array]] | None:
+        """Return the cotangents of several reverse passes that run together; None if each of them must run alone."""
+        return self.backward.lanes(self.residuals, lanes, self.numbers)
+
+    def recorded_on(self, tape: Any, nodes: Sequence[Any]) -> list[Any]:
+        """Record the call as one node on a tape of this library."""
+        backward, places = self.backward, [node.index for node in nodes]
+        together = self.pull_all
+        return tape.record_call(
+            backward.channels, self.values, self.inside, places, self.pull, backward.communicates, together
+        )
+
+    def recorded_by_autograd(self, level: int, nodes: Sequence[Any]) -> list[Any]:
+        """Record the call as one node of plain autograd, and a node for each result, which stores its cotangent."""
+        specs = [spec_like(x) for x, is_in in zip(self.values, self.inside) if is_in]
+        cotangents: dict[int, Any] = {}
+
+        def pulled(_: Any) -> list[Array]:
+            gs = [conformed(cotangents.pop(k, None), spec) for k, spec in enumerate(specs)]
+            return self.pull(gs)
+
+        main, made, k = _autograd_node(nodes, pulled), [], 0
+        for x, is_in in zip(self.values, self.inside):
+            if is_in and is_variable(x):
+                x = new_box(x, level, _autograd_node([main], functools.partial(_stored, cotangents, k)))
+            made.append(x)
+            k += is_in
+        return made
+
+
+def _autograd_node(parents: Sequence[Any], vjp: Callable[[Any], Sequence[Any]]) -> VJPNode:
+    node = VJPNode.__new__(VJPNode)
+    node.parents, node.vjp = list(parents), vjp
+    return node
+
+
+def _stored(cotangents: dict[int, Any], k: int, g: Any) -> tuple[float]:
+    """Store the cotangent of a result; the returned number makes autograd visit the node of the call."""
+    cotangents[k] = g
+    return (1.0,)
