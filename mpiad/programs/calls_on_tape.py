@@ -68,7 +68,7 @@ def _called_as_operation(cache: ProgramCache, given: Arguments, boxed: Sequence[
     is_on_host = all(isinstance(getval(given.leaves[k]), (np.ndarray, np.generic)) for k in boxed)
     found = cache.program(given, boxed) if is_on_host else None
     # An exception has left messages in flight on a channel with a fault.
-    if found is None or any(channel.fault for channel, _ in found.program.recorder.channels):
+    if found is None or found.program.has_open_shapes or any(channel.fault for channel, _ in found.program.recorder.channels):
         return cache.fun(*given.args, **given.kwargs)
     if not found.operations:
         found.operations.append(CompiledOperation(found.program))

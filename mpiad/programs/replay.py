@@ -407,7 +407,7 @@ class Replay:
     # replay is in use: their base holds the lease.
 
     def _lease(self) -> Array:
-        memory = self._memory.view(_Leased)
+        memory = self._memory.view(_Memory).view(_Leased)
         memory.replay, self.is_leased = self, True
         return memory
 
@@ -573,6 +573,10 @@ class _Text(str):
 
     __slots__ = ()
     __repr__ = str.__str__
+
+
+class _Memory(np.ndarray):
+    """The base of `_Leased`: NumPy would replace a base by the base's base if that had the type of the new array."""
 
 
 class _Leased(np.ndarray):

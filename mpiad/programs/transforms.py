@@ -23,7 +23,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.core import VJPNode, VSpace
+from autograd.core import VJPNode, VSpace, vspace
 from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
@@ -36,7 +36,7 @@ from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, ShapeRecorder, like
 from mpiad.programs.signature import Arguments
-from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host
+from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host, take
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Spec
 from mpiad.transport.core import calls
@@ -135,6 +135,11 @@ class Program(NamedTuple):
         """Whether a node communicates."""
         return any(node.pull is not None and isinstance(node.pull.fun, Recorded) for node in self.nodes)
 
+    @property
+    def has_open_shapes(self) -> bool:
+        """Whether the lengths of slices depend on values, so that a run may differ from the trace."""
+        return any(step.fun is take and _has_open_length(step.args[1]) for step in self.recorder.steps)
+
 
 def _innermost(x: Array) -> Array:
     while type(x) in _boxes:
@@ -164,6 +169,11 @@ def recorded(
         outputs = tape.with_indices(values)
     nodes = tape.close().nodes
     return Program(recorder, nodes, inputs, outputs, len(nodes)), build
+
+
+def _has_open_length(key: Any) -> bool:
+    parts = key if type(key) is tuple else (key,)
+    return any(type(part) is slice and Ref in map(type, (part.start, part.stop, part.step)) for part in parts)
 
 
 class Evaluation:
@@ -251,8 +261,11 @@ class Evaluation:
         if type(x) is Constant:
             return old.constants[x.number]
         if isinstance(x, VSpace) and getattr(getattr(x, "arrays", None), "recorder", None) is old:
+            space: Any = x
+            if self._recorder is None:
+                return vspace(np.empty(space.shape, space.dtype))
             x = copy(x)
-            x.arrays = self._recorder and type(x.arrays)(self._recorder)
+            x.arrays = type(space.arrays)(self._recorder)
         return x
 
     def _value(self, number: int) -> Any:

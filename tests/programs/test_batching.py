@@ -7,7 +7,7 @@ from one_process import assert_close, directions, flat, hessian, jacobian, piece
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs import program_cache
+from mpiad.programs import operation
 
 pytestmark = pytest.mark.unguarded  # watched calls are interpreted
 MATRIX = np.random.default_rng(3).standard_normal((2, 4))
@@ -20,14 +20,14 @@ def is_compiled(rank):
 @pytest.fixture
 def programs(monkeypatch):
     """The programs for several directions that were asked for; None if there is none."""
-    made, original = [], program_cache.Batched
+    made, original = [], operation.Batched
 
     def noted(*args):
         made.append(None)
         made[-1] = original(*args)
         return made[-1]
 
-    monkeypatch.setattr(program_cache, "Batched", noted)
+    monkeypatch.setattr(operation, "Batched", noted)
     return made
 
 
@@ -103,7 +103,8 @@ def test_products_with_the_hessian(programs, rank, size, rank_rng):
     for _ in range(2):
         found = product(np.stack([v[rank] for v in vs]), batch=True)
         assert_close(found, np.stack([pieces(dense @ flat(v), us)[rank] for v in vs]), rounding=1e-10)
-    assert len(programs) == is_compiled(rank) and None not in programs
+    # The reverse passes of the gradient's reverse pass and of the function.
+    assert len(programs) == 2 * is_compiled(rank) and None not in programs
 
 
 @pytest.mark.parametrize("kind", ["exchange", "sum"])
