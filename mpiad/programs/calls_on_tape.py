@@ -218,7 +218,7 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
 
 def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], watch: Watch) -> Tree:
     """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
-    tape, recorder = tracing.tape, Recorder()
+    tape, recorder = tracing.tape, Recorder(cache.exact)
     try:
         with suspended(body=False), recorder:
             run = _run_on_tape(cache.fun, given, recorder.arguments(given), boxed)

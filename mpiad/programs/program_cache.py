@@ -46,7 +46,7 @@ class Entry:
     ):
         self.inside = in_program(parts[0])  # whether each leaf of the result is an output of the program
         outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
-        self.replays = Replays(Schedule(program_of(recorder, outputs)), recorder.exact)
+        self.replays = Replays(Schedule(program_of(recorder, outputs)))
         self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
         self.build, self.watch = build, watch  # `build` assembles the result from the first part's leaves
         # The number of communications in all parts together: a run of any part advances the counter by this number.
@@ -101,8 +101,7 @@ _Parts: TypeAlias = tuple[Sequence[Sequence[Any]], Callable[[list[Any]], Any]]
 
 def _entry_of_shapes(watch: Watch, traced: Callable[[Recorder], _Parts | None], exact: bool = False) -> Entry | None:
     """Compile the trace made by ``traced(recorder)``, which returns `parts` and `build` of `Entry`; None if that fails."""
-    recorder = ShapeRecorder()
-    recorder.exact = exact
+    recorder = ShapeRecorder(exact)
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             found = traced(recorder)
@@ -156,10 +155,10 @@ _Derive: TypeAlias = Callable[[Program, Recorder], list[list[Any]]]
 
 
 class ProgramCache:
-    """The programs of one function; `strict`: whether a TypeError is raised if it can't be compiled."""
+    """The programs of one function; `strict`: whether a TypeError is raised if it can't be compiled; `exact`: see `jit`."""
 
-    def __init__(self, fun: Function, name: str, strict: bool):
-        self.fun, self.name, self.strict = fun, name, strict
+    def __init__(self, fun: Function, name: str, strict: bool, exact: bool):
+        self.fun, self.name, self.strict, self.exact = fun, name, strict, exact
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
         # Programs for derivatives, by signature and variables, with the watch of their trace; None if they can't be traced.
         self._programs: dict[Any, tuple[Program | None, Watch]] = {}
@@ -202,11 +201,11 @@ class ProgramCache:
             program, valid = self._programs.get(key, (None, None))
             if valid is None or not valid.is_the_same():
                 self._programs[key] = None, watch
-                program = recorded(self.fun, given, variables)
+                program = recorded(self.fun, given, variables, self.exact)
                 self._programs[key] = program, watch
             return None if program is None else (derive(program, recorder), program.build)
 
-        return _entry_of_shapes(watch, traced)
+        return _entry_of_shapes(watch, traced, self.exact)
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
         """Compile a trace, and store the entry of the signature; `made`: the further arguments of `Entry`."""

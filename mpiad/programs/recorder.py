@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from mpiad.compiling.closure import is_writable, same_bits
 from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
+from mpiad.programs.array_program import PRECISIONS
 from mpiad.programs.message_numbers import channels_of, envelopes_of
 from mpiad.programs.opaque_calls import as_array, opaque_call
 from mpiad.programs.playback import logged, message_counts
@@ -47,6 +49,7 @@ from mpiad.programs.traced_array import (
     mapped,
     on_host,
     plain,
+    scale_of,
     with_entries,
 )
 from mpiad.transport import Channel, Spec, channel
@@ -129,9 +132,9 @@ class Recorder:
     """The trace of a call, and the context that records it, entered again with another `part` for a reverse pass."""
 
     ended = False  # see `ProgramRecorder`
-    exact = False  # see `Replays`
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
+        self._exact = exact  # whether quotients by scalars aren't products (see `_as_product`)
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
         self.constants: list[Array] = []  # arrays that aren't traced, as copies if they can change
         # By identity: objects that steps pass on to later steps (pending requests, records of tapes), with their numbers.
@@ -326,8 +329,29 @@ class Recorder:
         reason = reason_against(fun, args, kwargs)
         if reason:
             self.refuse(f"it calls {fun.__name__}, {reason}")
+        fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args)), self.referenced(kwargs)
         return self._recorded("call", fun, *references, self._computed(fun, plain(tuple(args)), plain(kwargs)))
+
+    def _as_product(self, fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
+        """Return a quotient of an array by a real scalar as a product with the reciprocal, and other calls unchanged."""
+        # Loops and NumPy compute the same product, so its bits depend neither on the place of an entry nor on the ranks.
+        if fun is not np.true_divide or self._exact:
+            return fun, args
+        x, c = plain(tuple(args))
+        dtype = np.result_type(x, c)
+        real = PRECISIONS.get(dtype)
+        if real is None or not np.ndim(x) or np.ndim(c) or np.iscomplexobj(c):
+            return fun, args
+        x, c = args
+        if isinstance(c, TracedArray):
+            # A power of two keeps the reciprocal of any number in the range of normal numbers.
+            scale = self.call(scale_of, (c, real), {})
+            x, inverse = scale * x, self.call(np.true_divide, (real.type(1), scale * c), {})
+            return np.multiply, (x, inverse)
+        with np.errstate(all="ignore"):
+            inverse = real.type(1) / real.type(c)
+        return (np.multiply, (x, inverse)) if np.finfo(real).tiny <= abs(inverse) < math.inf else (fun, args)
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and record it."""
@@ -442,7 +466,8 @@ class Recorder:
         return self._run(fun, *args)
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return fun(*args, **kwargs)
+        # Squares and roots have the same bits as in loops, unlike those of np.power in some releases of NumPy.
+        return operator.pow(*args) if fun is np.power and not kwargs else fun(*args, **kwargs)
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         return self._run(operation.forward, x, params, params=params)
@@ -516,6 +541,7 @@ class Recorder:
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
+        fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
         self._check_writing(target)
         if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:

@@ -339,6 +339,12 @@ def added_at(x: Array, idx: Index, values: Array) -> Array:
     return total
 
 
+def scale_of(x: Array, dtype: np.dtype) -> np.floating:
+    """Return the power of two by which x is multiplied before its reciprocal is computed; 1 unless x is huge or tiny."""
+    small, large = np.finfo(dtype).tiny, 1 / np.finfo(dtype).tiny
+    return dtype.type(1 / 16 if abs(x) > large else 2.0**64 if abs(x) < small else 1)
+
+
 def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
     """Return `numpy.array` of an argument; in a trace, the argument holds traced arrays."""
     return np.array(x, *args, **kwargs)

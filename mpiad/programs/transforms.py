@@ -128,9 +128,9 @@ def _spec(x: Array) -> Spec:
     return spec_like(x.value if isinstance(x, TracedArray) else x)
 
 
-def recorded(fun: Function, given: Arguments, variables: Iterable[int]) -> Program:
+def recorded(fun: Function, given: Arguments, variables: Iterable[int], exact: bool = False) -> Program:
     """Record the program of a function; `variables`: positions of the leaves with respect to which it is differentiated."""
-    recorder = ShapeRecorder()
+    recorder = ShapeRecorder(exact)
     with recorder, suspended(body=False), ProgramTape(recorder) as tape:
         leaves = recorder.arguments(given)
         for k in set(variables):
