@@ -153,7 +153,7 @@ _BY_SOURCE = frozenset({"reduce", "reshape", "segment_sum"})
 _CALL, _KEEPING = 20, 8
 _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
-    at_least at_most where real imag"""
+    at_least at_most where real imag scale"""
 _COMPARISONS = frozenset("less less_equal greater greater_equal equal not_equal".split())
 _EXTREMA = frozenset(("maximum", "minimum"))
 _COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
@@ -266,8 +266,9 @@ class Materialization:
             elif node.kind == "reshape":
                 forced.update((n, node.inputs[0]))
             elif node.kind == "elementwise":
-                own = self.program.precision(n)
-                forced.update(x for x in node.inputs if self.program.precision(x) not in (None, own))
+                # The dtype of doubles equals None.
+                read = ((x, self.program.precision(x)) for x in node.inputs)
+                forced.update(x for x, found in read if found is not None and found != self.program.precision(n))
                 if node.data[0] in _COMPARISONS:
                     compared = [self._source(x) for x in node.inputs]
                     if any(self.nodes[x].kind == "reduce" and self.nodes[x].data[0] in _EXTREMA for x in compared):
