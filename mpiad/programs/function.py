@@ -339,8 +339,8 @@ class _ByNumbers(NamedTuple):
     jitted: Jitted  # the compiled function, whose first arguments are the numbers with these names
 
 
-# The key contains the code object, since the user may define the function again for each value of a number. The number of entries
-# is limited, since each keeps a closure alive.
+# The key contains the code object, since the user may define the function again for each value of a number. The number of
+# entries is limited, since each keeps a closure alive.
 _changing: dict[tuple[CodeType, bool], _ByNumbers] = {}
 _MOST_CHANGING = 16
 

@@ -451,8 +451,8 @@ _RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
-    take: _take, scale_of: _scale, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
-    array_of: lambda t, x, *_, **__: t.array(x),
+    take: _take, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
+    scale_of: _scale, array_of: lambda t, x, *_, **__: t.array(x),
     np.dot: _matrix_product, np.matmul: _matrix_product, np.inner: _product, np.vdot: _conjugate_product,
     np.copy: lambda t, x, *_, **__: _value(x), np.broadcast_to: lambda t, x, *_: t.full(x),
     np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad, np.roll: _roll, np.diff: _diff,
