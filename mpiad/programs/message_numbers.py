@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad.transport import Channel, Envelope
+from mpiad.programs.traced_array import replaced
+from mpiad.transport import Channel, Envelope, Spec
 from mpiad.transport.core.channels import Used
 
 
@@ -28,15 +29,13 @@ class MessageNumbers:
 
     def addressed(self, params: Any) -> Any:
         """Return an operation's parameters with this run's envelopes, or this run's number of a halo exchange."""
-        if isinstance(params, Envelope):
-            return self._of(params)
         if hasattr(params, "numbered"):
             owner, number = params.numbered
             key = id(owner), number
             if key not in self._numbers:
                 self._numbers[key] = params.renumbered()
             return params._replace(number=self._numbers[key])
-        return params._replace(**{name: self._of(x) for name, x in zip(params._fields, params) if isinstance(x, Envelope)})
+        return replaced(params, Envelope, self._of)
 
     def _of(self, envelope: Envelope) -> Envelope:
         first = envelope.answers or envelope
@@ -59,8 +58,11 @@ class MessageNumbers:
 
 
 def envelopes_of(params: Any) -> list[Envelope]:
-    """Return the envelopes among the parameters of an operation."""
-    return [part for part in (params if isinstance(params, tuple) else (params,)) if isinstance(part, Envelope)]
+    """Return the envelopes among the parameters of an operation, also those in nested tuples and lists."""
+    if isinstance(params, Envelope):
+        return [params]
+    nested = isinstance(params, (tuple, list)) and not isinstance(params, Spec)
+    return [envelope for part in params for envelope in envelopes_of(part)] if nested else []
 
 
 def is_numbered(params: Any) -> bool:

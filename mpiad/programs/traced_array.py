@@ -96,13 +96,17 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
 
 def on_host(params: Any) -> Any:
     """Return the parameters of an operation with specs of NumPy arrays instead of specs of traced arrays."""
-    if isinstance(params, Spec):
-        return params._replace(arrays=None)
-    named: Any = params
-    if isinstance(params, tuple) and hasattr(params, "_replace"):
-        changed = {name: part._replace(arrays=None) for name, part in zip(named._fields, named) if isinstance(part, Spec)}
-        return named._replace(**changed) if changed else params
-    return params
+    return replaced(params, Spec, lambda spec: spec._replace(arrays=None))
+
+
+def replaced(params: Any, kind: type, leaf: Callable[[Any], Any]) -> Any:
+    """Return parameters of an operation in which `leaf` replaces the objects of a class, also those in tuples and lists."""
+    if isinstance(params, kind):
+        return leaf(params)
+    if not isinstance(params, (tuple, list)) or isinstance(params, Spec):
+        return params
+    parts = [replaced(part, kind, leaf) for part in params]
+    return params._make(parts) if hasattr(params, "_make") else type(params)(parts)  # type: ignore[attr-defined]
 
 
 _boxes = Box.types
