@@ -78,10 +78,10 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
         if key in cache.entries:
             return cache.interpreted(key, given)
         if not cache.is_followed(key, given):  # values in the function's closure may have tangents, too
-            return cache.fun(*given.args, **given.kwargs)
+            return cache.run(given)
         return _called_with_tangents(cache, given, boxed, derived)
     if not simple:
-        return cache.fun(*given.args, **given.kwargs)
+        return cache.run(given)
     key = ("reverse", tuple(boxed), given.key)
     derive = partial(vjp, inner=[given.traced.index(k) for k in boxed])
     entry, watch = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive))
@@ -160,7 +160,7 @@ def _run(
         values = entry.leaves(lease.replay.first(*inputs))
     except Changed as change:
         with cache.changed(key, change, counts):
-            return cache.fun(*given.args, **given.kwargs)
+            return cache.run(given)
     if outer is not None:
         half = len(inside) // 2
         triples, inside = zip(values, values[half:], inside), inside[:half]
@@ -276,7 +276,7 @@ def called_with_tangents_of_gradients(cache: ProgramCache, given: Arguments, box
     derive = partial(jvp_of_vjp, inner=inner, outer=outer)
     entry, _ = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive), optional=True)
     if entry is None:
-        return cache.fun(*given.args, **given.kwargs)
+        return cache.run(given)
     tangents = [tape.outer.value_and_tangent(leaves[k])[1] for k in outer_leaves]
     return _run(cache, key, entry, given, variables, tangents)
 
@@ -341,13 +341,13 @@ def called_with_reverse_differentiated(cache: ProgramCache, given: Arguments, bo
     entry, _ = cache.entry_or_watch(key, given, partial(cache.derived_entry, given, boxed, derive), optional=True)
     if entry is None:
         # Other ranks may run several reverse passes together, which a trace of this call would run one after the other.
-        return cache.fun(*given.args, **given.kwargs)
+        return cache.run(given)
     call = _Call(cache, entry, given, by, tape.outer)
     try:
         values = call.first([leaves[k]._node.index for k in outer_leaves])
     except Changed as change:
         with cache.changed(key, change, call.counts):
-            return cache.fun(*given.args, **given.kwargs)
+            return cache.run(given)
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
     return entry.build(call.record_on(tape, values, entry.inside, places, call.pull, together))

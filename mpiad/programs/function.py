@@ -27,7 +27,7 @@ from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
 from mpiad.programs.playback import message_counts
-from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own, traced_parts
+from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, fresh, own, traced_parts
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments, arguments_of
@@ -106,7 +106,13 @@ def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | 
         return None
     names: dict[str, Any] = {"missed": MISSED, "count": count, "counted": communications, "is_watched": is_watched}
     names |= {"same": entry.watch.is_the_same, "free": entry.replays.free[True], "is_noting": calls.is_noting}
-    names |= {"build": entry.build, "leaves": entry.leaves, "note": note_channels, "channels": entry.channels}
+    names |= {
+        "admits": entry.admits,
+        "build": entry.build,
+        "leaves": entry.leaves,
+        "note": note_channels,
+        "channels": entry.channels,
+    }
     others = []
     for k, x in enumerate(args):
         names[f"t{k}"] = type(x)
@@ -123,7 +129,7 @@ def call(args):
     if len(args) != {len(args)}:
         return missed
     {given}, = args
-    if {" or ".join(others)} or is_noting() or is_watched() or not same():
+    if {" or ".join(others)} or is_noting() or is_watched() or not same(){" or not admits(args)" if entry.admits else ""}:
         return missed
     try:
         replay = free.pop()
@@ -254,7 +260,7 @@ class Jitted:
                 given = arguments_of(args, kwargs, cache.asked)
             except TypeError as error:
                 cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
-                return self.fun(*args, **kwargs)
+                return fresh(self.fun(*args, **kwargs))
             if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
                 return called_on_tape(cache, given, self.derived)
             entry, watch = cache.entry_or_watch(
@@ -322,7 +328,7 @@ class Jitted:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:
             with self._cache.changed(given.key, change, counts):
-                return self.fun(*given.args, **given.kwargs)
+                return self._cache.run(given)
         if not given.kwargs and all(known is not entry for known, _ in self._fast_calls):
             call = fast_call(entry, given.args, made)
             if call is not None:

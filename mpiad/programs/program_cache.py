@@ -19,6 +19,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
+from mpiad.compiling.source import indented
 from mpiad.programs.batching import Batched
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.playback import PlayingBack
@@ -26,11 +27,12 @@ from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.trace_translation import program_of
-from mpiad.programs.traced_array import Abandoned, TracedArray
+from mpiad.programs.traced_array import PYTHON_OPERATORS, Abandoned, Ref, TracedArray, is_number_of
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, communications, is_watched
+from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.world import level_of_repeats
 
 _MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
@@ -53,6 +55,8 @@ class Entry:
         self.communications = recorder.communications
         # Whether the program communicates, possibly in an untraced function, and the channels of the communications.
         self.communicates, self.channels = recorder.communicates, recorder.channels
+        # ``admits(arguments)``: whether the program computes with Python numbers as Python does; None if it always does.
+        self.admits = _check_of_numbers(recorder)
         # Programs of later parts for several lanes, by first part and number of lanes.
         self._batches: dict[tuple[int, int], Batched | None] = {}
 
@@ -89,6 +93,32 @@ class Entry:
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
+def _check_of_numbers(recorder: Recorder) -> Callable[[Sequence[Any]], bool] | None:
+    """Return a function of the arguments that repeats a trace's arithmetic with Python numbers; None if it can't fail."""
+    kinds = {n: recorder.specs[n][1].kind for n in recorder.weak}
+    names: dict[str, Any] = {"int": int, "float": float, "complex": complex, "is_number_of": is_number_of}
+    inputs = {n: place for place, n in enumerate(recorder.inputs) if kinds.get(n, "b") != "b"}
+    lines = [f"v{n} = {np.dtype(kinds[n]).type.__name__.rstrip('0123456789')}(given[{k}])" for n, k in inputs.items()]
+    checks, known = [], set(inputs)
+    for step in recorder.steps:
+        numbers = {x.number for x in step.args if type(x) is Ref}
+        if not known.issuperset(numbers) or kinds.keys().isdisjoint(step.outs) or step.fun not in PYTHON_OPERATORS:
+            continue
+        (out,), *others = step.outs, *[x for x in step.args if type(x) is not Ref]
+        known.add(out)
+        names |= {f"f{out}": PYTHON_OPERATORS[step.fun]} | {f"c{out}": x for x in others}
+        args = [f"v{x.number}" if type(x) is Ref else f"c{out}" for x in step.args]
+        lines.append(f"v{out} = f{out}({', '.join(args)})")
+        divides = step.fun in (np.true_divide, np.floor_divide, np.remainder) and type(step.args[1]) is Ref
+        if kinds[out] == "i" or divides or step.fun is np.power:
+            checks.append(f"is_number_of({kinds[out]!r}, v{out})")
+    if not checks:
+        return None
+    body = ["try:", *indented(lines), "except ArithmeticError:", "    return False", f"return {' and '.join(checks)}"]
+    exec("\n".join(["def admits(given):", *indented(body)]), names)
+    return names["admits"]
+
+
 def entry_by_shapes(fun: Function, given: Arguments, watch: Watch, exact: bool) -> Entry | None:
     """Compile a function from the shapes of its arguments, without running it; None if that fails or all are small."""
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
@@ -117,8 +147,9 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
         entry = _entry_of_shapes(watch_of(lambda: None, (), objects), lambda recorder: traced_parts(fun, given, recorder))
     except Exception:  # noqa: BLE001
         return None
-    is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
-    return entry if is_usable else None
+    if entry is None or entry.admits is not None or entry.replays.last_check >= 0:
+        return None
+    return entry if all(entry.inside) and entry.is_current() else None
 
 
 def traced_parts(fun: Function, given: Arguments, recorder: Recorder) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -142,7 +173,13 @@ def in_program(leaves: Sequence[Any]) -> list[bool]:
 def own(leaf: Any) -> Any:
     """Return the value of a leaf; for an array, a copy of it."""
     value = leaf.value if isinstance(leaf, TracedArray) else leaf
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return value.copy() if isinstance(value, np.ndarray) or is_device_array(value) else value
+
+
+def fresh(result: Tree) -> Tree:
+    """Return an interpreted function's result with copies of the arrays, which may be arguments, variables, or views."""
+    leaves, build = flatten(result)
+    return build([x if isinstance(x, TracedArray) else own(x) for x in leaves])
 
 
 def count(number: int) -> None:
@@ -179,7 +216,7 @@ class ProgramCache:
         # have to be continued by interpretation, in the middle of up to four passes.
         entry = self.entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
-            return entry, None
+            return self._admitting(entry, given), None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
         waits = is_shown() if optional else key in self.pending
         watch = None if waits else self._watch(key, given, optional)
@@ -188,7 +225,13 @@ class ProgramCache:
             entry = None
         if entry is not None or optional and watch is not None:
             self.entries[key] = entry
-        return entry, watch
+        return self._admitting(entry, given), None if entry is not None else watch
+
+    def _admitting(self, entry: Entry | None, given: Arguments) -> Entry | None:
+        """Return an entry, or None if Python computes in another way with the numbers among the arguments of a call."""
+        if entry is None or entry.admits is None or entry.admits([getval(given.leaves[k]) for k in given.traced]):
+            return entry
+        return None
 
     def derived_entry(self, given: Arguments, variables: Sequence[int], derive: _Derive, watch: Watch) -> Entry | None:
         """Compile the derivative ``derive(program, recorder)`` from the arguments' shapes; return None if that fails."""
@@ -239,7 +282,7 @@ class ProgramCache:
         # If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
         recorder.raise_own(error)
         with PlayingBack(recorder.log, recorder.counts):
-            made = self.fun(*given.args, **given.kwargs)
+            made = self.run(given)
         integers = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
         if recorder.asked is None or not integers:
             self.give_up(key, error)
@@ -280,9 +323,13 @@ class ProgramCache:
             self.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
+    def run(self, given: Arguments) -> Tree:
+        """Call the function itself, and return new arrays."""
+        return fresh(self.fun(*given.args, **given.kwargs))
+
     def interpreted(self, key: Hashable, given: Arguments) -> Tree:
         """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
-        made = self.fun(*given.args, **given.kwargs)
+        made = self.run(given)
         if self.strict and key in self.reasons:
             raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
         return made

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
     CONTROL_FLOW,
     PYTHON_NUMBERS,
+    PYTHON_OPERATORS,
     Abandoned,
     Constant,
     Ref,
@@ -45,6 +45,7 @@ from mpiad.programs.traced_array import (
     TracedArray,
     ask_for_integer,
     hides_traced,
+    is_number_of,
     let_arrays_be_traced,
     mapped,
     on_host,
@@ -260,6 +261,19 @@ class Recorder:
             self.weak.add(made.number)
         return made
 
+    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Any]) -> None:
+        """End the trace if the operator of Python raises an exception, or returns another kind of number than NumPy."""
+        if self.is_noting() and ufunc in PYTHON_OPERATORS:
+            given = plain(tuple(args))
+            try:
+                made = PYTHON_OPERATORS[ufunc](*given)
+            except ArithmeticError as error:
+                self.refuse(f"it computes with numbers, and Python raises {type(error).__name__}: {error}")
+            if not is_number_of(np.result_type(*given, *[1.0] * (ufunc is np.true_divide)).kind, made):
+                self.refuse(
+                    f"it computes {made!r:.40} from numbers, for which NumPy has another result: use NumPy's numbers"
+                )
+
     def _number(self, value: Any) -> int:
         self.specs.append((value.shape, value.dtype))
         return len(self.specs) - 1
@@ -467,7 +481,7 @@ class Recorder:
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Squares and roots have the same bits as in loops, unlike those of np.power in some releases of NumPy.
-        return operator.pow(*args) if fun is np.power and not kwargs else fun(*args, **kwargs)
+        return args[0] ** args[1] if fun is np.power and isinstance(args[0], np.ndarray) else fun(*args, **kwargs)
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         return self._run(operation.forward, x, params, params=params)
@@ -616,6 +630,9 @@ class ShapeRecorder(Recorder):
         """Handle the lookup of a channel by a function: end the trace if the shape of the function's result is unknown."""
         if call not in _KNOWN:
             self.refuse(f"the result of {call} is known only in a run")
+
+    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Any]) -> None:
+        """Do nothing: the values are placeholders, and each call of the program checks its numbers (see `Entry.admits`)."""
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if fun is np.full:

@@ -8,6 +8,7 @@ traced arrays like arrays on devices.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -118,16 +119,31 @@ _STATIC = frozenset(
 )
 
 
+# Python's arithmetic on numbers raises exceptions where NumPy's returns inf or nan, and its integers don't overflow.
+PYTHON_OPERATORS: dict[np.ufunc, Callable[..., Any]] = {
+    np.add: operator.add, np.subtract: operator.sub, np.multiply: operator.mul, np.true_divide: operator.truediv,
+    np.floor_divide: operator.floordiv, np.remainder: operator.mod, np.power: operator.pow, np.negative: operator.neg,
+    np.positive: operator.pos, np.absolute: operator.abs,
+}  # fmt: skip
+
+
+def is_number_of(kind: str, x: Any) -> bool:
+    """Return whether a program can hold a number of Python in an array of this kind of dtype."""
+    return type(x) is {"i": int, "f": float, "c": complex, "b": bool}[kind] and (kind != "i" or -(2**63) <= x < 2**63)
+
+
 def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, Any], Any]:
     def method(self: TracedArray, other: Any) -> Any:
         if type(other) in _boxes:
             return NotImplemented
         given = (other, self) if swapped else (self, other)
         is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS
-        if ufunc is np.power and self.weak and is_weak:
+        if not (self.weak and is_weak):
+            return self.recorder.call(ufunc, given, {})
+        if ufunc is np.power:
             _ask_for_integers(given)
-        made = self.recorder.call(ufunc, given, {})
-        return self.recorder.weaken(made) if self.weak and is_weak else made
+        self.recorder.check_numbers(ufunc, given)
+        return self.recorder.weaken(self.recorder.call(ufunc, given, {}))
 
     return method
 
@@ -147,12 +163,14 @@ def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
 
 
 def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
+    binary = _binary(ufunc)
+
     def method(self: TracedArray, other: Any) -> Any:
         if type(other) in _boxes:
             return NotImplemented
         # A NumPy scalar is immutable: Python assigns the new value to the variable.
         if not isinstance(self.value, np.ndarray):
-            return self.recorder.call(ufunc, (self, other), {})
+            return binary(self, other)
         return self.recorder.write(self, ufunc, (self, other))
 
     return method

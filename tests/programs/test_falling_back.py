@@ -529,3 +529,25 @@ def test_what_is_raised_once_in_a_trace_is_raised(kind, large, where, caplog):
     np.testing.assert_allclose(value, plain[0], rtol=1e-13)
     np.testing.assert_allclose(gradient, plain[1], rtol=1e-13)
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_results_of_interpreted_calls_are_new_arrays():
+    """As those of compiled calls: they share memory neither with arguments, nor with variables, nor with one another."""
+    table = np.ones(3)
+
+    def fun(x, y):
+        rest = x[1:] if x[0] > 0 else x  # which isn't compiled
+        return x, [rest, y], {"view": x[None], "table": table}
+
+    fast, x, y = mpiad.jit(fun), np.ones(3), np.zeros(2)
+    for call in range(4):
+        if call < 3:
+            a, (b, c), found = fast(x, y)
+        else:  # on a tape
+            a, (b, c), found = mpiad.make_vjp(lambda z: (fast(x, y), z)[0])(1.0)[1]
+        arrays = a, b, c, found["view"], found["table"]
+        for k, array in enumerate(arrays):
+            assert not any(np.shares_memory(array, other) for other in (x, y, table, *arrays[:k]))
+        for array in arrays:
+            array[...] = 99.0
+        np.testing.assert_array_equal(np.concatenate([x, y, table]), [1, 1, 1, 0, 0, 1, 1, 1])
