@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -115,7 +116,8 @@ def _check_of_numbers(recorder: Recorder) -> Callable[[Sequence[Any]], bool] | N
     if not checks:
         return None
     body = ["try:", *indented(lines), "except ArithmeticError:", "    return False", f"return {' and '.join(checks)}"]
-    exec("\n".join(["def admits(given):", *indented(body)]), names)
+    text = "\n".join(["def admits(given):", *indented(body)])
+    exec(compile(text, str(Path(__file__).with_name("<numbers>")), "exec"), names)
     return names["admits"]
 
 

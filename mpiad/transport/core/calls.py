@@ -190,7 +190,7 @@ _OURS = _folder(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 # Frames of compiled programs aren't functions called by the user.
 _PROGRAMS = _folder(os.path.join(_OURS, "programs"))
 _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
-_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py", "llvmlite"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
@@ -210,12 +210,18 @@ def _kind(code: CodeType) -> int:
     return 2 if (any(mark in path for mark in _PACKAGES) if installed else path.startswith(_STANDARD)) else 0
 
 
+def _is_generated(frame: FrameType) -> bool:
+    """Return whether the code of a frame is that of a named tuple or dataclass, which has no file."""
+    module = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename == "<string>" and module.startswith(("mpiad", "namedtuple_"))
+
+
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
     """Return the innermost frame of user code, and the code of this library that was called from it, or None."""
     called = None
     while frame is not None:
         kind = _kind(frame.f_code)
-        if kind == 0:
+        if kind == 0 and not _is_generated(frame):
             return frame, called
         if kind == 1:
             called = frame.f_code
@@ -284,6 +290,6 @@ def entry(code: CodeType | None) -> str:
 
 _END = "the end of the program"
 _ENDS = ("mpi_finalize", "finalize", "_complete_at_exit", "_end_world", "_close")
-_NAMES = {"_freed": "comm.Free"} | dict.fromkeys(_ENDS, _END)
+_NAMES = {"_freed": "comm.Free", "kernel_of": "the compilation of a kernel"} | dict.fromkeys(_ENDS, _END)
 _NOWHERE = Site("", 0, "<module>", "")
 _NOWHERE.text = "outside the user's program"
