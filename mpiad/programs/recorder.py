@@ -50,6 +50,7 @@ from mpiad.programs.traced_array import (
     mapped,
     on_host,
     plain,
+    reason_of_conversion,
     scale_of,
     with_entries,
 )
@@ -175,8 +176,8 @@ class Recorder:
         tracing.recorder = None
         self.end(error, trace)
         tracing.contexts, self.around = self.around, None
-        # The exception that ended the trace is raised again, since the function may have caught it.
-        if error is None and self.refused is not None:
+        # The exception that ended the trace is raised again, since the function may have caught it, or NumPy replaced it.
+        if self.refused is not None and (error is None or isinstance(error, Exception) and error is not self.failed):
             raise self.refused
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -219,7 +220,8 @@ class Recorder:
         """Return a traced array as a plain array; in a trace, raise Abandoned."""
         if self.is_noting():
             reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
-            self.ask(x, f"{reason} np.concatenate or np.stack of autograd.numpy")
+            found = reason_of_conversion(sys._getframe(2))
+            self.ask(x, found or f"{reason} np.concatenate or np.stack of autograd.numpy")
         return np.asarray(x.value, dtype)
 
     def looked_up(self, call: str) -> None:
@@ -342,7 +344,7 @@ class Recorder:
             mapped((args[1:], kwargs), ask_for_integer)
         reason = reason_against(fun, args, kwargs)
         if reason:
-            self.refuse(f"it calls {fun.__name__}, {reason}")
+            self.refuse(reason_of_conversion(sys._getframe(2)) or f"it calls {fun.__name__}, {reason}")
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args)), self.referenced(kwargs)
         return self._recorded("call", fun, *references, self._computed(fun, plain(tuple(args)), plain(kwargs)))

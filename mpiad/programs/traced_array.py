@@ -9,7 +9,10 @@ traced arrays like arrays on devices.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator
+from dis import opmap
+from types import FrameType
 from typing import Any, NamedTuple
 
 import autograd.numpy.numpy_wrapper
@@ -180,6 +183,30 @@ def _of_value(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self._required_value(), name)(*args)
 
 
+_STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
+
+
+def reason_of_conversion(frame: FrameType) -> str:
+    """Return the reason and advice if a frame assigns to entries of a plain array, or is that of `numpy.full`; else ""."""
+    code = frame.f_code
+    if code.co_name == "full" and frame.f_globals["__name__"].startswith("numpy."):
+        return "it calls np.full with a traced value, which makes a plain array: write x * np.ones(shape)"
+    if code.co_code[frame.f_lasti] in _STORES:
+        return (
+            "it writes traced values into an array of numbers, b[i] = x: begin with b = np.zeros_like(x), or join the "
+            "parts by np.concatenate or np.stack of autograd.numpy"
+        )
+    return ""
+
+
+def _as_number(name: str) -> Callable[[TracedArray], Any]:
+    def method(self: TracedArray) -> Any:
+        reason = reason_of_conversion(sys._getframe(1)) or CONTROL_FLOW
+        return getattr(self._required_value(reason), name)()
+
+    return method
+
+
 class TracedArray:
     """An array in a function that is being traced; `value` is a NumPy array or scalar."""
 
@@ -295,9 +322,8 @@ class TracedArray:
             self.recorder.ask(self, reason)
         return self.value
 
-    __bool__, __float__, __int__, __index__, __complex__ = map(
-        _of_value, ("__bool__", "__float__", "__int__", "__index__", "__complex__")
-    )
+    __float__, __int__, __complex__ = map(_as_number, ("__float__", "__int__", "__complex__"))
+    __bool__, __index__ = map(_of_value, ("__bool__", "__index__"))
     item, tolist = _of_value("item"), _of_value("tolist")
 
     def __format__(self, spec: str) -> str:

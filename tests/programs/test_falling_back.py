@@ -551,3 +551,43 @@ def test_results_of_interpreted_calls_are_new_arrays():
         for array in arrays:
             array[...] = 99.0
         np.testing.assert_array_equal(np.concatenate([x, y, table]), [1, 1, 1, 0, 0, 1, 1, 1])
+
+
+def whole(x):
+    b = np.zeros(3)
+    b[:] = x
+    return b
+
+
+def entry(x):
+    b = np.zeros(3)
+    b[1] = x[0]
+    return b
+
+
+def slice_of_complex(x):
+    b = np.zeros((2, 3), complex)
+    b[0, 1:] = x[1:] * 1j
+    return b
+
+
+@pytest.mark.parametrize(
+    ("fun", "message"),
+    [
+        *[
+            (fun, r"an array of numbers, b\[i\] = x: begin with b = np.zeros_like\(x\)")
+            for fun in (whole, entry, slice_of_complex)
+        ],
+        (lambda x: anp.full((2, 3), x), r"np.full with a traced value, .* write x \* np.ones\(shape\)"),
+        (lambda x: np.full((2, 3), x[0], float), r"np.full with a traced value, .* write x \* np.ones\(shape\)"),
+        (lambda x: x * float(x[0]), "control flow depends on a traced value"),
+        (lambda x: {x[0]: x}[x[0]], "control flow depends on a traced value"),
+        (lambda x: np.asarray(x), "converts traced values to a plain NumPy array"),
+    ],
+)
+def test_the_advice_against_conversions(fun, message):
+    x = np.ones(3)
+    with pytest.raises(TypeError, match=message):
+        mpiad.jit(fun, strict=True)(x)
+    for advised in (lambda x: (b := anp.zeros_like(x)).__setitem__(1, x[0]) or b, lambda x: x * np.ones((2, 3))):
+        np.testing.assert_array_equal(mpiad.jit(advised, strict=True)(x), advised(x))
