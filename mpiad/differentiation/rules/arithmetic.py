@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitting
@@ -88,7 +89,11 @@ def _arctan2_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 def _arctan2_slope(argnum: int, y: Array, x: Array, ans: Array) -> Array:
     y, x = in_dtype_of(ans, y), in_dtype_of(ans, x)
-    return (-y if argnum else x) / (x**2 + y**2)
+    # The derivative doesn't depend on the scale, without which the squares could overflow or vanish.
+    scale = np.maximum(abs(getval(x)), abs(getval(y)))
+    scale = in_dtype_of(ans, np.where((scale > 0) & (scale < np.inf), scale, 1.0))
+    y, x = y / scale, x / scale
+    return (-y if argnum else x) / (x**2 + y**2) / scale
 
 
 def _fitted(fit: Function | None, g: Array) -> Array:
