@@ -15,7 +15,7 @@ from mpiad._typing import Array
 from mpiad.compiling.cache import functions_of
 from mpiad.device import to_host
 from mpiad.timestepping.checkpoints import CheckpointSchedule
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 # Fields in 16 bits per entry: values are rounded to multiples of a step, and differences of neighbors are stored.
 #
@@ -263,6 +263,41 @@ def own(leaf: Array) -> Any:
     if arrays is not None:
         return arrays.copy(leaf)
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+# Checksums of states: a step that is repeated in the gradient must have the result of the forward run.
+#
+# A checksum contains sums of consecutive entries with weights of random signs. Unlike plain sums, these random projections
+# have the size of the entries also if the entries cancel, and change if entries are permuted. They are compared up to the
+# square root of the relative precision, since results of compiled and interpreted steps, of iterative solvers, and of steps
+# from rounded states differ. Of a large state a sixteenth of the sums is compared after a step, others after the next step:
+# a step that isn't reproducible differs each time that it is repeated, and all sums would take 10% of the time of a
+# gradient of compiled steps. Device arrays are summed and compared on the device.
+
+_LONGEST, _FEWEST, _PARTS = 1024, 64, 16  # the number of entries in a sum, the number of sums, and of parts of a large leaf
+
+
+def checksum(leaf: Array, step: int | None = None) -> Array:
+    """Return the checksum of a leaf after a step, by default of all entries; for a small leaf it is a copy."""
+    length = min(getattr(leaf, "size", 1) // _FEWEST, _LONGEST)
+    if length < 2:
+        return own(leaf)
+    entries, count, signs = leaf.reshape(-1), leaf.size // length, _signs(length, leaf.dtype, arrays_of(leaf))
+    parts = 1 if step is None else min(count // _FEWEST, _PARTS)
+    rows, rest = entries[: count * length].reshape(count, 1, length), entries[count * length :]
+    with np.errstate(all="ignore"):
+        # A batch of dot products: BLAS runs them in one thread, and so doesn't wait for the cores of other ranks.
+        sums = (rows[(step or 0) % parts :: parts] @ signs)[:, 0, 0]
+        sums[:1] += rest @ signs[: rest.size]
+    return sums
+
+
+@functools.lru_cache(16)
+def _signs(length: int, dtype: np.dtype, arrays: ArrayModule | None) -> Array:
+    """Return weights between 0.5 and 1.5 with random signs, shape (length, 1)."""
+    rng = np.random.default_rng(0)
+    weights = (rng.uniform(0.5, 1.5, (length, 1)) * rng.choice([-1.0, 1.0], (length, 1))).astype(dtype)
+    return weights if arrays is None else arrays.to_device(weights)
 
 
 class Packed(NamedTuple):
