@@ -254,7 +254,7 @@ def test_scipys_methods_evaluate_a_point_once(method: str, size: int) -> None:
 def test_groups_divide_the_points(count: int, rank: int, size: int) -> None:
     if size % count:
         with pytest.raises(ValueError, match="can't form"):
-            drive(lambda f: None, lambda x, comm: x, groups=size if divided else None)
+            drive(lambda f: None, lambda x, comm: x, groups=count)
         return
     points, evaluated, root = np.arange(7.0), list[float](), size - 1
 
