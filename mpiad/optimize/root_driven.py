@@ -44,7 +44,9 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.signals import postponed
 from mpiad.transport.exits.user_failures import StageFailures
 
-METHODS: Sequence[str] = """finish start value values gradient both product not_finite jvp vjp residuals factor tangent
+METHODS: Sequence[
+    str
+] = """finish start value plain values gradient both product not_finite jvp vjp residuals factor tangent
     cotangent""".split()
 _HEADER, _SHORT = 4, 28  # lengths: of the header, and at most of the vectors that are sent with it
 
