@@ -99,12 +99,12 @@ class RankOutcomes:
 
 
 def outcomes_of_all(
-    used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
+    used: Channel, share: EnsembleSolution | BaseException, compiled: bool, traced: bool,
     evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
     """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective."""
     # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
-    if isinstance(share, Exception):
+    if isinstance(share, BaseException):
         used.data.allgather(None)
         raise_first(used, share)
     shares = used.data.allgather(_share_of(share, compiled, traced, warnings, digests))

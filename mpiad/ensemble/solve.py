@@ -59,7 +59,7 @@ from mpiad.ensemble.trial import with_plain_numbers
 from mpiad.errors import IntegrationError
 from mpiad.progress import progress_bar
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.core.agreement import FAILURES, raising_together
 
 _log = logging.getLogger("mpiad")
 
@@ -215,13 +215,13 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
     bounds = mpi.bounds(count, used.size)
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
-    share: EnsembleSolution | Exception
+    share: EnsembleSolution | BaseException
     try:
         with compiler:
             share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
-    except Exception as error:  # noqa: BLE001 raised on all ranks together
+    except FAILURES as error:  # raised on all ranks together
         share = error
-    traced = not isinstance(share, Exception) and isbox(share.u_end)
+    traced = not isinstance(share, BaseException) and isbox(share.u_end)
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
     given = digests_of(problem, options.events)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)

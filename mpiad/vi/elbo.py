@@ -28,6 +28,7 @@ from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten, is_variable, leaf_on_device
 from mpiad.transport import channel
+from mpiad.transport.core.agreement import FAILURES
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
 from mpiad.vi.prior import Prior, log_prior
@@ -70,9 +71,9 @@ class Model:
             with restoring_state(), suspended():
                 # A copy, because the loss might overwrite the draws, which the update needs.
                 row[0], row[2:] = self._evaluated(numpy.array(theta))
-        except Exception as error:  # noqa: BLE001  the draw is discarded
+        except FAILURES as error:  # the draw is discarded
             self.trace = self.trace or "".join(traceback.format_exception(error))
-            row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
+            row[1] = _COMMUNICATED if isinstance(error, (CommunicatorError, SystemExit)) else _RAISED
             return row
         if not numpy.isfinite(row).all():
             found = f"gradient is {row[2:].tolist()!s:.200}" if numpy.isfinite(row[0]) else f"value is {row[0]}"
@@ -110,7 +111,7 @@ def _number(value: object) -> float:
 def evaluations_of(rows: Array) -> Evaluations:
     """Return the evaluations, given the rows that `Model.row` returned for all draws."""
     status = rows[:, 1]
-    # Communication in the model is an error of the program: all draws are discarded.
+    # Communication in the model, or its exit, is an error of the program: all draws are discarded.
     if (status == _COMMUNICATED).any():
         status = numpy.full(len(rows), _RAISED)
     return Evaluations(
