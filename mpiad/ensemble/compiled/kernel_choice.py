@@ -190,6 +190,7 @@ class Compiler:
         self.execution = f"{'kernel' if self._chosen else 'arrays'}: {how}"
         # Warnings about f, which are stored until `log_warnings` if several ranks solve the ensemble (`together`).
         self._pending: list[tuple[Function, str]] = []
+        self.not_finite: dict[int, str] = {}  # for some trajectories that failed at the start: see `not_finite_entry`
 
     def __enter__(self) -> Compiler:
         return self
