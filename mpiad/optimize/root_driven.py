@@ -35,7 +35,7 @@ from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_start import shared_start
 from mpiad.transport import Channel, channel, renew
-from mpiad.transport.core.agreement import Failure
+from mpiad.transport.core.agreement import FAILURES, Failure
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.fault_tolerance import is_interruption
 from mpiad.transport.core.polling import wait_gently
@@ -192,7 +192,7 @@ class RootDriven(Solve):
             try:
                 with self.used.refusing(_OUTSIDE):
                     return call(*vectors)
-            except Exception as error:
+            except FAILURES as error:
                 if error is not group.agreement.error:
                     raise
                 if error.__cause__ is not None:  # on the rank that failed
@@ -216,7 +216,7 @@ class RootDriven(Solve):
         outcome = result = None
         try:
             result = program(self)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the other ranks mustn't wait
+        except (*FAILURES, KeyboardInterrupt) as error:  # the other ranks mustn't wait
             # After a timeout or an interruption the other ranks raise without a message from the root.
             if self._failure is None and (is_interruption(error) or isinstance(error, DeadlockError)):
                 raise

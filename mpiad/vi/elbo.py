@@ -28,6 +28,7 @@ from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten, is_variable, leaf_on_device
 from mpiad.transport import channel
+from mpiad.transport.core.agreement import FAILURES
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
 from mpiad.vi.prior import Prior, log_prior
@@ -82,7 +83,7 @@ class Model:
             with restoring_state(), suspended():
                 # A copy, because the loss might overwrite the draws, which the update needs.
                 row[0], row[2:] = self._evaluated(numpy.array(theta))
-        except Exception as error:  # noqa: BLE001  all ranks raise together, or the draw is discarded
+        except FAILURES as error:  # all ranks raise together, or the draw is discarded
             fatal = not isinstance(error, ConvergenceError)
             if not self.trace or fatal > self.raised:
                 self.raised, self.trace = fatal, "".join(traceback.format_exception(error))

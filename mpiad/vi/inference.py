@@ -24,7 +24,7 @@ from mpiad.progress import progress_bar
 from mpiad.pytrees import fetched, flatten, is_variable, map_leaves, refuse_objects
 from mpiad.tasks import mpi_map
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import agreed, raising_together, require_same
+from mpiad.transport.core.agreement import FAILURES, agreed, raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
 from mpiad.vi.elbo import (
@@ -89,7 +89,8 @@ class Training:
         """Return a context whose exception is stored, to be sent to all ranks, which raise it together."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001
+        except FAILURES as found:
+            error = found if isinstance(found, Exception) else RuntimeError(f"VI: the root raised {found!r}.")
             self.failure = self.end_reason = error
             try:
                 pickle.loads(pickle.dumps(error))
