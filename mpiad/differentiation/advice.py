@@ -33,12 +33,12 @@ _NO_MPI4PY = (
 # Some patterns name object arrays, which plain NumPy makes from traced values.
 _ADVICE = (
     (
-        r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
+        r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
         _NO_ASSIGNMENT,
     ),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),
     (
-        r"(loop of ufunc|__array_ufunc__).*Box|real number, not '?\w*Box|Box' object cannot be interpreted|"
+        r"(loop of ufunc|__array_ufunc__).*Box|(number|integers or slices), not '?\w*Box|Box' object cannot be interpreted|"
         r"Box\.__format__|dtype\('O'\)|object arrays are not supported|not supported for the input types",
         _NO_PLAIN_NUMPY,
     ),

@@ -47,10 +47,6 @@ def _operator(function: Callable[[Any, Any], Any], swapped: bool = False) -> Cal
     return operator
 
 
-def _quotient_and_rest(x: Array, y: Array) -> tuple[Array, Array]:
-    return anp.floor_divide(x, y), anp.mod(x, y)
-
-
 def _transposed(x: Array, *axes: Any) -> Array:
     return anp.transpose(x, axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes or None)
 
@@ -82,7 +78,7 @@ for _name, _function in _METHODS.items():
     setattr(ArrayBox, _name, TracedAttribute(_name, partial(partial, _function)))
 for _name, _function in {**_PARTS, **{name: _of_value(name) for name in "device flags itemsize nbytes strides".split()}}.items():
     setattr(ArrayBox, _name, TracedAttribute(_name, _function))
-for _name, _function in {"floordiv": anp.floor_divide, "divmod": _quotient_and_rest}.items():
+for _name, _function in {"floordiv": anp.floor_divide, "divmod": anp.divmod}.items():
     setattr(ArrayBox, f"__{_name}__", _operator(_function))
     setattr(ArrayBox, f"__r{_name}__", _operator(_function, swapped=True))
 ArrayBox.__contains__ = _contains

@@ -12,6 +12,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval
 
 from mpiad._typing import Array
+from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
     Argnums,
@@ -62,6 +63,8 @@ def take_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         raise refusal(anp.take, "with respect to the indices")
     x, indices, axis = named["a"], named["indices"], named.get("axis")
     shape = np.shape(getval(x))
+    if not shape:
+        return lambda g: (fitted(g, x),)
     indices = indices if is_array(indices) else np.asarray(indices, np.intp)
     n = math.prod(shape) if axis is None else shape[axis]
     # Indices of mode "raise" count from the end if they are negative, as those of mode "wrap".
