@@ -115,10 +115,10 @@ def _in_levels(visit: Callable, *args: Any) -> Any:
     try:
         return visit(*args)
     except RecursionError:
+        limit = sys.getrecursionlimit()
         raise ValueError(
-            f"a pytree contains itself, or has too many levels of containers for Python's recursion limit of "
-            f"{sys.getrecursionlimit()}: expected about {sys.getrecursionlimit() // 4} levels at most. Pass a list or dict of "
-            "the arrays, with fewer levels."
+            f"a pytree contains itself, or has too many levels of containers for Python's recursion limit of {limit}: "
+            f"expected about {limit // 4} levels at most. Pass a list or dict of the arrays, with fewer levels."
         ) from None
 
 

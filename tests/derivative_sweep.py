@@ -442,10 +442,12 @@ def cases_without_a_rule(shapes: tuple, tested: set[str]) -> Iterator[Case]:
 # ---- methods, attributes and operators of arrays: each name in `dir(numpy.ndarray)`, but for the following
 
 # Protocols of NumPy and Python, and operators that change an array.
-PROTOCOLS = re.compile(r"__(array\w*|class_getitem|dlpack\w*|setstate|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__")
+PROTOCOLS = re.compile(
+    r"__(array\w*|class_getitem|dlpack\w*|setstate|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__"
+)
 METHODS = """
 T: x.T * x.T; mT: x.mT * 2.0; real: x.real * x; imag: x.imag + x * x; astype: x.astype(complex) ** 2; clip: x.clip(-0.5, 0.5) || x.clip(min=-0.5) || x.clip(max=0.5); conj: x.conj() * x
-conjugate: x.conjugate() ** 2; copy: x.copy() * x || x.copy("F"); __copy__: copy.copy(x) * x; __deepcopy__: copy.deepcopy(x) * x; cumprod: x.cumprod() || x.cumprod(-1); cumsum: x.cumsum() || x.cumsum(axis=0)
+compress: x.compress([True, False, True], -1) || x.compress([False, True]); conjugate: x.conjugate() ** 2; copy: x.copy() * x || x.copy("F"); __copy__: copy.copy(x) * x; __deepcopy__: copy.deepcopy(x) * x; cumprod: x.cumprod() || x.cumprod(-1); cumsum: x.cumsum() || x.cumsum(axis=0)
 diagonal: x.diagonal() || x.diagonal(1, 1, 0); dot: x.dot(a) || x.dot(x.T) || x.dot(2.0); flatten: x.flatten() ** 2 || x.flatten("F"); ravel: x.ravel() || x.ravel(order="F"); max: x.max() || x.max(axis=-1, keepdims=True)
 mean: x.mean() || x.mean(0) || x.mean(axis=(0, 1)); min: x.min(0); prod: x.prod() || x.prod(-1); sum: x.sum() || x.sum(0, keepdims=True); std: x.std() || x.std(axis=0, ddof=1); var: x.var() || x.var(-1)
 repeat: x.repeat(2) || x.repeat(2, 0); reshape: x.reshape(-1) || x.reshape(3, -1) || x.reshape((-1, 1)) || x.reshape(3, -1, order="F"); squeeze: x.squeeze() || x[None].squeeze(0); swapaxes: x.swapaxes(0, -1)
@@ -464,7 +466,7 @@ __lt__: x * (x < 0.5); __le__: x * (x <= 0.5); __gt__: x * (x > 0.5); __ge__: x 
 """
 # What a traced array doesn't have; `&`, `|`, `^`, `~`, `<<`, `>>` and indices are NumPy's errors for floating-point numbers.
 NOT_OF_TRACED = """
-base: x.base; byteswap: x.byteswap(); choose: x.choose([a, a]); compress: x.compress([True, False], -1); ctypes: x.ctypes; data: x.data; dump: x.dump("x"); dumps: x.dumps(); fill: x.fill(0.0); flat: x.flat; getfield: x.getfield(float)
+base: x.base; byteswap: x.byteswap(); choose: x.choose([a, a]); ctypes: x.ctypes; data: x.data; dump: x.dump("x"); dumps: x.dumps(); fill: x.fill(0.0); flat: x.flat; getfield: x.getfield(float)
 item: x.item(); partition: x.partition(1); put: x.put(0, 1.0); resize: x.resize(2); setfield: x.setfield(0.0, float); setflags: x.setflags(write=True); sort: x.sort(); to_device: x.to_device("cpu"); tobytes: x.tobytes(); tofile: x.tofile("x")
 tolist: x.tolist(); view: x.view(); __setitem__: operator.setitem(x, 0, 1.0); __delitem__: operator.delitem(x, 0); __float__: float(x.sum()); __int__: int(x.sum()); __complex__: complex(x.sum()); __index__: [1, 2][x.sum()]
 __and__: x & 1; __rand__: 1 & x; __or__: x | 1; __ror__: 1 | x; __xor__: x ^ 1; __rxor__: 1 ^ x; __invert__: ~x; __lshift__: x << 1; __rlshift__: 1 << x; __rshift__: x >> 1; __rrshift__: 1 >> x
@@ -472,12 +474,15 @@ __and__: x & 1; __rand__: 1 & x; __or__: x | 1; __ror__: 1 | x; __xor__: x ^ 1; 
 
 
 # How the operators are written.
-SIGNS = dict(add="+", sub="-", mul="*", truediv="/", pow="**", matmul="@", mod="%", floordiv="//", lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=", lshift="<<", rshift=">>")
-SIGNS |= {"and": "&", "or": "|", "xor": "^"}
-WRITTEN = {name: f"x {sign} y" for name, sign in SIGNS.items()} | dict(
-    pos="+x", neg="-x", invert="~x", abs="abs(x)", divmod="divmod(x, y)", round="round(x)", getitem="x[i]", setitem="x[i] = y", delitem="del x[i]", iter="for y in x", contains="y in x", len="len(x)",
-    bool="if x", copy="copy.copy(x)", deepcopy="copy.deepcopy(x)", float="float(x)", int="int(x)", complex="complex(x)", index="y[x]",
-)
+SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "matmul": "@", "mod": "%", "floordiv": "//", "lshift": "<<", "rshift": ">>",
+    "and": "&", "or": "|", "xor": "^", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+}  # fmt: skip
+WRITTEN = {name: f"x {sign} y" for name, sign in SIGNS.items()} | {
+    "pos": "+x", "neg": "-x", "invert": "~x", "abs": "abs(x)", "divmod": "divmod(x, y)", "round": "round(x)", "getitem": "x[i]", "setitem": "x[i] = y",
+    "delitem": "del x[i]", "iter": "for y in x", "contains": "y in x", "len": "len(x)", "bool": "if x", "copy": "copy.copy(x)",
+    "deepcopy": "copy.deepcopy(x)", "float": "float(x)", "int": "int(x)", "complex": "complex(x)", "index": "y[x]",
+}  # fmt: skip
 
 
 def written(name: str) -> str:
@@ -627,21 +632,50 @@ def page() -> str:
     lines += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items() if f"`{name}`" not in complete]
     constant, refused = ([f"`{name}`" for name in names] for names in ([n for n in offered() if is_constant(n)], others))
     text = {"complete": wrapped(complete), "constant": wrapped(constant), "refused": wrapped(refused)}
-    for place, calls in (("methods", METHODS), ("constant_methods", CONSTANT_METHODS)):
-        text[place] = wrapped([f"`{each}`" for each in map(written, sorted(calls_by_name(calls))) if each])
-    by_advice: dict[str, list[str]] = {}
-    for name, advice in sorted(advice_by_name().items()):
-        if written(name):
-            by_advice.setdefault(advice.replace(f").{name}.", ").name.").replace("|", "\\|"), []).append(f"`{written(name)}`".replace("|", "\\|"))
-    text["advice"] = "\n".join(f"| {', '.join(names)} | {advice or OF_INTEGERS} |" for advice, names in by_advice.items())
-    return TEXT.format(table="\n".join(lines), **text)
+    return TEXT.format(table="\n".join(lines), **text) + methods_section()
 
 
 def wrapped(names: list[str]) -> str:
-    return "\n".join(textwrap.wrap(", ".join(names), 125, break_on_hyphens=False))
+    unbroken = ", ".join([name.replace(" ", "\0") for name in names])
+    return "\n".join(textwrap.wrap(unbroken, 125, break_on_hyphens=False)).replace("\0", " ")
 
 
-OF_INTEGERS = "nothing more: NumPy has these operators for integers and booleans only"
+def methods_section() -> str:
+    """Return the section of the page on methods, attributes and operators."""
+    listed = [
+        wrapped([f"`{each}`" for each in map(written, sorted(calls_by_name(calls))) if each])
+        for calls in (METHODS, CONSTANT_METHODS)
+    ]
+    by_advice: dict[str, list[str]] = {}
+    for name, advice in sorted(advice_by_name().items()):
+        if written(name):
+            names = by_advice.setdefault(advice.replace(f").{name}.", ").name.") or OF_INTEGERS, [])
+            names.append(f"`{written(name)}`".replace("|", "\\|"))
+    rows = [f"| {', '.join(names)} | {advice} |" for advice, names in by_advice.items()]
+    return METHODS_TEXT.format(methods=listed[0], constant_methods=listed[1], advice="\n".join(rows))
+
+
+OF_INTEGERS = "NumPy has these operators for integers and booleans only"
+METHODS_TEXT = """
+## Methods, attributes and operators of arrays
+
+Traced arrays `x` have all four derivatives of these; y is an array, traced or not, or a number. Functions with them are compiled by
+{{py:func}}`mpiad.jit`, or interpreted with the same results.
+
+{methods}.
+
+The results of these are constants:
+
+{constant_methods}.
+
+These raise an error in a derivative: an `AttributeError` or a `TypeError` that names the attribute, with this advice:
+
+| Attribute or operator | Advice |
+|---|---|
+{advice}
+
+Values in traces of plain autograd (`autograd.grad`) have autograd's own methods only.
+"""
 TEXT = """# NumPy's functions: which derivatives are available
 
 This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the derivatives that
@@ -685,25 +719,6 @@ Calls of these functions with a traced array raise a `NotImplementedError` that 
 (ufunc) such as `cbrt` the error is a `TypeError`.
 
 {refused}.
-
-## Methods, attributes and operators of arrays
-
-Traced arrays `x` have all four derivatives of these; y is an array, traced or not, or a number. Functions with them are compiled by
-{{py:func}}`mpiad.jit`, or interpreted with the same results.
-
-{methods}.
-
-The results of these are constants:
-
-{constant_methods}.
-
-These raise an error in a derivative: an `AttributeError` or a `TypeError` that names the attribute, and then says:
-
-| Attribute or operator | Advice |
-|---|---|
-{advice}
-
-Values in traces of plain autograd (`autograd.grad`) have autograd's own methods only.
 """
 
 

@@ -161,8 +161,9 @@ def test_pytrees_of_too_many_levels(make):
     leaf = lambda tree: anp.sum(flatten(tree)[0][0])  # noqa: E731
     for deep in (tree, endless):
         for call in (
-            value_and_grad(leaf), jit(leaf), value_and_grad(jit(leaf)), lambda tree: jvp(leaf, tree, tree), linearize(leaf), flatten,
-            lambda tree: minimize(leaf, tree), lambda tree: make_vjp(lambda x: tree)(1.0), lambda tree: named_leaves(tree, "x"),
+            value_and_grad(leaf), jit(leaf), value_and_grad(jit(leaf)), linearize(leaf), flatten,
+            lambda tree: jvp(leaf, tree, tree), lambda tree: minimize(leaf, tree),
+            lambda tree: make_vjp(lambda x: tree)(1.0), lambda tree: named_leaves(tree, "x"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match="too many levels of containers for Python's recursion limit of"):
                 call(deep)
@@ -172,8 +173,10 @@ def test_results_are_of_the_same_container():
     Matrix = namedtuple("Matrix", "sign logarithm")  # noqa: PYI024
     x, matrix = np.arange(4.0), np.diag([1.0, 2.0])
     for fun, x, kind in (
-        (lambda x: anp.split(x, 2), x, list), (lambda x: [x, 2 * x], x, list), (lambda x: (x, x), x, tuple), (lambda x: x, [x, x], list),
-        (lambda x: Matrix(*anp.linalg.slogdet(x)), matrix, Matrix), (anp.linalg.slogdet, matrix, type(np.linalg.slogdet(matrix))),
+        (lambda x: anp.split(x, 2), x, list), (lambda x: [x, 2 * x], x, list), (lambda x: (x, x), x, tuple),
+        (lambda x: x, [x, x], list),
+        (lambda x: Matrix(*anp.linalg.slogdet(x)), matrix, Matrix),
+        (anp.linalg.slogdet, matrix, type(np.linalg.slogdet(matrix))),
     ):  # fmt: skip
         assert type(make_vjp(fun)(x)[1]) is kind
         assert [type(part) for part in jvp(fun, x, x)] == [kind, kind]

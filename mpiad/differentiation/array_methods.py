@@ -1,4 +1,4 @@
-"""Attributes, methods and operators of NumPy's arrays that autograd's traced arrays lack, for values of this library's traces.
+"""Attributes, methods and operators of NumPy's arrays that autograd's traced arrays lack, for this library's traces.
 
 Autograd makes a box (a traced value) of the class that is registered for the type of the value, whatever the trace is. A
 subclass of `ArrayBox` for arrays would also be the class of values in traces of plain autograd, and `ArrayBox` itself in no
@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
+import numpy as np
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval
 
@@ -60,7 +61,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "__iter__": lambda x: (x[i] for i in range(len(x))),  # TypeError for a scalar
     "__pos__": anp.positive,
     "__round__": lambda x, *digits: round(getval(x), *digits),
-    "compress": lambda x, condition, axis=None: anp.compress(condition, x, axis),
+    "compress": lambda x, condition, axis=None: anp.take(x, np.flatnonzero(condition), axis),
     "conj": anp.conj,
     "conjugate": anp.conj,
     "copy": lambda x, order="C": anp.positive(x),
@@ -69,14 +70,11 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 _PARTS = {"real": anp.real, "imag": anp.imag, "mT": lambda x: anp.swapaxes(x, -1, -2)}
 
-
-def _of_value(name: str) -> Function:
-    return lambda x: getattr(getval(x), name)
-
-
 for _name, _function in _METHODS.items():
     setattr(ArrayBox, _name, TracedAttribute(_name, partial(partial, _function)))
-for _name, _function in {**_PARTS, **{name: _of_value(name) for name in "device flags itemsize nbytes strides".split()}}.items():
+for _name in "device flags itemsize nbytes strides".split():
+    _PARTS[_name] = lambda x, name=_name: getattr(getval(x), name)
+for _name, _function in _PARTS.items():
     setattr(ArrayBox, _name, TracedAttribute(_name, _function))
 for _name, _function in {"floordiv": anp.floor_divide, "divmod": anp.divmod}.items():
     setattr(ArrayBox, f"__{_name}__", _operator(_function))

@@ -187,7 +187,9 @@ def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangents of singular values by singular vectors; derivatives of the vectors aren't supported."""
     named = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
     if named.get("compute_uv", True):
-        what = "with singular vectors of device arrays and in compiled functions: pass compute_uv=False, or call eigh of xᵀx"
+        what = (
+            "with singular vectors of device arrays and in compiled functions: pass compute_uv=False, or call eigh of xᵀx"
+        )
         raise refusal(linalg.svd, what)
     left, _, right = linalg.svd(args[0], full_matrices=False)
     return lambda g: (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)

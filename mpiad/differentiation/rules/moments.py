@@ -69,7 +69,7 @@ def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
 def nonzero_divisor(root: Array) -> Array:
     """Return a norm or standard deviation as the divisor of its own derivative, with ones instead of zeros.
 
-    So the derivative at zero is zero. There the root has no second derivative; the derivative of `1 - sqrt(root)` makes it NaN.
+    So the derivative at zero is zero. The root has no second derivative there: that of `1 - sqrt(root)` makes it NaN.
     """
     return anp.where(root == 0, 1.0 - anp.sqrt(root), root)
 

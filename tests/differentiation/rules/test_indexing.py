@@ -67,7 +67,8 @@ def test_advanced(idx):
 
 
 @pytest.mark.parametrize("idx", [
-    ((0, 1, 0), (2, 2, 1)), (slice(None), (0, 2)), (Ellipsis, (1, 0, 1)), ((3, -1), [0, 0]), ((0, 1), 1, slice(1, None)), ((0, 1),),
+    ((0, 1, 0), (2, 2, 1)), (slice(None), (0, 2)), (Ellipsis, (1, 0, 1)), ((3, -1), [0, 0]),
+    ((0, 1), 1, slice(1, None)), ((0, 1),),
     ((True, False, True, True),), (None, (1, 1)),
 ])  # fmt: skip
 def test_index_that_holds_a_tuple(idx):
