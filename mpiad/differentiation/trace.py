@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval
 
+import mpiad.differentiation.array_methods  # noqa: F401 (sets the methods of traced arrays)
 from mpiad._typing import Argnum, Array, Shape, Shared, Tree
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.objective import PendingError

@@ -307,10 +307,12 @@ class TracedArray:
         return self if kind in (None, np.ndarray) else self._required_value(f"it views traced values as {kind}").view(kind)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("ndim", "size", "nbytes", "strides", "flags"):
+        if name in ("ndim", "size", "itemsize", "nbytes", "strides", "flags", "device"):
             return getattr(self.value, name)
         if name in _PARTS:
             return self.recorder.call(_PARTS[name], (self,), {})
+        if name == "mT":
+            return np.swapaxes(self, -1, -2)
         if name in _METHODS:
             return lambda *args, **kwargs: self.recorder.call(_METHODS[name], (self, *args), kwargs)
         raise AttributeError(f"a traced array has no {name!r}")
@@ -324,7 +326,13 @@ class TracedArray:
 
     __float__, __int__, __complex__ = map(_as_number, ("__float__", "__int__", "__complex__"))
     __bool__, __index__ = map(_of_value, ("__bool__", "__index__"))
-    item, tolist = _of_value("item"), _of_value("tolist")
+    __round__, item, tolist = map(_of_value, ("__round__", "item", "tolist"))
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
     def __format__(self, spec: str) -> str:
         if not spec and (self.shape or self.dtype.kind not in "iu"):

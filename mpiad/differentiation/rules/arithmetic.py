@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -96,6 +97,16 @@ def _arctan2_slope(argnum: int, y: Array, x: Array, ans: Array) -> Array:
     return (-y if argnum else x) / (x**2 + y**2) / scale
 
 
+def _divmod_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
+    """Apply the adjoint of `mod` to the cotangent of the remainder; the quotient is constant."""
+    pull = inherited_vjp(anp.mod, argnums, ans[1], args, kwargs)
+    return lambda g: pull(g[1])
+
+
+def _divmod_jvp(argnums: Argnums, gs: list, ans: Any, args: tuple, kwargs: dict) -> tuple[Array, Array]:
+    return anp.zeros_like(ans[0]), inherited_jvp(anp.mod, argnums, gs, ans[1], args, kwargs)
+
+
 def _fitted(fit: Function | None, g: Array) -> Array:
     return g if fit is None else fit(g)
 
@@ -147,6 +158,7 @@ VJPS = {
     anp.divide: divide_vjp,
     anp.true_divide: divide_vjp,
     anp.arctan2: _arctan2_vjp,
+    anp.divmod: _divmod_vjp,
 }
 JVPS = {fun: partial(_jvp, fun) for fun in _TANGENTS}
-JVPS[anp.true_divide] = JVPS[anp.divide]
+JVPS[anp.true_divide], JVPS[anp.divmod] = JVPS[anp.divide], _divmod_jvp
