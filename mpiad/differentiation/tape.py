@@ -26,6 +26,7 @@ from autograd.tracer import Box, new_box, notrace_primitives, trace_stack
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.advice import explain, itself, refuse_pickling
+from mpiad.differentiation.in_place import note_sharing, noted, raise_stale, register
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import inherited_vjp, refusal
 from mpiad.primitives.cotangents import conformed, spec_like
@@ -46,14 +47,17 @@ class OrderedNode(VJPNode):
 
     # `pull` maps the node's cotangent to those of its inputs; None for variables. `like`: the spec of a communication's
     # result (`Spec(None, None)` if it isn't an array); None for local steps.
-    __slots__ = ("index", "inputs", "like", "pull", "tape")
+    __slots__ = ("__weakref__", "index", "inputs", "like", "memory", "pull", "tape")
     parents: Any = ()
+    stale: Any  # the type of nodes of stale arrays (see `in_place`)
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __init__(
         self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
     ):
         tape = parents[0].tape
+        if kwargs or len(args) > 2 or getattr(value, "base", value) is not None or value is args[0] or value is args[-1]:
+            args = noted(self, value, fun, args, kwargs, parent_argnums, parents)
         if len(parents) == 1:
             self.inputs = (parents[0].index,)
         else:
@@ -126,9 +130,17 @@ _CONSTANT: Any = object.__new__(DetachedNode)
 _CONSTANT.tape = _ENDED
 
 
+class StaleNode(OrderedNode):
+    """The node of a stale array: any use of the array needs its tape, and raises an error."""
+
+    __slots__ = ()
+    tape: Any = property(raise_stale)
+
+
 # As in autograd, functions without a derivative (comparisons, rounding) aren't recorded.
-notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
-notrace_primitives[DetachedNode] = notrace_primitives[VJPNode]
+OrderedNode.stale = StaleNode
+register(OrderedNode, VJPNode, StaleNode)
+notrace_primitives[DetachedNode] = notrace_primitives[OrderedNode]
 
 
 class Recording(NamedTuple):
@@ -208,7 +220,8 @@ class OrderedTape(LibraryTape):
     def end_values(self) -> None:
         """Turn the values of this trace into constants, by changing the type of their nodes."""
         for node in self.record or ():
-            node.__class__ = DetachedNode
+            if node.__class__ is not StaleNode:
+                node.__class__ = DetachedNode
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
@@ -222,6 +235,8 @@ class OrderedTape(LibraryTape):
         if operator.batched_adjoint:
             vjp = VectorizedVjp(vjp)
         node = OrderedNode.on_tape(self, tuple([position for _, position in inputs]), vjp, like)
+        if ans is args[0] or getattr(ans, "base", None) is not None:
+            note_sharing(node, ans, args, argnums, parents)
         return None if dtype is None else node
 
     def record_call(
