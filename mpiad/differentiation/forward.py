@@ -17,7 +17,7 @@ from autograd.tracer import Box, getval, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.advice import itself, refuse_pickling
-from mpiad.differentiation.in_place import note_sharing, noted, raise_stale, register
+from mpiad.differentiation.in_place import is_unusual, note_sharing, noted, raise_stale, register
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.protocol import (
@@ -58,7 +58,8 @@ class TangentNode(JVPNode):
     """A step of a program in forward mode."""
 
     __slots__ = ("__weakref__", "memory", "tape")
-    stale: Any  # the type of nodes of stale arrays (see `in_place`)
+    stale: Any  # this and `constant`: as of `OrderedNode`
+    constant = DetachedNode.constant
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
@@ -73,7 +74,7 @@ class TangentNode(JVPNode):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
-        if kwargs or len(args) > 2 or getattr(value, "base", value) is not None or value is args[0] or value is args[-1]:
+        if kwargs or len(args) > 2 or is_unusual(value, args):
             noted(self, value, fun, args, kwargs, parent_argnums, parents)
         if not all_on(tape, parents):
             parent_argnums, parents = still_traced(parent_argnums, parents)
@@ -125,7 +126,7 @@ class TangentTape(LibraryTape):
 
     def value_and_tangent(self, x: Array) -> tuple[Array, Array]:
         """Return a value and its tangent: zeros if it has none, and the value itself if it can't have one."""
-        if type(x) in _box_types and x._trace == self.number:
+        if type(x) in _box_types and getattr(x._node, "tape", None) is self:
             return x._value, conform(x._node.g, *spec_like(x._value))
         return x, spec_like(x).zeros() if is_variable(x) else x
 
@@ -149,7 +150,7 @@ class BundleNode(TangentNode):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
-        if kwargs or len(args) > 2 or getattr(value, "base", value) is not None or value is args[0] or value is args[-1]:
+        if kwargs or len(args) > 2 or is_unusual(value, args):
             noted(self, value, fun, args, kwargs, parent_argnums, parents)
         self.tape = tape
         stacked = STACKED_JVPS.get(fun)

@@ -14,7 +14,9 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 from weakref import ref
 
@@ -24,7 +26,8 @@ from autograd.core import VJPNode
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval, notrace_primitives
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function
+from mpiad.compiling.closure import content_of
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.tracing import tracing
@@ -33,7 +36,7 @@ _boxes = Box.types
 
 # Functions that write into an array that they are given.
 
-_WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
+_WRITING = frozenset(getattr(np, name) for name in "copyto fill_diagonal place put put_along_axis putmask".split())
 _KEYWORD_ONLY = sys.maxsize
 
 
@@ -41,10 +44,12 @@ _KEYWORD_ONLY = sys.maxsize
 def _outputs(fun: Callable) -> tuple[tuple[str, int], ...]:
     """Return names and positions of the parameters by which a function gets arrays to write into."""
     fun = getattr(fun, "fun", fun)  # autograd's primitives have NumPy's function as an attribute
-    if getattr(fun, "__name__", "") in _WRITING:
+    if fun in _WRITING or isinstance(getattr(fun, "__self__", None), np.ufunc) and fun.__name__ == "at":
         return (("", 0),)
     if isinstance(fun, np.ufunc):
         return tuple([("out", fun.nin + k) for k in range(fun.nout)])
+    if (getattr(fun, "__module__", None) or "numpy").split(".")[0] not in ("numpy", "scipy"):
+        return ()
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # written in C
@@ -111,18 +116,28 @@ def _arrays_in(x: Any) -> list[Any]:
     return [part for part in parts if hasattr(part, "strides") and not isinstance(part, np.generic)]
 
 
+def is_unusual(value: Any, args: tuple) -> bool:
+    """Return whether a result may share memory with an argument, or there is no result."""
+    # Most results have memory of their own, and aren't passed to `noted`.
+    return value is None or getattr(value, "base", value) is not None or value is args[0] or value is args[-1]
+
+
 def noted(
     node: Any, value: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: Sequence[int], parents: Sequence[Any]
 ) -> tuple:
     """Check a call that is recorded, and note whether its result shares memory; return the arguments for the record."""
-    if kwargs or len(args) > 2 or value is args[-1]:
+    if kwargs or len(args) > 2 or value is args[-1] or value is None:
         refuse_writing(fun, args, kwargs)
-    if getattr(value, "base", value) is not None or value is args[0] or value is args[-1]:
+    if is_unusual(value, args):
         note_sharing(node, value, args, argnums, parents)
     if type(value) not in _boxes:
         return args
-    # Arrays of an enclosing trace may change later.
-    return tuple([type(x)(x._value, x._trace, x._node) if type(x) in _boxes else x for x in args])
+    return tuple(map(as_it_is, args))
+
+
+def as_it_is(x: Any) -> Any:
+    """Return an array in its present state: arrays of an enclosing trace may change in place after they are recorded."""
+    return type(x)(x._value, x._trace, x._node) if type(x) in _boxes else x
 
 
 def note_sharing(node: Any, value: Any, args: tuple, argnums: Sequence[int], parents: Sequence[Any]) -> None:
@@ -143,7 +158,7 @@ def note_sharing(node: Any, value: Any, args: tuple, argnums: Sequence[int], par
 def _may_share(made: list[Any], values: list[Any]) -> bool:
     for x in made:
         for y in values:
-            if x is y or getattr(x, "base", None) is y or np.may_share_memory(x, y):
+            if x is y or type(x) is type(y) and (getattr(x, "base", None) is y or np.may_share_memory(x, y)):
                 return True
     return False
 
@@ -199,6 +214,63 @@ def register(kind: type, foreign: type, stale: type) -> None:
     notrace_primitives[stale] = _OF_SHAPES  # type: ignore[assignment]
 
 
+# Under ``MPIAD_DEBUG=1``, checksums of the arrays that a record holds: the program may change them after they are read.
+
+
+class Reads:
+    """The arrays that adjoints hold, each with checksums and the user's lines that read it."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[Array, list[tuple[int, str]]]] = {}
+
+    def note(self, pull: Any) -> None:
+        """Note the arrays that an adjoint holds."""
+        line = calls.site_of(sys._getframe(1)).text
+        for x in _held(pull, set()):
+            self._arrays.setdefault(id(x), (x, []))[1].append((_checksum(x), line))
+
+    def problem(self) -> str:
+        """Return a text that names an array that has changed, and the line that read it; "" if none has."""
+        for x, read in self._arrays.values():
+            present = _checksum(x)
+            for checksum, line in read:
+                if checksum != present:
+                    return (
+                        f"{line} reads an array of shape {x.shape} and dtype {x.dtype} that was changed in place afterwards, "
+                        "but the derivative needs the values that were read. Write c = c * 2 instead of c *= 2, or pass a "
+                        "copy of the array."
+                    )
+        return ""
+
+    def require_unchanged(self) -> None:
+        """Raise a RuntimeError if an array has changed."""
+        problem = self.problem()
+        if problem:
+            raise RuntimeError(problem)
+
+
+def _checksum(x: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) if x.size else 0
+
+
+def _held(x: Any, seen: set[int]) -> Iterator[Array]:
+    """Yield the arrays in the closure of a function."""
+    x = getval(x)
+    if isinstance(x, np.ndarray):
+        if x.dtype != object:
+            yield x
+    elif isinstance(x, (tuple, list, dict, functools.partial, FunctionType)) and id(x) not in seen:
+        seen.add(id(x))
+        if isinstance(x, functools.partial):
+            parts: Any = (x.func, x.args, x.keywords)
+        elif isinstance(x, FunctionType):
+            parts = [content_of(cell) for cell in x.__closure__ or ()]
+        else:
+            parts = list(x.values()) if isinstance(x, dict) else x
+        for part in parts:
+            yield from _held(part, seen)
+
+
 # In-place operators. They act on nodes of this library only; otherwise y += 1 means y = y + 1, as in plain autograd.
 
 
@@ -218,8 +290,8 @@ def _in_place(name: str, change: Callable[[Any, Any], Any]) -> Callable[[Any, An
             similar = np.zeros(shape, dtype)
             similar.flags.writeable = writable
             change(similar, np.ones(np.shape(getval(other)), anp.result_type(other)))  # raises NumPy's error
-        if type(new) not in _boxes:
-            new = anp.where(False, self, new)  # a value without derivatives becomes part of the trace
+        if type(new) not in _boxes:  # a value without derivatives
+            new = type(self)(new, self._trace, type(node).constant())
         if new.dtype != dtype:
             new = new.astype(dtype)
         if not shape:
