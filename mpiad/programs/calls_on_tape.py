@@ -42,6 +42,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import Watch
 from mpiad.differentiation.backward import Lane, cotangents_of, run_backward_together, sweep, sweep_together
 from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.in_place import keeping_arguments
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
@@ -210,7 +211,7 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
 
     def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
         variables = Variables(leaves, list(places), build)
-        return trace_forwards(lambda given: fun(*given[0], **given[1]), variables, tangents)
+        return trace_forwards(lambda given: keeping_arguments(fun)(*given[0], **given[1]), variables, tangents)
 
     both.__name__ = getattr(fun, "__name__", "function")
     return both
@@ -221,7 +222,7 @@ def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed:
     tape, recorder = tracing.tape, Recorder(cache.exact)
     try:
         with suspended(body=False), recorder:
-            run = _run_on_tape(cache.fun, given, recorder.arguments(given), boxed)
+            run = _run_on_tape(keeping_arguments(cache.fun), given, recorder.arguments(given), boxed)
     except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
         return cache.run_again(recorder, key, given, error)
     cache.pending[key] = recorder

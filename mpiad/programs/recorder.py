@@ -7,8 +7,6 @@ long as the function's closure is unchanged (see `closure`).
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import sys
 import threading
@@ -26,6 +24,7 @@ from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.closure import is_writable, same_bits
+from mpiad.differentiation.in_place import CHANGED_ARGUMENT, writes_into_argument
 from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
@@ -44,6 +43,7 @@ from mpiad.programs.traced_array import (
     Step,
     TracedArray,
     ask_for_integer,
+    cast,
     hides_traced,
     is_number_of,
     let_arrays_be_traced,
@@ -81,9 +81,6 @@ _SHAPED_BY_INTEGERS = frozenset(
     getattr(np, name)
     for name in "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split()
 )
-_WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
-
-
 def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the reason why a call can't be recorded, as a relative clause; "" if the call can be recorded."""
     further = *args[1:], *kwargs.values()
@@ -91,23 +88,11 @@ def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
         advice = ": give np.where three arguments" if fun is np.where else ""
         return f"whose result has a shape that depends on traced values{advice}"
-    place = _place_of_out(fun)
-    has_out = kwargs.get("out") is not None or place is not None and len(args) > place and args[place] is not None
-    if has_out or kwargs.get("copy") is False or getattr(fun, "__name__", "") in _WRITING:
+    if writes_into_argument(fun, args, kwargs):
         return "which writes into an array that it is given: take its result, or set entries by x[i] = ..."
     if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AaKk" for x in further):
         return "whose result depends on the order of entries in memory: write order='C' or 'F'"
     return ""
-
-
-@functools.cache
-def _place_of_out(fun: Callable) -> int | None:
-    try:
-        parameters = inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # written in C
-        return None
-    known = parameters.get("out")
-    return list(parameters).index("out") if known is not None and known.kind is known.POSITIONAL_OR_KEYWORD else None
 
 
 _COMPILED_PACKAGES = ("", "domain", "linalg", "redistribution")
@@ -325,7 +310,7 @@ class Recorder:
 
     def _check_writing(self, target: Any) -> None:
         if id(_root(target.value)) in self._inputs:
-            self.refuse("it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1")
+            self.refuse(CHANGED_ARGUMENT)
 
     def _written(self, target: Any, fun: Callable, references: tuple, part: Any = None) -> None:
         """Record a call that has written into an array; `part`: an array that shares memory with it, and stays valid."""
@@ -561,8 +546,11 @@ class Recorder:
         references = self.referenced(tuple(args))
         self._check_writing(target)
         if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
-            self.refuse("it writes values into an array of another dtype")
-        fun(*plain(tuple(args)), out=target.value)
+            args = self.call(fun, args, {}), target.dtype
+            fun, references = cast, self.referenced(args)
+            np.copyto(target.value, args[0].value, casting="same_kind")
+        else:
+            fun(*plain(tuple(args)), out=target.value)
         self._written(target, fun, references)
         return target
 

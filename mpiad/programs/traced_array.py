@@ -116,9 +116,11 @@ def replaced(params: Any, kind: type, leaf: Callable[[Any], Any]) -> Any:
 _boxes = Box.types
 _NEEDED = "if, while, and, or, not, float, int, item, math.sin"
 CONTROL_FLOW = f"control flow depends on a traced value ({_NEEDED}): write np.where(x > 0, ...)"
-# Functions whose results depend on the shapes and dtypes of the arguments only.
+# Functions whose results depend on the shapes, dtypes and memory of the arguments only.
 _STATIC = frozenset(
-    {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
+    getattr(np, name)
+    for name in """can_cast common_type iscomplexobj isrealobj may_share_memory ndim result_type shape shares_memory
+    size""".split()
 )
 
 
@@ -252,9 +254,6 @@ class TracedArray:
         fun = ufunc if method == "__call__" else getattr(ufunc, method)
         if out is None:
             return self.recorder.call(fun, inputs, kwargs)
-        target = out[0] if isinstance(out, tuple) else out
-        if len(inputs) and method == "__call__" and type(target) is TracedArray and not kwargs:
-            return self.recorder.write(target, ufunc, inputs)
         if not self.recorder.is_noting():
             return fun(*plain(inputs), out=plain(out), **plain(kwargs))
         self.recorder.refuse(f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)")

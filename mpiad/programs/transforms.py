@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
-from autograd.core import VJPNode, VSpace
+from autograd.core import VSpace
 from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.backward import Lane, sweep
 from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.in_place import keeping_arguments, note_sharing, noted
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_call, suspended
@@ -61,10 +62,11 @@ class CallNode(OrderedNode):
         self, value: Any, fun: Any, args: tuple, params: Any, parent_argnums: Sequence[int], parents: Sequence[Any]
     ):
         tape = next(parent.tape for parent in parents if type(getattr(parent, "tape", None)) is ProgramTape)
+        noted(self, value, fun, args, params, parent_argnums, parents)
         tape.add(self, value, fun, args, params, parent_argnums, parents)
 
 
-notrace_primitives[CallNode] = notrace_primitives[VJPNode]
+notrace_primitives[CallNode] = notrace_primitives[OrderedNode]
 
 
 class ProgramTape(OrderedTape):
@@ -102,6 +104,7 @@ class ProgramTape(OrderedTape):
     ) -> Any:
         """Record a communication; return its node, or None if its result isn't an array."""
         node = CallNode.__new__(CallNode)
+        note_sharing(node, ans, args, argnums, parents)
         self.add(node, ans, operator, args, params, argnums, parents)
         return None if getattr(ans, "dtype", None) is None else node
 
@@ -137,7 +140,7 @@ def recorded(fun: Function, given: Arguments, variables: Iterable[int], exact: b
             leaves[k] = new_box(leaves[k], tape.number, CallNode.on_tape(tape))
         inputs = tape.with_indices([leaves[k] for k in given.traced])
         args, kwargs = given.build(leaves)
-        values, build = flatten(fun(*args, **kwargs))
+        values, build = flatten(keeping_arguments(fun)(*args, **kwargs))
         outputs = tape.with_indices(values)
     return Program(recorder, tape.close().nodes, inputs, outputs, build)
 
