@@ -32,7 +32,7 @@ class _StandardError:
             yield
         except BrokenPipeError:
             # Without this, Python would write the buffered text again at exit, and fail with exit code 120.
-            with open(os.devnull, "w") as null_device:
+            with open(os.devnull, "w", encoding="utf-8") as null_device:
                 os.dup2(null_device.fileno(), self._stream.fileno())
         except (OSError, ValueError):  # a full disk, a closed stream
             pass

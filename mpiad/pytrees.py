@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
 from typing import Any
@@ -105,8 +106,20 @@ def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     if type(tree) in LEAF_TYPES:  # the most common case
         return [tree], _FIRST
     leaves: list[Any] = []
-    build = _walk(tree, leaves)
-    return leaves, lambda new: build(iter(new))
+    build = _in_levels(_walk, tree, leaves)
+    return leaves, lambda new: _in_levels(build, iter(new))
+
+
+def _in_levels(visit: Callable, *args: Any) -> Any:
+    """Visit the levels of a pytree recursively; raise a ValueError if there are too many."""
+    try:
+        return visit(*args)
+    except RecursionError:
+        limit = sys.getrecursionlimit()
+        raise ValueError(
+            f"a pytree contains itself, or has too many levels of containers for Python's recursion limit of {limit}: "
+            f"expected about {limit // 4} levels at most. Pass a list or dict of the arrays, with fewer levels."
+        ) from None
 
 
 def _walk(tree: Tree, leaves: list[Any]) -> Callable:
@@ -118,9 +131,8 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
         return _walk_dict(tree, leaves)
     if isinstance(tree, (list, tuple, SequenceBox)):
         parts = [_walk(tree[i], leaves) for i in range(len(tree))]
-        if hasattr(tree, "_fields"):  # a named tuple
-            return lambda new: kind._make([part(new) for part in parts])
-        make = tuple if isinstance(tree, SequenceBox) else kind
+        kind = type(getval(tree))
+        make: Callable = getattr(kind, "_make", kind)  # of a named tuple
         return lambda new: make([part(new) for part in parts])
     if kind in FIELDS:
         parts = [_walk(getattr(tree, name), leaves) for name in FIELDS[kind]]
@@ -182,12 +194,16 @@ def children(tree: Tree, name: str) -> list[tuple[str, Any]] | None:
 
 def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     """Return paths and plain values of the leaves, such as ``("x['w'][0]", 1.0)``; an empty container counts as a leaf."""
+    return _in_levels(_named_leaves, tree, name)
+
+
+def _named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     parts = children(tree, name)
     if parts is None:
         return [(name, getval(tree))]
     if not parts:
         return [(name, "an empty container")]
-    return [leaf for path, part in parts for leaf in named_leaves(part, path)]
+    return [leaf for path, part in parts for leaf in _named_leaves(part, path)]
 
 
 def leaf_paths(tree: Tree, name: str) -> list[str]:

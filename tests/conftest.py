@@ -76,7 +76,7 @@ ALSO_ON = {
 OPTIMIZED = (
     "compiling", "inverse", "ensemble/test_taylor.py", "ensemble/compiled/test_kernel_solver.py",
     "linalg/test_compiled_iterations.py", "linalg/test_sparse_factors.py", "linalg/multigrid/test_cycle.py",
-    "programs/test_memory_plan.py", "programs/test_loops.py", "timestepping/test_snapshots.py",
+    "programs/test_memory_plan.py", "programs/test_loops.py", "programs/test_rounding.py", "timestepping/test_snapshots.py",
 )  # fmt: skip
 
 # A file all of whose tests run on one rank only.

@@ -13,6 +13,7 @@ over reverse. An outcome is right, or refused with a NotImplementedError that na
 from __future__ import annotations
 
 import copy
+import operator
 import re
 import sys
 import textwrap
@@ -33,7 +34,7 @@ import mpiad
 
 MODES = ("reverse", "forward", "reverse over reverse", "forward over reverse")
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "numpy_functions.md"
-NAMESPACE: dict[str, Any] = {"np": np, "linalg": linalg, "fft": fft, "array": onp.array}
+NAMESPACE: dict[str, Any] = {"np": np, "linalg": linalg, "fft": fft, "array": onp.array, "copy": copy}
 # Constants of the calls: a positive one, which broadcasts with the last axis of x, a matrix, a mask, a complex one.
 NAMESPACE.update(
     a=onp.array([0.7, 1.3, 2.1]), m=onp.array([[1.5, 0.4, -0.3], [0.2, 1.9, 0.6]]), z=onp.array([0.5 + 0.3j, 1.1 - 0.4j, 2 + 1j]),
@@ -219,7 +220,8 @@ def _outcome(derivative: Callable, case: Case, tolerance: float) -> str:
 
 
 def _refusals(case: Case) -> list[str]:
-    function = eval(case.name, {}, vars(np)) if case.name not in dict(OPERATORS).values() else getattr(np, case.name, None)
+    of_space = "." in case.name and case.name not in dict(OPERATORS).values()
+    function = eval(case.name, {}, vars(np)) if of_space else getattr(np, case.name, None)
     names = {case.name.rpartition(".")[2], getattr(function, "__name__", case.name)}  # pow is power, acos is arccos
     return [f"{name} can't be differentiated" for name in names]
 
@@ -239,7 +241,7 @@ FILLED = {
 
 ELEMENTWISE = {
     "any": "abs absolute angle arcsinh arctan asinh atan conj conjugate cos cosh deg2rad degrees exp exp2 expm1 fabs imag nan_to_num "
-    "negative rad2deg radians real real_if_close reciprocal sin sinh square tanh",
+    "negative positive rad2deg radians real real_if_close reciprocal sin sinh square tanh",
     "positive": "log log10 log1p log2 sqrt",
     "inside": "sinc tan acos arccos arcsin arctanh asin atanh",
     "above one": "acosh arccosh",
@@ -309,6 +311,12 @@ np.einsum("ij,kj->ik", x, x); np.einsum("ijk,k->ji", x, z); np.einsum("i,j->ij",
 np.einsum("...ij->...ji", x); np.einsum("ii->i", x); np.einsum("ij,ij->j", x, m, optimize=True); np.einsum(x, [..., 0], a, [0], [...]); np.einsum(",i->i", x, a)
 np.einsum("ij,jk,kl->il", x, x.T, x); np.einsum(x, [0, 1], m, [0, 1]); np.einsum("iij->ij", x)
 np.nan_to_num(x, nan=1.0); np.nan_to_num(x, True); np.real_if_close(x + 0j); np.sign(np.real(x)) * x; np.floor(np.real(x)) * x; np.ones_like(x) * x
+np.divmod(x, 0.7); np.divmod(2.1, x)[1]; np.divmod(x, a); np.divmod(a, x); np.take(x, 1); np.take(x, [0, -1, 0]); np.take(x, [[0, 1], [1, 0]], {of}); np.take(x, array([2, -1]), axis=-1); np.take(x, [5, -2], 0, mode="wrap"); np.take(x, [7, -1, 1], None, None, "clip")
+np.nansum(x, axis={axis}{keep}); np.nanmean(x, axis={axis}{keep}); np.nansum(np.where(mask, x, np.nan), 0); np.nanmean(np.where(mask, x, np.nan), -1); np.nansum(x, where=mask); np.nanmean(x, where=mask)
+np.nansum(np.where(mask, x, np.nan)); np.nanmean(np.where(np.real(x) > 0, x, np.nan)); np.nansum(x, initial=2.0); np.cumprod(x); np.cumprod(x, axis={one}); np.cumprod(x * (np.real(x) > 0), -1)
+np.trapezoid(x); np.trapezoid(x, axis={of}); np.trapezoid(x, dx=0.3); np.trapezoid(x, a); np.trapezoid(x, a, axis=-1); np.trapezoid(a, x); np.trapezoid(m, x); np.trapezoid(x, x * x, 1.0, {of})
+np.trapezoid(x[0], x, axis=-1); np.trapezoid(x, array([0.1, 0.5]), axis=0); np.copy(x); np.copy(x, "F") * x
+x[(0, 1, 0), (2, 2, 1)]; x[:, (0, 2)]; x[..., (1, 0, 1)]; x[(0, 1), 1:]; np.split(x, [2, 1]); np.split(x, [2, 1], -1); np.array_split(x, [1, 0, 2], axis={of}); np.hsplit(x, [2, 1, 1]); np.trace(x, 1, 2, 0)
 x[0]; x[-1:]; x[..., 0]; x[[0, 1, 0]]; x[np.real(x) > 0]; x[None]; x[::-1]; x[:, [0, 2]]; x[array([[0, 1], [1, 0]])]; x[[0, 1], [1, 2]]
 linalg.norm(x); linalg.norm(x, axis={axis}{keep}); linalg.norm(x, 2, {one}); linalg.norm(x, ord=3, axis={one}{keep}); linalg.norm(x, 2); linalg.norm(x, 1); linalg.norm(x, np.inf)
 linalg.norm(x, "fro"); linalg.norm(x, "nuc"); linalg.norm(x, "nuc", (0, 1)); linalg.norm(x, "nuc", axis=(-1, 0)); linalg.norm(x, 0); linalg.norm(x, 3); linalg.norm(x, ord=1, axis=-1)
@@ -431,6 +439,110 @@ def cases_without_a_rule(shapes: tuple, tested: set[str]) -> Iterator[Case]:
             yield Case(name, f"{full}({args})", shape, "real", "any")
 
 
+# ---- methods, attributes and operators of arrays: each name in `dir(numpy.ndarray)`, but for the following
+
+# Protocols of NumPy and Python, and operators that change an array.
+PROTOCOLS = re.compile(
+    r"__(array\w*|class_getitem|dlpack\w*|setstate|i(add|and|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor))__"
+)
+METHODS = """
+T: x.T * x.T; mT: x.mT * 2.0; real: x.real * x; imag: x.imag + x * x; astype: x.astype(complex) ** 2; clip: x.clip(-0.5, 0.5) || x.clip(min=-0.5) || x.clip(max=0.5); conj: x.conj() * x
+compress: x.compress([True, False, True], -1) || x.compress([False, True]); conjugate: x.conjugate() ** 2; copy: x.copy() * x || x.copy("F"); __copy__: copy.copy(x) * x; __deepcopy__: copy.deepcopy(x) * x; cumprod: x.cumprod() || x.cumprod(-1); cumsum: x.cumsum() || x.cumsum(axis=0)
+diagonal: x.diagonal() || x.diagonal(1, 1, 0); dot: x.dot(a) || x.dot(x.T) || x.dot(2.0); flatten: x.flatten() ** 2 || x.flatten("F"); ravel: x.ravel() || x.ravel(order="F"); max: x.max() || x.max(axis=-1, keepdims=True)
+mean: x.mean() || x.mean(0) || x.mean(axis=(0, 1)); min: x.min(0); prod: x.prod() || x.prod(-1); sum: x.sum() || x.sum(0, keepdims=True); std: x.std() || x.std(axis=0, ddof=1); var: x.var() || x.var(-1)
+repeat: x.repeat(2) || x.repeat(2, 0); reshape: x.reshape(-1) || x.reshape(3, -1) || x.reshape((-1, 1)) || x.reshape(3, -1, order="F"); squeeze: x.squeeze() || x[None].squeeze(0); swapaxes: x.swapaxes(0, -1)
+take: x.take(0) || x.take([[0, -1], [1, 1]]) || x.take([0, 1, 0], axis=-1); trace: x.trace() || x.trace(1) || x.trace(0, 2, 1); transpose: x.transpose() * 2 || x.transpose(1, 0) || x.transpose((2, 0, 1)) || x.transpose(-1, 0, 1) || x.transpose(None)
+__abs__: abs(x); __add__: x + 2 || x + a; __radd__: a + x; __sub__: x - a; __rsub__: 2.0 - x; __mul__: x * column; __rmul__: z * x; __truediv__: x / a; __rtruediv__: a / x; __pow__: x ** 3; __rpow__: 2.0 ** x
+__matmul__: x @ a || x @ x.T; __rmatmul__: m @ x; __mod__: x % 0.7; __rmod__: 2.1 % x; __neg__: -x; __pos__: (+x) * x || +x; __getitem__: x[0] || x[..., -1] || x[x.real > 0]; __iter__: np.array([part * part for part in x])
+__divmod__: divmod(x, 0.7)[1] * x; __rdivmod__: divmod(2.1, x)[1] || divmod(a, x)[1]
+"""
+# Their results are constants: the derivative is that of x, which is a factor.
+CONSTANT_METHODS = """
+all: x * x.all(); any: x.any() * x; argmax: x * x.argmax(); argmin: x * (1.0 + x.argmin(0)); argpartition: x * x.argpartition(1); argsort: x * x.argsort(); nonzero: x * x.nonzero()[0].sum(); round: x * x.round()
+searchsorted: np.array([0.3, 2.1]).searchsorted(x) * x || x * x.searchsorted(0.1); shape: x * x.shape[-1]; ndim: x * x.ndim; size: x * x.size; itemsize: x * x.itemsize; nbytes: x * (x.nbytes / 100); strides: x * x.strides[0]; dtype: x * x.dtype.itemsize
+flags: x * (1.0 + x.flags.c_contiguous); device: x * len(x.device); __len__: x * len(x); __contains__: x * (1.0 + (0.5 in x))
+__floordiv__: x * (x // 0.7); __rfloordiv__: x * (2.1 // x) || a // x * x; __bool__: (x if x.sum() > 0.1 else 2.0 * x) ** 2; __round__: x * round(x, 1) || x * round(x)
+__lt__: x * (x < 0.5); __le__: x * (x <= 0.5); __gt__: x * (x > 0.5); __ge__: x * (x >= 0.5); __eq__: x * (x == 0.5); __ne__: x * (x != 0.5)
+"""
+# What a traced array doesn't have; `&`, `|`, `^`, `~`, `<<`, `>>` and indices are NumPy's errors for floating-point numbers.
+NOT_OF_TRACED = """
+base: x.base; byteswap: x.byteswap(); choose: x.choose([a, a]); ctypes: x.ctypes; data: x.data; dump: x.dump("x"); dumps: x.dumps(); fill: x.fill(0.0); flat: x.flat; getfield: x.getfield(float)
+item: x.item(); partition: x.partition(1); put: x.put(0, 1.0); resize: x.resize(2); setfield: x.setfield(0.0, float); setflags: x.setflags(write=True); sort: x.sort(); to_device: x.to_device("cpu"); tobytes: x.tobytes(); tofile: x.tofile("x")
+tolist: x.tolist(); view: x.view(); __setitem__: operator.setitem(x, 0, 1.0); __delitem__: operator.delitem(x, 0); __float__: float(x.sum()); __int__: int(x.sum()); __complex__: complex(x.sum()); __index__: [1, 2][x.sum()]
+__and__: x & 1; __rand__: 1 & x; __or__: x | 1; __ror__: 1 | x; __xor__: x ^ 1; __rxor__: 1 ^ x; __invert__: ~x; __lshift__: x << 1; __rlshift__: 1 << x; __rshift__: x >> 1; __rrshift__: 1 >> x
+"""
+
+
+# How the operators are written.
+SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "matmul": "@", "mod": "%", "floordiv": "//", "lshift": "<<", "rshift": ">>",
+    "and": "&", "or": "|", "xor": "^", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+}  # fmt: skip
+WRITTEN = {name: f"x {sign} y" for name, sign in SIGNS.items()} | {
+    "pos": "+x", "neg": "-x", "invert": "~x", "abs": "abs(x)", "divmod": "divmod(x, y)", "round": "round(x)", "getitem": "x[i]", "setitem": "x[i] = y",
+    "delitem": "del x[i]", "iter": "for y in x", "contains": "y in x", "len": "len(x)", "bool": "if x", "copy": "copy.copy(x)",
+    "deepcopy": "copy.deepcopy(x)", "float": "float(x)", "int": "int(x)", "complex": "complex(x)", "index": "y[x]",
+}  # fmt: skip
+
+
+def written(name: str) -> str:
+    """Return how a method, attribute or operator is written; "" for the reflected form of an operator."""
+    inner = name.strip("_")
+    return WRITTEN.get(inner, "") if name.startswith("__") else f"x.{name}"
+
+
+def calls_by_name(text: str) -> dict[str, list[str]]:
+    """Return the calls for each name of a text."""
+    entries = [entry.partition(": ") for entry in re.split(r";\s*|\n+", text.strip())]
+    return {name: calls.split(" || ") for name, _, calls in entries}
+
+
+def advice_by_name() -> dict[str, str]:
+    """Return what the error of each name that a traced array doesn't have says after its first sentence."""
+    return {name: refusal_of(calls[0]).partition(". ")[2] for name, calls in calls_by_name(NOT_OF_TRACED).items()}
+
+
+def attributes() -> set[str]:
+    """Return the names of the methods, attributes and operators of arrays, and `__round__`, which scalars have."""
+    named = {name for name in dir(onp.ndarray) if not PROTOCOLS.fullmatch(name) and name not in dir(object)}
+    return named | {f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne", "round")}
+
+
+def method_cases(text: str, shapes: tuple = SHAPES) -> Iterator[Case]:
+    """Yield a call for each name, shape and kind."""
+    for name, calls in calls_by_name(text).items():
+        for call, shape, kind in product(calls, shapes, ("real", "complex")):
+            yield Case(name, call, shape, kind)
+
+
+def linearized_and_compiled(case: Case) -> tuple[str, str]:
+    """Return the outcomes of `linearize`, and of a compiled function and its gradient, compared with the interpreted ones."""
+    fun, x = case.fun(), point(case)
+    v = _direction(x, case, onp.random.default_rng(1))
+    loss = loss_of(fun, [onp.ones(onp.shape(value)) for value in parts(fun(x))])
+    compiled = mpiad.jit(loss)
+
+    def linear():
+        found, expected = mpiad.linearize(loss)(x).jvp(v), mpiad.jvp(loss, x, v)[1]
+        return found, expected, True
+
+    def again():
+        found = [compiled(x), compiled(x), *onp.ravel(mpiad.grad(compiled)(x))]
+        return onp.array(found), onp.array([loss(x), loss(x), *onp.ravel(mpiad.grad(loss)(x))]), True
+
+    return _outcome(linear, case, 1e-12), _outcome(again, case, 1e-12)
+
+
+def refusal_of(call: str, derivative: Callable = mpiad.grad) -> str:
+    """Return the text of the error that a call with a traced array raises; "" for none."""
+    names = {**NAMESPACE, "operator": operator}
+    try:
+        derivative(eval(f"lambda x: np.sum(1.0 * ({call}))", names))(onp.array([0.3, 1.2]))
+    except (AttributeError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
 # ---- the page
 
 
@@ -510,7 +622,7 @@ def page() -> str:
     """Return the text of the page, from all cases."""
     table = run(cases())
     others = run(cases_without_a_rule(SHAPES, set(table)))
-    bad = wrong(table) + wrong(others)
+    bad = wrong(table) + wrong(others) + wrong(run(method_cases(METHODS + CONSTANT_METHODS)))
     if bad:
         raise SystemExit("\n".join(bad))
     head = ("Function", "Reverse", "Forward", "Reverse over reverse", "Forward over reverse", "Unsupported calls")
@@ -520,13 +632,50 @@ def page() -> str:
     lines += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items() if f"`{name}`" not in complete]
     constant, refused = ([f"`{name}`" for name in names] for names in ([n for n in offered() if is_constant(n)], others))
     text = {"complete": wrapped(complete), "constant": wrapped(constant), "refused": wrapped(refused)}
-    return TEXT.format(table="\n".join(lines), **text)
+    return TEXT.format(table="\n".join(lines), **text) + methods_section()
 
 
 def wrapped(names: list[str]) -> str:
-    return "\n".join(textwrap.wrap(", ".join(names), 125, break_on_hyphens=False))
+    unbroken = ", ".join([name.replace(" ", "\0") for name in names])
+    return "\n".join(textwrap.wrap(unbroken, 125, break_on_hyphens=False)).replace("\0", " ")
 
 
+def methods_section() -> str:
+    """Return the section of the page on methods, attributes and operators."""
+    listed = [
+        wrapped([f"`{each}`" for each in map(written, sorted(calls_by_name(calls))) if each])
+        for calls in (METHODS, CONSTANT_METHODS)
+    ]
+    by_advice: dict[str, list[str]] = {}
+    for name, advice in sorted(advice_by_name().items()):
+        if written(name):
+            names = by_advice.setdefault(advice.replace(f").{name}.", ").name.") or OF_INTEGERS, [])
+            names.append(f"`{written(name)}`".replace("|", "\\|"))
+    rows = [f"| {', '.join(names)} | {advice} |" for advice, names in by_advice.items()]
+    return METHODS_TEXT.format(methods=listed[0], constant_methods=listed[1], advice="\n".join(rows))
+
+
+OF_INTEGERS = "NumPy has these operators for integers and booleans only"
+METHODS_TEXT = """
+## Methods, attributes and operators of arrays
+
+Traced arrays `x` have all four derivatives of these; y is an array, traced or not, or a number. Functions with them are compiled by
+{{py:func}}`mpiad.jit`, or interpreted with the same results.
+
+{methods}.
+
+The results of these are constants:
+
+{constant_methods}.
+
+These raise an error in a derivative: an `AttributeError` or a `TypeError` that names the attribute, with this advice:
+
+| Attribute or operator | Advice |
+|---|---|
+{advice}
+
+Values in traces of plain autograd (`autograd.grad`) have autograd's own methods only.
+"""
 TEXT = """# NumPy's functions: which derivatives are available
 
 This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the derivatives that
@@ -538,7 +687,8 @@ over reverse and by forward over reverse. Tests compare each derivative with fin
 - `array`, `concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm` accept lists of traced arrays.
   Other functions convert a list to an array of objects, for which most functions raise an error.
 - At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
-  autograd's convention. The derivatives of `linalg.norm`, `std` and `sinc` at zero are NaN.
+  autograd's convention. The derivatives of `linalg.norm` and `std` at zero are zero, and their second derivatives there
+  are NaN; the derivative of `sinc` at zero is NaN.
 
 ## All four derivatives
 

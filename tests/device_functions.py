@@ -86,7 +86,7 @@ _MATHEMATICS = ("cross", "diff", "gradient", "interp", "trapezoid", "median", "p
 _ALL = _OF_SHAPE + _ELEMENTWISE + _LAYOUT + _NEW + _SELECTION + _TESTS + _MATHEMATICS
 
 FUNCTIONS: dict[str, Callable] = {
-    **{name: _with() for name in _ALL},
+    **{name: _with() for name in (*_ALL, "may_share_memory", "shares_memory")},
     **dict.fromkeys(("concatenate", "stack", "vstack", "hstack", "dstack", "column_stack"), _joining),
     **dict.fromkeys(("dot", "einsum", "inner", "kron", "outer", "tensordot", "vdot"), _of_arrays),
     "where": _where,

@@ -1,7 +1,10 @@
 """What `import mpiad` brings."""
 
+import ast
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from machine_load import slowdown
@@ -42,3 +45,28 @@ def test_a_domain_minimizes_though_nobody_has_asked_for_optimization():
 def test_other_names_are_not_there():
     with pytest.raises(AttributeError, match="'mpiad' has no attribute 'nonsense'"):
         _ = mpiad.nonsense
+
+
+def test_the_encoding_of_texts_does_not_depend_on_the_locale():
+    """In a locale of ASCII, the sources of the compiler, which are read for the names of kernels, couldn't be decoded."""
+    program = (
+        "import locale, autograd.numpy as np, mpiad; f = mpiad.jit(np.sin, strict=True); f(np.ones(3));"
+        "print(locale.getpreferredencoding(False), f(np.ones(3)).shape)"
+    )
+    of_ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50 * slowdown(), env=os.environ | of_ascii)
+    assert (done.returncode, done.stdout) == (0, "ANSI_X3.4-1968 (3,)\n"), done.stderr
+
+
+def test_files_of_text_have_an_encoding():
+    found = []
+    for file in Path(mpiad.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or "encoding" in {word.arg for word in call.keywords}:
+                continue
+            name, text = getattr(call.func, "attr", getattr(call.func, "id", "")), ast.unparse(call)
+            is_binary = any(isinstance(x, ast.Constant) and "b" in str(x.value) for x in call.args)
+            if name in ("read_text", "write_text") or text.startswith("open(") and not is_binary or "text=True" in text:
+                found.append(f"{file}:{call.lineno}: {text}")
+    assert not found

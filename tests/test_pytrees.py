@@ -7,7 +7,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 
-from mpiad import jit
+from mpiad import jit, jvp, linearize, make_vjp, minimize, value_and_grad
 from mpiad.parallel import SGD, Adam, DistributedOptimizer
 from mpiad.pytrees import flatten, join, map_leaves, named_leaves, places_by_kind, refuse_objects, register, split
 
@@ -149,3 +149,34 @@ def test_a_compiled_function_creates_objects_of_a_registered_class(monkeypatch):
             assert type(made) is Line
             np.testing.assert_array_equal(made.slope, 2 * np.ones(4))
             assert made.offset == 4 * value
+
+
+@pytest.mark.parametrize("make", [lambda part: [part], lambda part: (part,), lambda part: {"a": part}])
+def test_pytrees_of_too_many_levels(make):
+    tree = np.ones(3)
+    for _ in range(900):
+        tree = make(tree)
+    endless = []
+    endless.append(endless)
+    leaf = lambda tree: anp.sum(flatten(tree)[0][0])  # noqa: E731
+    for deep in (tree, endless):
+        for call in (
+            value_and_grad(leaf), jit(leaf), value_and_grad(jit(leaf)), linearize(leaf), flatten,
+            lambda tree: jvp(leaf, tree, tree), lambda tree: minimize(leaf, tree),
+            lambda tree: make_vjp(lambda x: tree)(1.0), lambda tree: named_leaves(tree, "x"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="too many levels of containers for Python's recursion limit of"):
+                call(deep)
+
+
+def test_results_are_of_the_same_container():
+    Matrix = namedtuple("Matrix", "sign logarithm")  # noqa: PYI024
+    x, matrix = np.arange(4.0), np.diag([1.0, 2.0])
+    for fun, x, kind in (
+        (lambda x: anp.split(x, 2), x, list), (lambda x: [x, 2 * x], x, list), (lambda x: (x, x), x, tuple),
+        (lambda x: x, [x, x], list),
+        (lambda x: Matrix(*anp.linalg.slogdet(x)), matrix, Matrix),
+        (anp.linalg.slogdet, matrix, type(np.linalg.slogdet(matrix))),
+    ):  # fmt: skip
+        assert type(make_vjp(fun)(x)[1]) is kind
+        assert [type(part) for part in jvp(fun, x, x)] == [kind, kind]

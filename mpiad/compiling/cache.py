@@ -298,7 +298,7 @@ def _source_key(level: int, text: str, name: str, signature: str, fast: str) -> 
 
 @cache
 def _compiler() -> str:
-    return "\n".join(Path(__file__).with_name(name).read_text() for name in _COMPILER)
+    return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _COMPILER)
 
 
 @cache

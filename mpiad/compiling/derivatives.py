@@ -69,8 +69,12 @@ def _modulus(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
 
 
 def _arctan2(y: Symbol, x: Symbol, _: Symbol) -> list[Partial]:
+    # The derivatives don't depend on the scale, without which the squares could overflow or vanish.
+    scale = abs(x).maximum(abs(y)).call("stop_gradient")
+    scale = choose((scale > 0.0) & (scale < math.inf), scale, 1.0)
+    x, y = x / scale, y / scale
     square = x * x + y * y
-    return [x / square, -y / square]
+    return [x / square / scale, -y / square / scale]
 
 
 # Operations missing here have derivative zero: comparisons, logical operations, sign, rounding, and stop_gradient.

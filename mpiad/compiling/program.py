@@ -265,8 +265,9 @@ def _function_of(program: Program) -> Callable[..., list[Any]]:
 class Builder:
     """A program under construction. The number of a value is the index of the instruction that computes it."""
 
-    def __init__(self, most: float = math.inf) -> None:
+    def __init__(self, most: float = math.inf, single: bool = False) -> None:
         self._most = most  # a program with more operations is refused
+        self._single = single  # whether constants, and operations on constants, are rounded to single precision
         self.instructions: list[Instruction] = []
         self.refused: str | None = None  # the first reason; stored, since the function may catch the Refusal
         self._known: dict[tuple, int] = {}
@@ -278,6 +279,9 @@ class Builder:
 
     def constant(self, value: float | bool) -> int:
         """Return the number of a constant, real or boolean."""
+        if self._single and not isinstance(value, bool):
+            with np.errstate(over="ignore"):
+                value = np.float32(value)  # type: ignore[assignment]
         return self.numbered(Instruction("constant", (), value if isinstance(value, bool) else float(value)))
 
     def input(self, group: str, place: int = 0) -> int:

@@ -66,7 +66,9 @@ def rank_info(rank: Rank, local_rank: Rank) -> RankInfo:
     gpus = gpus_of_node() if local_rank == 0 else []
     quota = float("inf")
     with contextlib.suppress(OSError, ValueError):
-        time, period = _QUOTA.read_text().split()  # CPU time per period, and the period: "200000 100000" for two cores
+        time, period = _QUOTA.read_text(
+            encoding="utf-8"
+        ).split()  # CPU time per period, and the period: "200000 100000" for two cores
         quota = float("inf") if time == "max" else int(time) / int(period)
     # Of several pools of one kind, the last one, which has the most threads, is kept.
     pools = sorted(threadpoolctl.threadpool_info(), key=itemgetter("num_threads"))
@@ -248,7 +250,9 @@ def mpiexec_mistakes(library: Library, environment: Mapping[str, str] = os.envir
 def _family_of_mpiexec(program: str) -> str:
     try:
         # The version text identifies the MPI implementation: the program has the same name in all MPIs, and may be a link.
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT)
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, encoding="utf-8", errors="replace", timeout=_VERSION_TIMEOUT
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     text = done.stdout + done.stderr

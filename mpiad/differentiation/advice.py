@@ -11,6 +11,10 @@ from types import TracebackType
 from typing import Any
 
 import autograd.numpy as anp
+from autograd.core import VJPNode, primitive_vjps
+from autograd.tracer import notrace_primitives
+
+from mpiad.differentiation.rules import VJP_RULES
 
 _STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
 _NO_ASSIGNMENT = (
@@ -29,16 +33,18 @@ _NO_MPI4PY = (
 # Some patterns name object arrays, which plain NumPy makes from traced values.
 _ADVICE = (
     (
-        r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
+        r"Box' object does(n't| not) support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
         _NO_ASSIGNMENT,
     ),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),
     (
-        r"(loop of ufunc|__array_ufunc__).*Box|real number, not '?\w*Box|Box' object cannot be interpreted|"
+        r"(loop of ufunc|__array_ufunc__).*Box|(number|integers or slices), not '?\w*Box|Box' object cannot be interpreted|"
         r"Box\.__format__|dtype\('O'\)|object arrays are not supported|not supported for the input types",
         _NO_PLAIN_NUMPY,
     ),
 )
+# NumPy's methods that change the array, for which there is no function that returns a new one.
+_CHANGING = frozenset({"byteswap", "fill", "put", "resize", "setfield", "setflags"})
 _METHOD = re.compile(r"'\w*Box' object has no attribute '(\w+)'")
 _CONVERSION = "Implicit conversion to a NumPy array"
 _WRAPPERS = "autograd.numpy.numpy_wrapper"
@@ -71,8 +77,11 @@ def _advice_for(text: str) -> str | None:
     method = _METHOD.search(text)
     if method is None:
         return None
-    name = method[1]
-    if hasattr(anp, name):
+    name = "ravel" if method[1] == "flat" else method[1]
+    if name in _CHANGING:
+        return _NO_ASSIGNMENT
+    function = getattr(anp, name, None)
+    if function in VJP_RULES or function in primitive_vjps or function in notrace_primitives[VJPNode]:
         return f"Call autograd.numpy's function, np.{name}(x, ...)."
     return f"Only the plain value has this attribute, without a derivative: mpiad.stop_gradient(x).{name}."
 

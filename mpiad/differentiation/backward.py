@@ -91,6 +91,8 @@ def run_backward(
             totals[position] = g if totals[position] is None else totals[position] + g
     saved = tracing.__dict__.copy()
     try:
+        if keep and recording.reads is not None:
+            recording.reads.require_unchanged()
         if ready is None:
             sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
         else:
@@ -135,6 +137,8 @@ def run_backward_together(
         lane.add(of_lane)
     saved = tracing.__dict__.copy()
     try:
+        if recording.reads is not None:
+            recording.reads.require_unchanged()
         sweep_together(nodes, lanes, len(nodes), variables)
     except BaseException as error:
         restore_state(saved, error)

@@ -17,6 +17,7 @@ from autograd.tracer import Box, getval, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.advice import itself, refuse_pickling
+from mpiad.differentiation.in_place import is_unusual, note_sharing, noted, raise_stale, register
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.protocol import (
@@ -56,7 +57,9 @@ def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, ar
 class TangentNode(JVPNode):
     """A step of a program in forward mode."""
 
-    __slots__ = ("tape",)
+    __slots__ = ("__weakref__", "memory", "tape")
+    stale: Any  # this and `constant`: as of `OrderedNode`
+    constant = DetachedNode.constant
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
@@ -71,6 +74,8 @@ class TangentNode(JVPNode):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
+        if kwargs or len(args) > 2 or is_unusual(value, args):
+            noted(self, value, fun, args, kwargs, parent_argnums, parents)
         if not all_on(tape, parents):
             parent_argnums, parents = still_traced(parent_argnums, parents)
         tangents = [parent.g for parent in parents]
@@ -86,7 +91,15 @@ class TangentNode(JVPNode):
         return node
 
 
-notrace_primitives[TangentNode] = notrace_primitives[JVPNode]
+class StaleTangentNode(TangentNode):
+    """The node of a stale array, as `StaleNode`."""
+
+    __slots__ = ()
+    tape: Any = property(raise_stale)
+
+
+TangentNode.stale = StaleTangentNode
+register(TangentNode, JVPNode, StaleTangentNode)
 
 
 class TangentTape(LibraryTape):
@@ -100,7 +113,12 @@ class TangentTape(LibraryTape):
         # The enclosing trace records the communication of the tangent.
         with suspended(self.outer, body=False):
             tangent = operator.jvp(tangents, ans, args, params, self.number)
-        return TangentNode.on_tape(self, tangent) if hasattr(ans, "dtype") else None
+        if not hasattr(ans, "dtype"):
+            return None
+        node = TangentNode.on_tape(self, tangent)
+        if ans is args[0] or getattr(ans, "base", None) is not None:
+            note_sharing(node, ans, args, argnums, parents)
+        return node
 
     def variable(self, x: Array, tangent: Array) -> Array:
         """Return a value with a tangent on this tape; x itself if it can't have a tangent."""
@@ -108,7 +126,7 @@ class TangentTape(LibraryTape):
 
     def value_and_tangent(self, x: Array) -> tuple[Array, Array]:
         """Return a value and its tangent: zeros if it has none, and the value itself if it can't have one."""
-        if type(x) in _box_types and x._trace == self.number:
+        if type(x) in _box_types and getattr(x._node, "tape", None) is self:
             return x._value, conform(x._node.g, *spec_like(x._value))
         return x, spec_like(x).zeros() if is_variable(x) else x
 
@@ -132,6 +150,8 @@ class BundleNode(TangentNode):
         tape = parents[0].tape
         if tape.record is None:
             return  # `__new__` returned a node of another type, made by `DetachedNode`
+        if kwargs or len(args) > 2 or is_unusual(value, args):
+            noted(self, value, fun, args, kwargs, parent_argnums, parents)
         self.tape = tape
         stacked = STACKED_JVPS.get(fun)
         if stacked and type(value) is np.ndarray and all(parent.tape is tape and parent.stacked() for parent in parents):
@@ -160,7 +180,7 @@ class BundleNode(TangentNode):
         return True
 
 
-notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
+notrace_primitives[BundleNode] = notrace_primitives[TangentNode]
 
 
 class Bundle:

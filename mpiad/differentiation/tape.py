@@ -26,6 +26,7 @@ from autograd.tracer import Box, new_box, notrace_primitives, trace_stack
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.advice import explain, itself, refuse_pickling
+from mpiad.differentiation.in_place import Reads, as_it_is, is_unusual, note_sharing, noted, raise_stale, register
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import inherited_vjp, refusal
 from mpiad.primitives.cotangents import conformed, spec_like
@@ -35,6 +36,7 @@ from mpiad.transport import Spec
 from mpiad.transport.core.agreement import mark_left
 from mpiad.transport.core.channels import Used
 from mpiad.transport.core.tracing import restore_state, tracing
+from mpiad.transport.watch import watch_settings
 
 _box_types = Box.types
 
@@ -46,14 +48,19 @@ class OrderedNode(VJPNode):
 
     # `pull` maps the node's cotangent to those of its inputs; None for variables. `like`: the spec of a communication's
     # result (`Spec(None, None)` if it isn't an array); None for local steps.
-    __slots__ = ("index", "inputs", "like", "pull", "tape")
+    __slots__ = ("__weakref__", "index", "inputs", "like", "memory", "pull", "tape")
     parents: Any = ()
+    # For `in_place`: the type of nodes of stale arrays, and the function that makes a node of a constant.
+    stale: Any
+    constant: Any
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __init__(
         self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
     ):
         tape = parents[0].tape
+        if kwargs or len(args) > 2 or is_unusual(value, args):
+            args = noted(self, value, fun, args, kwargs, parent_argnums, parents)
         if len(parents) == 1:
             self.inputs = (parents[0].index,)
         else:
@@ -70,6 +77,8 @@ class OrderedNode(VJPNode):
         record = tape.record
         self.tape, self.like, self.index = tape, None, len(record)
         record.append(self)
+        if tape.reads is not None:
+            tape.reads.note(self.pull)
 
     @staticmethod
     def vjp(g: Array) -> tuple:
@@ -85,6 +94,8 @@ class OrderedNode(VJPNode):
         node.tape, node.inputs, node.pull, node.like = tape, inputs, pull, like
         node.index = len(tape.record)
         tape.record.append(node)
+        if tape.reads is not None:
+            tape.reads.note(pull)
         return node
 
 
@@ -107,35 +118,49 @@ _ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
 
 
 class DetachedNode(OrderedNode):
-    """A node of an ended trace; the constructor makes a node of the type of an input that is still traced."""
+    """A node of a constant: of an ended trace, or of a value without derivatives in a trace."""
 
     __slots__ = ()
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node of the type of the first input that is still traced; return `_CONSTANT` if no input is."""
-        parent_argnums, parents = still_traced(parent_argnums, parents)
-        if parents:
-            return type(parents[0])(value, fun, args, kwargs, parent_argnums, parents)
-        return _CONSTANT
+        """Make a node of the type of the first input that is still traced, and a node of a constant if no input is."""
+        active, traced = still_traced(parent_argnums, parents)
+        if traced:
+            return type(traced[0])(value, fun, args, kwargs, active, traced)
+        node = cls.constant()
+        noted(node, value, fun, args, kwargs, parent_argnums, parents)
+        return node
 
     def __init__(self, *args: Any):
-        """Do nothing; Python calls this method also for `_CONSTANT`."""
+        """Do nothing; Python calls this method for each result of `__new__`."""
+
+    @staticmethod
+    def constant() -> DetachedNode:
+        """Return the node of a constant."""
+        node = object.__new__(DetachedNode)
+        node.tape = _ENDED
+        return node
 
 
-_CONSTANT: Any = object.__new__(DetachedNode)
-_CONSTANT.tape = _ENDED
+class StaleNode(OrderedNode):
+    """The node of a stale array: any use of the array needs its tape, and raises an error."""
+
+    __slots__ = ()
+    tape: Any = property(raise_stale)
 
 
 # As in autograd, functions without a derivative (comparisons, rounding) aren't recorded.
-notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
-notrace_primitives[DetachedNode] = notrace_primitives[VJPNode]
+OrderedNode.stale, OrderedNode.constant = StaleNode, DetachedNode.constant
+register(OrderedNode, VJPNode, StaleNode)
+notrace_primitives[DetachedNode] = notrace_primitives[OrderedNode]
 
 
 class Recording(NamedTuple):
-    """The record of a closed tape and the channels that it used."""
+    """The record of a closed tape, the channels that it used, and in debug mode the arrays that it reads."""
 
     nodes: list[Any]
     channels: set[Used]
+    reads: Reads | None = None
 
 
 class LibraryTape(Tape):
@@ -148,6 +173,7 @@ class LibraryTape(Tape):
         self.record: Any = []
         self.requests: dict[int, Any] = {}
         self.channels: set[Used] = set()
+        self.reads = Reads() if watch_settings.debug() else None
 
     def __enter__(self) -> Any:
         self.outer: Tape | None = tracing.tape
@@ -176,7 +202,7 @@ class LibraryTape(Tape):
 
     def close(self) -> Recording:
         """Return the record; traced values become constants."""
-        recording = Recording(self.record, self.channels)
+        recording = Recording(self.record, self.channels, self.reads)
         tracing.tapes, self.record, self.around = self.around, None, None
         return recording
 
@@ -208,7 +234,8 @@ class OrderedTape(LibraryTape):
     def end_values(self) -> None:
         """Turn the values of this trace into constants, by changing the type of their nodes."""
         for node in self.record or ():
-            node.__class__ = DetachedNode
+            if node.__class__ is not StaleNode:
+                node.__class__ = DetachedNode
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
@@ -222,6 +249,8 @@ class OrderedTape(LibraryTape):
         if operator.batched_adjoint:
             vjp = VectorizedVjp(vjp)
         node = OrderedNode.on_tape(self, tuple([position for _, position in inputs]), vjp, like)
+        if ans is args[0] or getattr(ans, "base", None) is not None:
+            note_sharing(node, ans, args, argnums, parents)
         return None if dtype is None else node
 
     def record_call(
@@ -341,7 +370,7 @@ def unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
         value = value._value  # the value of an inner trace that has ended
     if type(value) in _box_types and value._trace == number:
         node = value._node
-        return value._value, node if getattr(node, "tape", None) is tape else None
+        return as_it_is(value._value), node if getattr(node, "tape", None) is tape else None
     return without_ended_traces(value), None
 
 

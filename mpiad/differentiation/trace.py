@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval
 
+import mpiad.differentiation.array_methods  # noqa: F401 (sets the methods of traced arrays)
 from mpiad._typing import Argnum, Array, Shape, Shared, Tree
 from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.in_place import as_it_is
 from mpiad.differentiation.objective import PendingError
 from mpiad.differentiation.tape import OrderedTape, Recording, trace_list, unboxed, without_ended_traces
 from mpiad.errors import RequestError
@@ -99,7 +101,7 @@ def _with_dtype(leaf: Array) -> Array:
     leaf = without_ended_traces(leaf)
     if type(leaf) in _box_types and not hasattr(leaf, "dtype") and isinstance(getval(leaf), (float, complex)):
         return leaf * np.float64(1.0)  # a number traced by plain autograd
-    return leaf
+    return as_it_is(leaf)
 
 
 def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
@@ -164,10 +166,11 @@ def _tangent(value: Array, node: Any) -> Array:
     return conformed(None if node is None else node.g, spec_like(value))
 
 
-def unfinished(tape: Tape) -> PendingError | None:
-    """Return the problem of a trace with requests that weren't waited for; None if all were."""
+def unfinished(tape: LibraryTape) -> PendingError | None:
+    """Return the problem of a trace with requests that weren't waited for, or arrays that changed; None without any."""
     if not tape.requests:
-        return None
+        changed = "" if tape.reads is None else tape.reads.problem()
+        return PendingError(RuntimeError, changed) if changed else None
     # In reverse mode the problem isn't raised here, so that all ranks can raise it together before the reverse pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()

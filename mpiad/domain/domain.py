@@ -723,8 +723,9 @@ class Domain(Decomposition):
         if is_device_array(getval(square)):  # no Python branch, which would copy the square to the host
             zero = getval(square) == 0
             # If the square is zero, it is replaced by one in the root, since the derivative would be zero times infinity.
-            return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
-        return anp.sqrt(square) if getval(square) else square
+            return anp.where(zero, square**1.5, anp.sqrt(anp.where(zero, 1.0, square)))
+        # At zero the first derivative of the power is zero, and its second derivative is NaN: the norm has none.
+        return anp.sqrt(square) if getval(square) else square**1.5
 
     def max(self, u: LocalArray) -> ReplicatedArray:
         """Return the largest value of the whole grid; NaN if any cell is NaN.

@@ -10,8 +10,10 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.compiling.closure import with_own_variables
+from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.derivative import Columns, locked
+from mpiad.pytrees import named_leaves
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 
@@ -128,6 +130,17 @@ class Batch(NamedTuple):
         if not isinstance(rows, slice) and self.one_span:
             start, end = (np.broadcast_to(t[:1], len(start)) for t in (self.start, self.end))
         return self._replace(u0=u0, p=self.p._replace(leaves=self.p.chosen(rows)), start=start, end=end)
+
+
+def not_finite_entry(batch: Batch, k: int) -> str:
+    """Return the entry of u0 or p of the trajectory k that isn't finite, as text: "u0[1] is nan"; "" if all are finite."""
+    p = batch.p.build(batch.p.chosen(k))
+    for name, leaf in [("u0", batch.u0[:, k].reshape(batch.shape)), *named_leaves(p, "p")]:
+        values = np.asarray(to_host(leaf))
+        if values.dtype.kind in "fc" and not np.isfinite(values).all():
+            place = np.argwhere(~np.isfinite(values))[0].tolist()
+            return f"{name}{place or ''} is {values[tuple(place)]}"
+    return ""
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:

@@ -37,6 +37,7 @@ class _Share(NamedTuple):
     ends: bool  # whether only initial and final states are saved
     warnings: str  # about f, for the log
     digests: dict[str, int]  # of the arguments
+    not_finite: dict[int, str]  # for some trajectories that failed at the start: see `not_finite_entry`
 
 
 def _joined(name: str, dtype: type) -> cached_property[Array]:
@@ -99,15 +100,15 @@ class RankOutcomes:
 
 
 def outcomes_of_all(
-    used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
-    evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int],
+    used: Channel, share: EnsembleSolution | BaseException, compiled: bool, traced: bool,
+    evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int], not_finite: dict[int, str],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
     """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective."""
     # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
-    if isinstance(share, Exception):
+    if isinstance(share, BaseException):
         used.data.allgather(None)
         raise_first(used, share)
-    shares = used.data.allgather(_share_of(share, compiled, traced, warnings, digests))
+    shares = used.data.allgather(_share_of(share, compiled, traced, warnings, digests, not_finite))
     if any(other is None for other in shares):
         raise_first(used, None)
     check_alike([other.kind for other in shares], "ranks")
@@ -120,14 +121,21 @@ def outcomes_of_all(
     return share, RankOutcomes(shares, _times(used, share, shares), evaluated)
 
 
-def _share_of(share: EnsembleSolution, compiled: bool, traced: bool, warnings: str, digests: dict[str, int]) -> _Share:
+def _share_of(
+    share: EnsembleSolution,
+    compiled: bool,
+    traced: bool,
+    warnings: str,
+    digests: dict[str, int],
+    not_finite: dict[int, str],
+) -> _Share:
     codes, reached = share.codes, getval(share.t_reached)
     kind, times = (share.u_end.shape[1:], share.u_end.dtype), fingerprint(share.t) if share.t.ndim == 1 else 0
     counts = _in_few_bytes(share.naccept), _in_few_bytes(share.nreject), share.nf if share.events else None
     codes = np.asarray(codes, np.int8) if codes.any() else np.int8(0)
     reached = reached[0] if len(reached) and same_for_all(reached) else reached
     events = {i: [(event, getval(time)) for event, time in occurred] for i, occurred in share.events.items()}
-    flags = share.converged, compiled, traced, share._start is not None, warnings, digests
+    flags = share.converged, compiled, traced, share._start is not None, warnings, digests, not_finite
     return _Share(len(share), kind, times, *counts, codes, reached, events, *flags)
 
 

@@ -30,7 +30,7 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, Spec
-from mpiad.transport.core.agreement import raise_first
+from mpiad.transport.core.agreement import FAILURES, raise_first
 from mpiad.transport.devices.device_arrays import is_device_array
 
 
@@ -96,7 +96,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     # The pytree with placeholders is pickled first, so that all ranks can raise an error.
     try:
         pickled, error = pickle.dumps(build(places), pickle.HIGHEST_PROTOCOL), None
-    except Exception as found:  # noqa: BLE001 raised on all ranks together
+    except FAILURES as found:  # raised on all ranks together
         text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
         advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
         pickled, error = b"", TypeError(f"solve: {text}. {advice}")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import autograd.numpy as anp
@@ -25,7 +26,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, save_times, with_states_on_device
+from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entry, save_times, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -59,7 +60,7 @@ from mpiad.ensemble.trial import with_plain_numbers
 from mpiad.errors import IntegrationError
 from mpiad.progress import progress_bar
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.core.agreement import FAILURES, raising_together
 
 _log = logging.getLogger("mpiad")
 
@@ -201,7 +202,8 @@ def solve(
         if used is not None:
             compiler.log_warnings([compiler.warnings], 0)
             compiler.record(sol.naccept + sol.nreject)
-    _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, mpi_channel is None or mpi_channel.rank == 0)
+    outcomes = sol.outcomes if isinstance(sol, ShardedSolution) else sol
+    _report(outcomes, compiler.not_finite, throw, mpi_channel is None or mpi_channel.rank == 0)
     # The given problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg, sol.execution = solved, alg, compiler.execution
@@ -215,16 +217,17 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
     bounds = mpi.bounds(count, used.size)
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
-    share: EnsembleSolution | Exception
+    share: EnsembleSolution | BaseException
     try:
         with compiler:
             share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
-    except Exception as error:  # noqa: BLE001 raised on all ranks together
+    except FAILURES as error:  # raised on all ranks together
         share = error
-    traced = not isinstance(share, Exception) and isbox(share.u_end)
+    traced = not isinstance(share, BaseException) and isbox(share.u_end)
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
-    given = digests_of(problem, options.events)
-    share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
+    given = compiler.warnings, digests_of(problem, options.events), compiler.not_finite
+    share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, *given)
+    compiler.not_finite = {k: text for other in outcomes.shares for k, text in other.not_finite.items()}
     compiler.log_warnings([other.warnings for other in outcomes.shares], used.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
     components, tries = int(np.prod(share.u_end.shape[1:])), outcomes.naccept + outcomes.nreject
@@ -282,7 +285,7 @@ def _solved(
         given, options = given.own(), options._replace(events=tuple([event.own() for event in options.events]))
     if isinstance(options.backend, EnsembleSerial) and compiler.compile is not True:
         given = with_plain_numbers(given)
-    batch = given.plain()
+    start = batch = given.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
     check_combinations(options, hosted)
@@ -304,6 +307,11 @@ def _solved(
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
+    if not (isinstance(sol, DeviceSolution) and sol.all_succeeded or sol.survivors.all()):
+        # The message names one trajectory; this is a short search if all of them fail for another reason.
+        stuck = np.flatnonzero(~sol.survivors & (sol.naccept == 0))[:1000].tolist()
+        entries = ((first + k, entry) for k in stuck if (entry := not_finite_entry(start, k)))
+        compiler.not_finite |= islice(entries, 1)
     return sol
 
 
@@ -325,7 +333,7 @@ def _by_kernel_or_arrays(
     return replace(sol, dense=DenseOutput(batch, settings, outcome, given)) if options.dense_output else sol
 
 
-def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True) -> None:
+def _report(sol: EnsembleSolution | RankOutcomes, not_finite: dict[int, str], throw: bool, logs: bool) -> None:
     """Log the number of failed trajectories, their codes and the first; with `throw` raise an IntegrationError."""
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
         return  # the codes stay on the device
@@ -337,6 +345,9 @@ def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True
         f"solve: {failures(ReturnCode, sol.retcode, failed, 'trajectories failed')}: {sol.retcode[first]} at "
         f"t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
     )
+    if not_finite:
+        k = min(not_finite)
+        text += f" For trajectory {k + 1}, {not_finite[k]}."
     if throw:
         raise IntegrationError(text)
     if logs:

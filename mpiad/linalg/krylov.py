@@ -171,7 +171,7 @@ def _kernels() -> list[Callable[..., None]]:
     # The first kernel uses the first two floating-point arrays of the block.
     counts = {"inner_products": 2, "extended_spaces": 6}
     signatures = {name: f"linked(int64[::1], {', '.join(['float64[::1]'] * count)})" for name, count in counts.items()}
-    return functions_of(__name__, signatures, "reassoc contract")
+    return functions_of(__name__, signatures, "reassoc")
 
 
 def inner_products(numbers: np.ndarray, vectors: np.ndarray, sums: np.ndarray) -> None:

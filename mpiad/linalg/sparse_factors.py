@@ -167,7 +167,7 @@ def _kernel() -> Callable[[int], object]:
     numbers, values = "int64[::1]", "float64[::1]"
     triangle = [numbers, "int32[::1]", values, values]
     signature = f"linked({', '.join([numbers, *triangle, *triangle, numbers, numbers, *[values] * 3])})"
-    return functions_of(__name__, {"substitute": signature}, "contract")[0]
+    return functions_of(__name__, {"substitute": signature})[0]
 
 
 def substitute(

@@ -26,7 +26,7 @@ from mpiad.primitives import mpi_allreduce
 from mpiad.primitives.checks import positive_count
 from mpiad.programs.function import Jitted
 from mpiad.transport import MAX, channel
-from mpiad.transport.core.agreement import agreed, raise_first, raise_together, require_same
+from mpiad.transport.core.agreement import FAILURES, agreed, raise_first, raise_together, require_same
 from mpiad.transport.devices.device_arrays import arrays_of, contiguous, is_array, is_device_array, named
 from mpiad.transport.exits.user_failures import DeferredFailures
 
@@ -62,7 +62,7 @@ def agree_on(
     group, error, further = channel(settings.comm, settings.call), None, {}
     try:
         further = check()
-    except Exception as found:  # noqa: BLE001 the other ranks mustn't wait
+    except FAILURES as found:  # the other ranks mustn't wait
         error = found
     failed, reported, preconditioned = error is not None, settings.callback is not None, preconditioner is not None
     if group.size > 1:

@@ -53,13 +53,17 @@ class DrivenEvaluation(Evaluation):
         """Return the gradient, on the root, from the stored forward pass if it is at this point."""
         return super().gradient(vector) if self.is_ready(vector) else self.both(vector)[1]
 
-    def values(self, points: np.ndarray) -> np.ndarray:
-        """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
-        forward, vectors = self._forward, points.reshape(-1, self.packing.size)
-        found = [self.attempted(partial(self._untraced, vector), self._not_a_number) for vector in vectors]
+    def plain(self, vector: np.ndarray) -> Any:
+        """Return the value, an array on the root only, of a run on plain values."""
+        forward = self._forward
+        found = self.attempted(partial(self._untraced, vector), self._not_a_number)
         # Kept if a solver doesn't converge: with groups this may happen on some ranks, and all use the pass, or none does.
         self._forward = forward
-        return np.array(found)
+        return found
+
+    def values(self, points: np.ndarray) -> np.ndarray:
+        """Return the values at several points, on the root if they are arrays; no forward pass is stored."""
+        return np.array(list(map(self.plain, points.reshape(-1, self.packing.size))))
 
     def _not_a_number(self) -> np.ndarray | float:
         return np.full(self.shape or (), math.nan)[()]
@@ -142,6 +146,8 @@ class DrivenFunction:
 
     Points x are pytrees of arrays of one structure, that of the first point, in which integers and strings in dicts, lists
     and tuples are constants. Directions v have this structure, too, and cotangents w the shape of the function's values.
+    ``f(x)`` runs the function on plain values, so that it may be one that can't be differentiated, until `gradient` or
+    `vjp` is called at the point of the last ``f(x)``; from then on values are traced for derivatives at the same point.
     Calls from several threads are executed one after the other.
 
     Attributes
@@ -186,19 +192,20 @@ class DrivenFunction:
         self._driver, self._number, self._bar = driver, number, bar
         self.evaluations: dict[str, int] = dict.fromkeys(("value", "gradient", "both", "product", "jvp", "vjp"), 0)
         self.seconds: dict[str, float] = dict.fromkeys(self.evaluations, 0.0)
-        # Whether the next forward pass is stored: tracing takes longer than the evaluation of a short function.
-        self._traces = True
+        # Whether values are traced, for a derivative at the same point. The function may be one that can't be traced, and
+        # tracing takes longer than a short function. So values are plain until a derivative is requested at the last point.
+        self._traces, self._last = False, b""
 
     def __call__(self, x: Tree) -> Any:
-        """Return the function's value at x, a number or an array; after a value without a derivative it isn't traced."""
-        traces, self._traces = self._traces, False
+        """Return the function's value at x, a number or an array."""
         vector = self._vector(x)
-        return self._evaluated("value", vector) if traces else self._evaluated("values", vector, kind="value")[0]
+        self._last = vector.tobytes()
+        return self._evaluated("value" if self._traces else "plain", vector, kind="value")
 
     def gradient(self, x: Tree) -> Tree:
         """Return the gradient at x, in the structure of x; after ``f(x)`` at this point without another evaluation."""
-        self._traces = True
         vector = self._vector(x)
+        self._traces |= self._last == vector.tobytes()
         kind = "gradient" if self._evaluation.is_ready(vector) else "both"
         return self._like_x(self._evaluated("gradient", vector, kind=kind))
 
@@ -223,8 +230,8 @@ class DrivenFunction:
 
     def vjp(self, x: Tree, w: Array) -> Tree:
         """Return the product of the transposed Jacobian at x with w; products at the same point need one evaluation."""
-        self._traces = True
         vector = self._vector(x)
+        self._traces |= self._last == vector.tobytes()
         return self._like_x(self._evaluated("vjp", vector, self._cotangent(w, vector)))
 
     def map(self, points: Sequence[Tree]) -> np.ndarray:
@@ -293,9 +300,9 @@ def drive(
         ``program(f, g, ...)`` runs on the root only, with a `mpiad.optimize.DrivenFunction` for each of `functions`. Other
         communication on `comm` inside it raises an error.
     *functions : callable
-        ``fun(x)`` is called on every rank with the root's x whenever `program` requests a value or derivative. It returns
-        this rank's term L_r, one real number or an array of them. With `groups` it is ``fun(x, comm)``, and communicates on
-        the communicator `comm` of the rank's group.
+        ``fun(x)`` is called on every rank with a copy of the root's x whenever `program` requests a value or derivative.
+        It returns this rank's term L_r, one real number or an array of them. With `groups` it is ``fun(x, comm)``, and
+        communicates on the communicator `comm` of the rank's group.
     objective : {"root", "sum", "mean"}
         The value of a function: L_root, the sum of all L_r, or their mean. Arrays need "root".
     root : int

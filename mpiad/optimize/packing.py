@@ -12,6 +12,7 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Shape, Tree
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import fetched, flatten, is_variable, leaf_on_device, named_leaves, put, refuse_objects, split
+from mpiad.transport.core.agreement import FAILURES
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 
@@ -55,7 +56,7 @@ def sendable_variables(x0: Tree, call: str, name: str = "x0") -> Tree:
     # The structure, and the leaves that aren't variables, are sent to the other ranks.
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
-    except Exception as error:  # noqa: BLE001 - pickling runs user code
+    except FAILURES as error:  # pickling runs user code
         raise TypeError(
             f"{call}: {name} is sent to all ranks, but holds an object that can't be pickled ({error}). Pass functions and "
             "other objects as args, and define classes at the top level of a module."

@@ -35,7 +35,7 @@ from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_start import shared_start
 from mpiad.transport import Channel, channel, renew
-from mpiad.transport.core.agreement import Failure
+from mpiad.transport.core.agreement import FAILURES, Failure
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.fault_tolerance import is_interruption
 from mpiad.transport.core.polling import wait_gently
@@ -44,7 +44,9 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.signals import postponed
 from mpiad.transport.exits.user_failures import StageFailures
 
-METHODS: Sequence[str] = """finish start value values gradient both product not_finite jvp vjp residuals factor tangent
+METHODS: Sequence[
+    str
+] = """finish start value plain values gradient both product not_finite jvp vjp residuals factor tangent
     cotangent""".split()
 _HEADER, _SHORT = 4, 28  # lengths: of the header, and at most of the vectors that are sent with it
 
@@ -190,7 +192,7 @@ class RootDriven(Solve):
             try:
                 with self.used.refusing(_OUTSIDE):
                     return call(*vectors)
-            except Exception as error:
+            except FAILURES as error:
                 if error is not group.agreement.error:
                     raise
                 if error.__cause__ is not None:  # on the rank that failed
@@ -214,7 +216,7 @@ class RootDriven(Solve):
         outcome = result = None
         try:
             result = program(self)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the other ranks mustn't wait
+        except (*FAILURES, KeyboardInterrupt) as error:  # the other ranks mustn't wait
             # After a timeout or an interruption the other ranks raise without a message from the root.
             if self._failure is None and (is_interruption(error) or isinstance(error, DeadlockError)):
                 raise

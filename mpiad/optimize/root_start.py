@@ -14,7 +14,7 @@ from mpiad.errors import ReplicationError
 from mpiad.optimize.packing import RemoteArray, as_variables
 from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_leaves
 from mpiad.transport import Channel
-from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.agreement import FAILURES, agreed, raising_together
 from mpiad.transport.core.replication import require_replicated
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -50,7 +50,7 @@ def shared_start(used: Channel, root: Rank, start: Tree, x0: Tree, args: tuple, 
                 template = map_leaves(
                     lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
                 )
-    with suppress(Exception):  # an x0 that can't be converted differs from the root's
+    with suppress(*FAILURES):  # an x0 that can't be converted differs from the root's
         x0 = as_variables(x0)
     theirs = named_leaves(template, "x0")
     own = theirs if is_root or x0 is None else named_leaves(x0, "x0")
@@ -78,7 +78,7 @@ def _comparable(leaf: Array, is_remote: bool) -> Array:
         return leaf
     try:
         array = np.asarray(leaf)
-    except Exception:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
+    except FAILURES:  # user code may run here, and the other ranks mustn't wait
         return type(leaf).__name__
     if is_remote:
         return _fingerprint(array)

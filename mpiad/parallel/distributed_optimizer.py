@@ -41,7 +41,7 @@ from mpiad.programs.signature import form_of
 from mpiad.programs.traced_array import on_host
 from mpiad.pytrees import fetched, flatten, leaf_paths
 from mpiad.transport import SUM, Channel, Spec, channel
-from mpiad.transport.core.agreement import KINDS, Failure, agreed, raising_together
+from mpiad.transport.core.agreement import FAILURES, KINDS, Failure, agreed, raising_together
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import opaque_step, restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
@@ -238,8 +238,9 @@ def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
     """Return a context whose exception all ranks raise: the ranks without one call `totals` later."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 the other ranks mustn't wait
-        problem = PendingError(KINDS[Failure.of(error).builtin], str(error))
+    except FAILURES as error:  # the other ranks mustn't wait
+        failure = Failure.of(error)
+        problem = PendingError(KINDS[failure.builtin], failure.text)
         totals(used, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
 
 

@@ -39,10 +39,11 @@ class Rooted(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Parameters of a reduction to all ranks."""
+    """Parameters of a reduction to all ranks; `root`: the rank that returns the result, None for all ranks."""
 
     channel: Channel
     op: Op
+    root: int | None = None
 
 
 class Dividing(NamedTuple):

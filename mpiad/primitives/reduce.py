@@ -5,9 +5,10 @@ from __future__ import annotations
 from autograd.tracer import getval
 
 from mpiad._typing import Comm, LocalArray, Op, Rank, RootArray
-from mpiad.primitives.allreduce import mpi_allreduce
+from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate
 from mpiad.primitives.sum import mpi_sum
 from mpiad.transport import SUM, channel
 from mpiad.transport.core.buffers import require_sendable
@@ -53,5 +54,5 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
         return mpi_sum(x, root, comm)
     require_sendable(getval(x), "mpi_reduce")
     # Other reductions need the result on all ranks for their adjoints.
-    result = mpi_allreduce(x, op, comm)
+    result = communicate(ALLREDUCE, x, Reduction(used, op, root))
     return result if used.rank == root else spec_like(result).zeros()

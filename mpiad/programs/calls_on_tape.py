@@ -19,6 +19,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import Watch
 from mpiad.differentiation.backward import cotangents_of
 from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.in_place import keeping_arguments
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
@@ -50,7 +51,7 @@ def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> 
         if key in cache.entries:
             return cache.interpreted(key, given)
         if not cache.is_followed(key, given):  # values in the function's closure may have tangents, too
-            return cache.fun(*given.args, **given.kwargs)
+            return cache.run(given)
         return _called_with_tangents(cache, given, boxed, derived)
     if not simple or tape.passes not in ("one", "several"):
         return _called_as_operation(cache, given, boxed)
@@ -69,7 +70,9 @@ def _called_as_operation(cache: ProgramCache, given: Arguments, boxed: Sequence[
     found = cache.program(given, boxed) if is_on_host else None
     # An exception has left messages in flight on a channel with a fault.
     if found is None or found.program.has_open_shapes or any(channel.fault for channel, _ in found.program.recorder.channels):
-        return cache.fun(*given.args, **given.kwargs)
+        return cache.run(given)
+    if found.admits is not None and not found.admits([getval(given.leaves[k]) for k in given.traced]):
+        return cache.run(given)
     if not found.operations:
         found.operations.append(CompiledOperation(found.program))
     return found.build(found.operations[0]([given.leaves[k] for k in given.traced]).values)
@@ -82,7 +85,7 @@ def _with_two_parts(cache: ProgramCache, given: Arguments, boxed: Sequence[int],
         found = cache.program(given, boxed, watch)
         return found and (vjp(found.program, recorder, [given.traced.index(k) for k in boxed]), found.build)
 
-    return entry_of_trace(watch, traced)
+    return entry_of_trace(watch, traced, cache.exact)
 
 
 class Lease:
@@ -141,7 +144,7 @@ def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, var
         values = entry.leaves(lease.replay.first(*inputs))
     except Changed as change:
         with cache.changed(key, change, counts):
-            return cache.fun(*given.args, **given.kwargs)
+            return cache.run(given)
     specs = [spec_like(getval(given.leaves[k])) for k in variables]
     # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
     kept_inputs = [x if k in entry.replays.read_later else None for k, x in enumerate(inputs)]
@@ -183,7 +186,7 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
 
     def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
         variables = Variables(leaves, list(places), build)
-        return trace_forwards(lambda given: fun(*given[0], **given[1]), variables, tangents)
+        return trace_forwards(lambda given: keeping_arguments(fun)(*given[0], **given[1]), variables, tangents)
 
     both.__name__ = getattr(fun, "__name__", "function")
     return both
@@ -191,10 +194,10 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
 
 def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], watch: Watch) -> Tree:
     """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
-    tape, recorder = tracing.tape, Recorder()
+    tape, recorder = tracing.tape, Recorder(cache.exact)
     try:
         with suspended(body=False), recorder:
-            run = _run_on_tape(cache.fun, given, recorder.arguments(given), boxed)
+            run = _run_on_tape(keeping_arguments(cache.fun), given, recorder.arguments(given), boxed)
     except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
         return cache.run_again(recorder, key, given, error)
     cache.pending[key] = recorder

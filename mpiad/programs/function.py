@@ -27,7 +27,7 @@ from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
 from mpiad.programs.playback import message_counts
-from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own, traced_parts
+from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, fresh, own, traced_parts
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments, arguments_of
@@ -106,7 +106,13 @@ def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | 
         return None
     names: dict[str, Any] = {"missed": MISSED, "count": count, "counted": communications, "is_watched": is_watched}
     names |= {"same": entry.watch.is_the_same, "free": entry.replays.free[True], "is_noting": calls.is_noting}
-    names |= {"build": entry.build, "leaves": entry.leaves, "note": note_channels, "channels": entry.channels}
+    names |= {
+        "admits": entry.admits,
+        "build": entry.build,
+        "leaves": entry.leaves,
+        "note": note_channels,
+        "channels": entry.channels,
+    }
     others = []
     for k, x in enumerate(args):
         names[f"t{k}"] = type(x)
@@ -123,7 +129,7 @@ def call(args):
     if len(args) != {len(args)}:
         return missed
     {given}, = args
-    if {" or ".join(others)} or is_noting() or is_watched() or not same():
+    if {" or ".join(others)} or is_noting() or is_watched() or not same(){" or not admits(args)" if entry.admits else ""}:
         return missed
     try:
         replay = free.pop()
@@ -156,7 +162,7 @@ _MOST_FAST_CALLS = 4
 _MOST_DERIVED = 16
 
 
-def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
+def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = False) -> Any:
     """Compile a function: its computations between communications become fused loops, as do those of its derivatives.
 
     Parameters
@@ -168,6 +174,10 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
     strict : bool
         Whether to raise an error if the function can't be compiled. By default a warning is logged once, and the function
         is interpreted.
+    exact : bool
+        Whether sums, differences, products, quotients and square roots of real arrays have the same bits as in NumPy. By
+        default, the quotient of an array and a scalar is a product with the reciprocal of the scalar, unless the reciprocal
+        overflows or is subnormal.
 
     Returns
     -------
@@ -198,8 +208,8 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
     0.9092 [0.3679 0.    ]
     """
     if fun is None:
-        return functools.partial(jit, strict=strict)
-    return Jitted(fun, strict)
+        return functools.partial(jit, strict=strict, exact=exact)
+    return Jitted(fun, strict, exact)
 
 
 class Jitted:
@@ -213,12 +223,11 @@ class Jitted:
     """
 
     def __init__(self, fun: Function, strict: bool = False, exact: bool = False):
-        # `exact`: whether results have the same bits as those of the interpreted function, if it is elementwise arithmetic.
-        self.fun, self.strict, self._exact = fun, strict, exact
+        self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
         self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
-        self._cache = ProgramCache(fun, self.__name__, strict)
+        self._cache = ProgramCache(fun, self.__name__, strict, exact)
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
 
@@ -241,7 +250,7 @@ class Jitted:
             return self.fun(*args, **kwargs)
         numbers = closed_over_numbers(self.fun)
         if numbers != self._constant:
-            found = _by_numbers(self.fun, numbers)
+            found = _by_numbers(self.fun, numbers, self._cache.exact)
             self._constant = numbers if found is None else {}
             if found is not None:
                 return found.jitted(*(numbers[name] for name in found.names), *args, **kwargs)
@@ -251,18 +260,17 @@ class Jitted:
                 given = arguments_of(args, kwargs, cache.asked)
             except TypeError as error:
                 cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
-                return self.fun(*args, **kwargs)
+                return fresh(self.fun(*args, **kwargs))
             if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
                 return called_on_tape(cache, given, self.derived)
             entry, watch = cache.entry_or_watch(
-                given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch, self._exact)
+                given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch, cache.exact)
             )
             if entry is not None:
                 return self._replayed(entry, given)
             if watch is None:
                 return cache.interpreted(given.key, given)
-            recorder = Recorder()
-            recorder.exact = self._exact
+            recorder = Recorder(cache.exact)
             try:
                 parts, build = traced_parts(self.fun, given, recorder)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
@@ -306,7 +314,7 @@ class Jitted:
         """Return the compiled form of ``make()``, cached by key; if `optional`, without a warning or error on failure."""
         made = self._derived.pop(key, None)
         if made is None:
-            made = Jitted(make(), self.strict and not optional, exact)
+            made = Jitted(make(), self.strict and not optional, exact or self._cache.exact)
             made._cache.warned = optional or self._cache.warned
         self._derived[key] = made
         if len(self._derived) > _MOST_DERIVED:
@@ -320,7 +328,7 @@ class Jitted:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:
             with self._cache.changed(given.key, change, counts):
-                return self.fun(*given.args, **given.kwargs)
+                return self._cache.run(given)
         if not given.kwargs and all(known is not entry for known, _ in self._fast_calls):
             call = fast_call(entry, given.args, made)
             if call is not None:
@@ -337,17 +345,18 @@ class _ByNumbers(NamedTuple):
     jitted: Jitted  # the compiled function, whose first arguments are the numbers with these names
 
 
-# The key is the code object, since the user may define the function again for each value of a number. The number of entries
-# is limited, since each keeps a closure alive.
-_changing: dict[CodeType, _ByNumbers] = {}
+# The key contains the code object, since the user may define the function again for each value of a number. The number of
+# entries is limited, since each keeps a closure alive.
+_changing: dict[tuple[CodeType, bool], _ByNumbers] = {}
 _MOST_CHANGING = 16
 
 
-def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | None:
+def _by_numbers(fun: FunctionType, numbers: dict[str, float], exact: bool) -> _ByNumbers | None:
     """Return the function of the numbers that have changed since the first call; None if there is none, or it fails."""
-    known = _changing.pop(fun.__code__, None)
+    key = fun.__code__, exact
+    known = _changing.pop(key, None)
     if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):
-        known = _ByNumbers(with_numbers(fun, numbers), numbers, [], Jitted(fun))
+        known = _ByNumbers(with_numbers(fun, numbers), numbers, [], Jitted(fun, exact=exact))
     changed = [name for name in numbers if name in known.names or numbers[name] != known.first[name]]
     if changed != known.names:
         template = known.fun
@@ -355,9 +364,9 @@ def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | No
         def called(*given: Any, **kwargs: Any) -> Any:
             return with_numbers(template, dict(zip(changed, given)))(*given[len(changed) :], **kwargs)
 
-        known = known._replace(names=changed, jitted=Jitted(functools.wraps(fun)(called)))
+        known = known._replace(names=changed, jitted=Jitted(functools.wraps(fun)(called), exact=exact))
         known.jitted._cache.warned = True
-    _changing[fun.__code__] = known
+    _changing[key] = known
     if len(_changing) > _MOST_CHANGING:
         del _changing[next(iter(_changing))]
     return known if changed and not known.jitted._cache.reasons else None

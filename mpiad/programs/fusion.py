@@ -153,9 +153,7 @@ _BY_SOURCE = frozenset({"reduce", "reshape", "segment_sum"})
 _CALL, _KEEPING = 20, 8
 _SIMPLE = """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
-    at_least at_most where real imag"""
-_COMPARISONS = frozenset("less less_equal greater greater_equal equal not_equal".split())
-_EXTREMA = frozenset(("maximum", "minimum"))
+    at_least at_most where real imag scale"""
 _COSTS = {**dict.fromkeys(_SIMPLE.split(), 1), "divide": 4, "sqrt": 5, "power": 8}
 # Limits of an expression: its depth, and the numbers of arrays and eras (see `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
@@ -266,14 +264,9 @@ class Materialization:
             elif node.kind == "reshape":
                 forced.update((n, node.inputs[0]))
             elif node.kind == "elementwise":
-                own = self.program.precision(n)
-                forced.update(x for x in node.inputs if self.program.precision(x) not in (None, own))
-                if node.data[0] in _COMPARISONS:
-                    compared = [self._source(x) for x in node.inputs]
-                    if any(self.nodes[x].kind == "reduce" and self.nodes[x].data[0] in _EXTREMA for x in compared):
-                        # Another loop could round an entry in another way than the loop of the extremum, which it may be.
-                        for x in compared:
-                            self._force(x, forced)
+                # The dtype of doubles equals None.
+                read = ((x, self.program.precision(x)) for x in node.inputs)
+                forced.update(x for x, found in read if found is not None and found != self.program.precision(n))
             elif node.kind in _CUTS:
                 operator = working_in_place(node)
                 for x in [source_of(self.program, node, x) for x in node.inputs]:
@@ -284,12 +277,6 @@ class Materialization:
             self._force(n, forced)
             self._force(n, self.anchored)
         return {n for n in forced if self.nodes[n].kind not in (*IN_MEMORY, "number")}
-
-    def _source(self, n: int) -> int:
-        """Return the node of which a node is a view, if it is one."""
-        while self.nodes[n].kind in ("view", "reshape"):
-            n = self.nodes[n].inputs[0]
-        return n
 
     def _force(self, n: int, forced: set[int]) -> None:
         """Add a node to `forced`; instead of a join, add its parts; instead of a view of all entries, add its source."""

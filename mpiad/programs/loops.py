@@ -284,7 +284,7 @@ class _LoopBody:
 
     def __init__(self, writer: LoopText, box: Box | None):
         self.writer, self.nodes, self.box = writer, writer.nodes, box
-        self.builder = Builder()
+        self.builder = Builder(single=writer.real == np.float32)
         self.loads: dict[tuple[int, IndexMap, int], int] = {}  # numbers of the parts of entries (see `LoopText.entry`)
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
 

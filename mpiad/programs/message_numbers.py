@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad.transport import Channel, Envelope
+from mpiad.programs.traced_array import replaced
+from mpiad.transport import Channel, Envelope, Spec
 from mpiad.transport.core.channels import Used
 
 
@@ -48,9 +49,7 @@ class MessageNumbers:
 
     def addressed(self, params: Any) -> Any:
         """Return an operation's parameters with this run's envelopes."""
-        if isinstance(params, Envelope):
-            return self._of(params)
-        return params._replace(**{name: self._of(x) for name, x in zip(params._fields, params) if isinstance(x, Envelope)})
+        return replaced(params, Envelope, self._of)
 
     def _of(self, envelope: Envelope) -> Envelope:
         first = envelope.answers or envelope
@@ -92,8 +91,11 @@ def _copied(envelope: Envelope, origin: Envelope) -> _Replacement:
 
 
 def envelopes_of(params: Any) -> list[Envelope]:
-    """Return the envelopes among the parameters of an operation."""
-    return [part for part in (params if isinstance(params, tuple) else (params,)) if isinstance(part, Envelope)]
+    """Return the envelopes among the parameters of an operation, also those in nested tuples and lists."""
+    if isinstance(params, Envelope):
+        return [params]
+    nested = isinstance(params, (tuple, list)) and not isinstance(params, Spec)
+    return [envelope for part in params for envelope in envelopes_of(part)] if nested else []
 
 
 def is_numbered(params: Any) -> bool:

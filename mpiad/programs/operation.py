@@ -67,7 +67,7 @@ class CompiledOperation:
                 evaluation = Evaluation(self.program, recorder)
                 return [evaluation.run(evaluation.inputs())], list
 
-        return entry_of_trace(Watch(), traced, kept=self.program.kept)
+        return entry_of_trace(Watch(), traced, self.program.recorder.exact, self.program.kept)
 
     def __call__(self, inputs: Sequence[Any], numbers: _Numbers | None = None) -> Made:
         """Call the operation, and record it on the current tape and the enclosing tapes."""
@@ -124,7 +124,7 @@ class CompiledOperation:
         """Return the derivative with respect to the inputs at the positions `variables`; None if it can't be traced."""
         key = kind, *variables
         if key not in self._derived:
-            recorder, self._derived[key] = ShapeRecorder(), None
+            recorder, self._derived[key] = ShapeRecorder(self.program.recorder.exact), None
             try:
                 first, second = kind(self.program, variables, recorder)
                 self._derived[key] = [CompiledOperation(x) if isinstance(x, Program) else x for x in (first, second)]

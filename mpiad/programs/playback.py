@@ -25,7 +25,7 @@ class Logged(NamedTuple):
     """A logged result with data that its playback restores."""
 
     value: Any
-    sender: tuple[int, int] | None = None  # rank and tag of a message that was received from any rank or with any tag
+    senders: Sequence[tuple[int, int]] = ()  # ranks and tags of messages that were received from any rank or with any tag
     counts: Sequence[tuple[Channel, Counts]] = ()  # the message counts after an operation that has its own messages
 
 
@@ -38,9 +38,9 @@ def logged(made: Any, params: Any = None) -> Any:
     """Return the log entry of an operation's result, for playback; `params`: the parameters of a communication."""
     kept = made.copy() if isinstance(made, np.ndarray) else made
     envelopes = envelopes_of(params)
-    for envelope in envelopes:
-        if min(envelope.asked) < 0:
-            return Logged(kept, (envelope.peer, envelope.tag))
+    senders = [(envelope.peer, envelope.tag) for envelope in envelopes if min(envelope.asked) < 0]
+    if senders:
+        return Logged(kept, senders)
     # A playback counts messages when it creates the envelopes of communications again. It doesn't create the envelopes
     # inside operators and solves, so the counts after them are logged.
     return kept if envelopes or channels_of(params) else Logged(kept, counts=message_counts())
@@ -86,8 +86,10 @@ class PlayingBack:
     def communicate(self, operation: Any, x: Array, params: Any) -> Any:
         """Return the logged result of a communication."""
         params, entry = on_host(params), self._rest[-1] if self._rest else None
-        if isinstance(entry, Logged) and entry.sender is not None:
-            envelopes_of(params)[0].answered_from(*entry.sender)
+        senders = iter(entry.senders if isinstance(entry, Logged) else ())
+        for envelope in envelopes_of(params):
+            if min(envelope.asked) < 0 and (sender := next(senders, None)) is not None:
+                envelope.answered_from(*sender)
         made = self._next(operation.forward, plain(x), params)
         return made.again() if isinstance(made, Request) else made
 

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -18,17 +19,19 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import HoldsTraced, Unknown, Watch, watch_of
+from mpiad.compiling.source import indented
 from mpiad.programs.fusion import Schedule
 from mpiad.programs.playback import PlayingBack
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.trace_translation import program_of
-from mpiad.programs.traced_array import Abandoned, TracedArray
+from mpiad.programs.traced_array import PYTHON_OPERATORS, Abandoned, Ref, TracedArray, is_number_of
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, communications, is_watched
+from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.world import level_of_repeats
 
 MAX_TRACES = 32  # maximum number of traces of one function
@@ -45,13 +48,14 @@ class Entry:
         self.inside = in_program(parts[0])  # whether each leaf of the result is an output of the program
         outputs = [[x for x, is_in in zip(parts[0], self.inside) if is_in], *parts[1:]]
         kept = [sum(self.inside[:place]) for place in kept if self.inside[place]]  # see `ArrayProgram`
-        self.replays = Replays(Schedule(program_of(recorder, outputs, kept)), recorder.exact)
+        self.replays = Replays(Schedule(program_of(recorder, outputs, kept)))
         self.constants = [None if is_in else x for x, is_in in zip(parts[0], self.inside)]  # the values of other leaves
         self.build, self.watch = build, watch  # `build` assembles the result from the first part's leaves
         # The number of communications in all parts together: a run of any part advances the counter by this number.
         self.communications = recorder.communications
         # Whether the program communicates, possibly in an untraced function, and the channels of the communications.
         self.communicates, self.channels = recorder.communicates, recorder.channels
+        self.admits = admits_of(recorder)
 
     def is_current(self) -> bool:
         """Return whether the closure is unchanged, and no exception has left messages in flight on the channels."""
@@ -77,6 +81,33 @@ class Entry:
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
+def admits_of(recorder: Recorder) -> Callable[[Sequence[Any]], bool] | None:
+    """Return a function of the arguments: whether a program computes with Python numbers as Python does; None if always."""
+    kinds = {n: recorder.specs[n][1].kind for n in recorder.weak}
+    names: dict[str, Any] = {"int": int, "float": float, "complex": complex, "is_number_of": is_number_of}
+    inputs = {n: place for place, n in enumerate(recorder.inputs) if kinds.get(n, "b") != "b"}
+    lines = [f"v{n} = {np.dtype(kinds[n]).type.__name__.rstrip('0123456789')}(given[{k}])" for n, k in inputs.items()]
+    checks, known = [], set(inputs)
+    for step in recorder.steps:
+        numbers = {x.number for x in step.args if type(x) is Ref}
+        if not known.issuperset(numbers) or kinds.keys().isdisjoint(step.outs) or step.fun not in PYTHON_OPERATORS:
+            continue
+        (out,), *others = step.outs, *[x for x in step.args if type(x) is not Ref]
+        known.add(out)
+        names |= {f"f{out}": PYTHON_OPERATORS[step.fun]} | {f"c{out}": x for x in others}
+        args = [f"v{x.number}" if type(x) is Ref else f"c{out}" for x in step.args]
+        lines.append(f"v{out} = f{out}({', '.join(args)})")
+        divides = step.fun in (np.true_divide, np.floor_divide, np.remainder) and type(step.args[1]) is Ref
+        if kinds[out] == "i" or divides or step.fun is np.power:
+            checks.append(f"is_number_of({kinds[out]!r}, v{out})")
+    if not checks:
+        return None
+    body = ["try:", *indented(lines), "except ArithmeticError:", "    return False", f"return {' and '.join(checks)}"]
+    text = "\n".join(["def admits(given):", *indented(body)])
+    exec(compile(text, str(Path(__file__).with_name("<numbers>")), "exec"), names)
+    return names["admits"]
+
+
 def entry_by_shapes(fun: Function, given: Arguments, watch: Watch, exact: bool) -> Entry | None:
     """Compile a function from the shapes of its arguments, without running it; None if that fails or all are small."""
     if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
@@ -91,8 +122,7 @@ def entry_of_trace(
     watch: Watch, traced: Callable[[Recorder], _Parts | None], exact: bool = False, kept: Iterable[int] = ()
 ) -> Entry | None:
     """Compile the trace made by ``traced(recorder)``, which returns `parts` and `build` of `Entry`; None if that fails."""
-    recorder = ShapeRecorder()
-    recorder.exact = exact
+    recorder = ShapeRecorder(exact)
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             found = traced(recorder)
@@ -108,8 +138,9 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
         entry = entry_of_trace(watch_of(lambda: None, (), objects), lambda recorder: traced_parts(fun, given, recorder))
     except Exception:  # noqa: BLE001
         return None
-    is_usable = entry is not None and entry.replays.last_check < 0 and all(entry.inside) and entry.is_current()
-    return entry if is_usable else None
+    if entry is None or entry.admits is not None or entry.replays.last_check >= 0:
+        return None
+    return entry if all(entry.inside) and entry.is_current() else None
 
 
 def traced_parts(fun: Function, given: Arguments, recorder: Recorder) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -133,7 +164,13 @@ def in_program(leaves: Sequence[Any]) -> list[bool]:
 def own(leaf: Any) -> Any:
     """Return the value of a leaf; for an array, a copy of it."""
     value = leaf.value if isinstance(leaf, TracedArray) else leaf
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return value.copy() if isinstance(value, np.ndarray) or is_device_array(value) else value
+
+
+def fresh(result: Tree) -> Tree:
+    """Return an interpreted function's result with copies of the arrays, which may be arguments, variables, or views."""
+    leaves, build = flatten(result)
+    return build([x if isinstance(x, TracedArray) else own(x) for x in leaves])
 
 
 def count(number: int) -> None:
@@ -150,14 +187,15 @@ class Recorded(NamedTuple):
     program: Program | None
     build: Any
     watch: Watch
+    admits: Callable[[Sequence[Any]], bool] | None  # see `admits_of`
     operations: list[Any]  # the program as a `CompiledOperation`, after its first use
 
 
 class ProgramCache:
-    """The programs of one function; `strict`: whether a TypeError is raised if it can't be compiled."""
+    """The programs of one function; `strict`: whether a TypeError is raised if it can't be compiled; `exact`: see `jit`."""
 
-    def __init__(self, fun: Function, name: str, strict: bool):
-        self.fun, self.name, self.strict = fun, name, strict
+    def __init__(self, fun: Function, name: str, strict: bool, exact: bool):
+        self.fun, self.name, self.strict, self.exact = fun, name, strict, exact
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
         self._programs: dict[Any, Recorded] = {}
         self.reasons: dict[Any, str] = {}
@@ -177,7 +215,7 @@ class ProgramCache:
         # have to be continued by interpretation, in the middle of up to four passes.
         entry = self.entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
-            return entry, None
+            return self._admitting(entry, given), None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
         waits = is_shown() if optional else key in self.pending
         watch = None if waits else self._watch(key, given, optional)
@@ -186,7 +224,13 @@ class ProgramCache:
             entry = None
         if entry is not None or optional and watch is not None:
             self.entries[key] = entry
-        return entry, watch
+        return self._admitting(entry, given), None if entry is not None else watch
+
+    def _admitting(self, entry: Entry | None, given: Arguments) -> Entry | None:
+        """Return an entry, or None if Python computes in another way with the numbers among the arguments of a call."""
+        if entry is None or entry.admits is None or entry.admits([getval(given.leaves[k]) for k in given.traced]):
+            return entry
+        return None
 
     def program(self, given: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
         """Return the function's program, recorded once for each signature and choice of `variables`; None if that fails.
@@ -200,12 +244,12 @@ class ProgramCache:
         watch = watch or (None if is_shown() else self._watch(key, given, optional=True))
         if watch is None:
             return None
-        recorder, made = ShapeRecorder(), (None, None)
+        recorder, made = ShapeRecorder(self.exact), (None, None)
         try:
             made = recorded(self.fun, given, variables, recorder)
         except (Abandoned, Exception) as error:  # noqa: BLE001
             recorder.raise_own(error)
-        self._programs[key] = Recorded(*made, watch, [])
+        self._programs[key] = Recorded(*made, watch, admits_of(recorder), [])
         return self.program(given, variables)
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
@@ -240,7 +284,7 @@ class ProgramCache:
         # If the function branches on an integer argument, later traces treat this integer as a constant, and may succeed.
         recorder.raise_own(error)
         with PlayingBack(recorder.log, recorder.counts):
-            made = self.fun(*given.args, **given.kwargs)
+            made = self.run(given)
         integers = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
         if recorder.asked is None or not integers:
             self.give_up(key, error)
@@ -281,9 +325,13 @@ class ProgramCache:
             self.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
+    def run(self, given: Arguments) -> Tree:
+        """Call the function itself, and return new arrays."""
+        return fresh(self.fun(*given.args, **given.kwargs))
+
     def interpreted(self, key: Hashable, given: Arguments) -> Tree:
         """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
-        made = self.fun(*given.args, **given.kwargs)
+        made = self.run(given)
         if self.strict and key in self.reasons:
             raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
         return made

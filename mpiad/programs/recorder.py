@@ -7,8 +7,6 @@ long as the function's closure is unchanged (see `closure`).
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import sys
 import threading
@@ -26,9 +24,11 @@ from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.arguments import aligned
 from mpiad.compiling.closure import is_writable, same_bits
+from mpiad.differentiation.in_place import CHANGED_ARGUMENT, writes_into_argument
 from mpiad.differentiation.objective import OBJECTIVE
 from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.primitives.request import Request
+from mpiad.programs.array_program import PRECISIONS
 from mpiad.programs.message_numbers import channels_of, envelopes_of
 from mpiad.programs.opaque_calls import as_array, opaque_call
 from mpiad.programs.playback import logged, message_counts
@@ -36,17 +36,22 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import (
     CONTROL_FLOW,
     PYTHON_NUMBERS,
+    PYTHON_OPERATORS,
     Abandoned,
     Constant,
     Ref,
     Step,
     TracedArray,
     ask_for_integer,
+    cast,
     hides_traced,
+    is_number_of,
     let_arrays_be_traced,
     mapped,
     on_host,
     plain,
+    reason_of_conversion,
+    scale_of,
     with_entries,
 )
 from mpiad.transport import Channel, Spec, channel
@@ -76,9 +81,6 @@ _SHAPED_BY_INTEGERS = frozenset(
     getattr(np, name)
     for name in "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split()
 )
-_WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
-
-
 def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the reason why a call can't be recorded, as a relative clause; "" if the call can be recorded."""
     further = *args[1:], *kwargs.values()
@@ -86,23 +88,11 @@ def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
         advice = ": give np.where three arguments" if fun is np.where else ""
         return f"whose result has a shape that depends on traced values{advice}"
-    place = _place_of_out(fun)
-    has_out = kwargs.get("out") is not None or place is not None and len(args) > place and args[place] is not None
-    if has_out or kwargs.get("copy") is False or getattr(fun, "__name__", "") in _WRITING:
+    if writes_into_argument(fun, args, kwargs):
         return "which writes into an array that it is given: take its result, or set entries by x[i] = ..."
     if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AaKk" for x in further):
         return "whose result depends on the order of entries in memory: write order='C' or 'F'"
     return ""
-
-
-@functools.cache
-def _place_of_out(fun: Callable) -> int | None:
-    try:
-        parameters = inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # written in C
-        return None
-    known = parameters.get("out")
-    return list(parameters).index("out") if known is not None and known.kind is known.POSITIONAL_OR_KEYWORD else None
 
 
 _COMPILED_PACKAGES = ("", "domain", "linalg", "redistribution")
@@ -129,9 +119,9 @@ class Recorder:
     """The trace of a call, and the context that records it, entered again with another `part` for a reverse pass."""
 
     ended = False  # see `ProgramRecorder`
-    exact = False  # see `Replays`
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
+        self._exact = exact  # whether quotients by scalars aren't products (see `_as_product`)
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
         self.constants: list[Array] = []  # arrays that aren't traced, as copies if they can change
         # By identity: objects that steps pass on to later steps (pending requests, records of tapes), with their numbers.
@@ -170,8 +160,8 @@ class Recorder:
         tracing.recorder = None
         self.end(error, trace)
         tracing.contexts, self.around = self.around, None
-        # The exception that ended the trace is raised again, since the function may have caught it.
-        if error is None and self.refused is not None:
+        # The exception that ended the trace is raised again, since the function may have caught it, or NumPy replaced it.
+        if self.refused is not None and (error is None or isinstance(error, Exception) and error is not self.failed):
             raise self.refused
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -214,7 +204,8 @@ class Recorder:
         """Return a traced array as a plain array; in a trace, raise Abandoned."""
         if self.is_noting():
             reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
-            self.ask(x, f"{reason} np.concatenate or np.stack of autograd.numpy")
+            found = reason_of_conversion(sys._getframe(2))
+            self.ask(x, found or f"{reason} np.concatenate or np.stack of autograd.numpy")
         return np.asarray(x.value, dtype)
 
     def looked_up(self, call: str) -> None:
@@ -255,6 +246,19 @@ class Recorder:
             made.weak = True
             self.weak.add(made.number)
         return made
+
+    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Any]) -> None:
+        """End the trace if the operator of Python raises an exception, or returns another kind of number than NumPy."""
+        if self.is_noting() and ufunc in PYTHON_OPERATORS:
+            given = plain(tuple(args))
+            try:
+                made = PYTHON_OPERATORS[ufunc](*given)
+            except ArithmeticError as error:
+                self.refuse(f"it computes with numbers, and Python raises {type(error).__name__}: {error}")
+            if not is_number_of(np.result_type(*given, *[1.0] * (ufunc is np.true_divide)).kind, made):
+                self.refuse(
+                    f"it computes {made!r:.40} from numbers, for which NumPy has another result: use NumPy's numbers"
+                )
 
     def _number(self, value: Any) -> int:
         self.specs.append((value.shape, value.dtype))
@@ -305,7 +309,7 @@ class Recorder:
 
     def _check_writing(self, target: Any) -> None:
         if id(_root(target.value)) in self._inputs:
-            self.refuse("it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1")
+            self.refuse(CHANGED_ARGUMENT)
 
     def _written(self, target: Any, fun: Callable, references: tuple, part: Any = None) -> None:
         """Record a call that has written into an array; `part`: an array that shares memory with it, and stays valid."""
@@ -324,9 +328,30 @@ class Recorder:
             mapped((args[1:], kwargs), ask_for_integer)
         reason = reason_against(fun, args, kwargs)
         if reason:
-            self.refuse(f"it calls {fun.__name__}, {reason}")
+            self.refuse(reason_of_conversion(sys._getframe(2)) or f"it calls {fun.__name__}, {reason}")
+        fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args)), self.referenced(kwargs)
         return self._recorded("call", fun, *references, self._computed(fun, plain(tuple(args)), plain(kwargs)))
+
+    def _as_product(self, fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
+        """Return a quotient of an array by a real scalar as a product with the reciprocal, and other calls unchanged."""
+        # Loops and NumPy compute the same product, so its bits depend neither on the place of an entry nor on the ranks.
+        if fun is not np.true_divide or self._exact:
+            return fun, args
+        x, c = plain(tuple(args))
+        dtype = np.result_type(x, c)
+        real = PRECISIONS.get(dtype)
+        if real is None or not np.ndim(x) or np.ndim(c) or np.iscomplexobj(c):
+            return fun, args
+        x, c = args
+        if isinstance(c, TracedArray):
+            # A power of two keeps the reciprocal of any number in the range of normal numbers.
+            scale = self.call(scale_of, (c, real), {})
+            x, inverse = scale * x, self.call(np.true_divide, (real.type(1), scale * c), {})
+            return np.multiply, (x, inverse)
+        with np.errstate(all="ignore"):
+            inverse = real.type(1) / real.type(c)
+        return (np.multiply, (x, inverse)) if np.finfo(real).tiny <= abs(inverse) < math.inf else (fun, args)
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and record it."""
@@ -441,7 +466,8 @@ class Recorder:
         return self._run(fun, *args)
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return fun(*args, **kwargs)
+        # Squares and roots have the same bits as in loops, unlike those of np.power in some releases of NumPy.
+        return args[0] ** args[1] if fun is np.power and isinstance(args[0], np.ndarray) else fun(*args, **kwargs)
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         return self._run(operation.forward, x, params, params=params)
@@ -515,11 +541,15 @@ class Recorder:
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
+        fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
         self._check_writing(target)
         if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
-            self.refuse("it writes values into an array of another dtype")
-        fun(*plain(tuple(args)), out=target.value)
+            args = self.call(fun, args, {}), target.dtype
+            fun, references = cast, self.referenced(args)
+            np.copyto(target.value, args[0].value, casting="same_kind")
+        else:
+            fun(*plain(tuple(args)), out=target.value)
         self._written(target, fun, references)
         return target
 
@@ -589,6 +619,9 @@ class ShapeRecorder(Recorder):
         """Handle the lookup of a channel by a function: end the trace if the shape of the function's result is unknown."""
         if call not in _KNOWN:
             self.refuse(f"the result of {call} is known only in a run")
+
+    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Any]) -> None:
+        """Do nothing: the values are placeholders, and each call of the program checks its numbers (see `Entry.admits`)."""
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if fun is np.full:

@@ -36,18 +36,12 @@ from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 
-# Fast-math flags: a product and a sum may become an fma, and a quotient a product with the reciprocal.
-_FAST = "contract arcp"
-
 
 class Replays:
-    """The replays of a program, and the data that they share. Several replays may be in use at a time.
+    """The replays of a program, and the data that they share. Several replays may be in use at a time."""
 
-    `exact`: whether each operation is rounded as in NumPy, without fast-math flags.
-    """
-
-    def __init__(self, schedule: Schedule, exact: bool = False):
-        self.schedule, self._fast = schedule, "" if exact else _FAST
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
         self.texts: list[LoopText | None] = [  # of each step, None for calls
             LoopText(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
@@ -68,7 +62,7 @@ class Replays:
 
     def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
         try:
-            return None if text is None else kernel_of(text.text, NAME, text.signature, self._fast)
+            return None if text is None else kernel_of(text.text, NAME, text.signature)
         except NotImplementedError as error:  # its message refers to the kernel's text, which the user doesn't know
             nodes = [self.schedule.program.nodes[item.node] for item in step.items]
             operations = ", ".join(dict.fromkeys(map(described, nodes)))

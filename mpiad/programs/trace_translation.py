@@ -17,7 +17,7 @@ import numpy as np
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
 from mpiad.compiling.program import Builder
-from mpiad.compiling.symbols import Symbol
+from mpiad.compiling.symbols import Symbol, choose
 from mpiad.differentiation.segment_sum import Segments, summed_by_segment
 from mpiad.programs.array_program import (
     BOOLEAN,
@@ -40,6 +40,7 @@ from mpiad.programs.traced_array import (
     array_of,
     cast,
     mapped,
+    scale_of,
     take,
     with_entries,
 )
@@ -287,6 +288,16 @@ def checked_indices(indices: Array, length: int, dtype: np.dtype, *uses: int | N
     return wide.astype(dtype)
 
 
+def _scale(t: _Translation, x: Array, dtype: np.dtype) -> Value:
+    small, large = (float(scale_of(number, dtype)) for number in (0.0, math.inf))
+    tiny = float(np.finfo(dtype).tiny)
+
+    def scale(x: Symbol) -> Symbol:
+        return choose(abs(x) > 1 / tiny, large, choose(abs(x) < tiny, small, 1.0))
+
+    return t.elementwise("scale", scale, x)
+
+
 def _take(t: _Translation, x: Array, key: Index) -> Value:
     axis, index = _array_in(key)
     if isinstance(index, Value) and index.shape:
@@ -441,7 +452,7 @@ _RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
     take: _take, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
-    array_of: lambda t, x, *_, **__: t.array(x),
+    scale_of: _scale, array_of: lambda t, x, *_, **__: t.array(x),
     np.dot: _matrix_product, np.matmul: _matrix_product, np.inner: _product, np.vdot: _conjugate_product,
     np.copy: lambda t, x, *_, **__: _value(x), np.broadcast_to: lambda t, x, *_: t.full(x),
     np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad, np.roll: _roll, np.diff: _diff,

@@ -8,7 +8,11 @@ traced arrays like arrays on devices.
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Iterator
+from dis import opmap
+from types import FrameType
 from typing import Any, NamedTuple
 
 import autograd.numpy.numpy_wrapper
@@ -96,22 +100,41 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
 
 def on_host(params: Any) -> Any:
     """Return the parameters of an operation with specs of NumPy arrays instead of specs of traced arrays."""
-    if isinstance(params, Spec):
-        return params._replace(arrays=None)
-    named: Any = params
-    if isinstance(params, tuple) and hasattr(params, "_replace"):
-        changed = {name: part._replace(arrays=None) for name, part in zip(named._fields, named) if isinstance(part, Spec)}
-        return named._replace(**changed) if changed else params
-    return params
+    return replaced(params, Spec, lambda spec: spec._replace(arrays=None))
+
+
+def replaced(params: Any, kind: type, leaf: Callable[[Any], Any]) -> Any:
+    """Return parameters of an operation in which `leaf` replaces the objects of a class, also those in tuples and lists."""
+    if isinstance(params, kind):
+        return leaf(params)
+    if not isinstance(params, (tuple, list)) or isinstance(params, Spec):
+        return params
+    parts = [replaced(part, kind, leaf) for part in params]
+    return params._make(parts) if hasattr(params, "_make") else type(params)(parts)  # type: ignore[attr-defined]
 
 
 _boxes = Box.types
 _NEEDED = "if, while, and, or, not, float, int, item, math.sin"
 CONTROL_FLOW = f"control flow depends on a traced value ({_NEEDED}): write np.where(x > 0, ...)"
-# Functions whose results depend on the shapes and dtypes of the arguments only.
+# Functions whose results depend on the shapes, dtypes and memory of the arguments only.
 _STATIC = frozenset(
-    {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
+    getattr(np, name)
+    for name in """can_cast common_type iscomplexobj isrealobj may_share_memory ndim result_type shape shares_memory
+    size""".split()
 )
+
+
+# Python's arithmetic on numbers raises exceptions where NumPy's returns inf or nan, and its integers don't overflow.
+PYTHON_OPERATORS: dict[np.ufunc, Callable[..., Any]] = {
+    np.add: operator.add, np.subtract: operator.sub, np.multiply: operator.mul, np.true_divide: operator.truediv,
+    np.floor_divide: operator.floordiv, np.remainder: operator.mod, np.power: operator.pow, np.negative: operator.neg,
+    np.positive: operator.pos, np.absolute: operator.abs,
+}  # fmt: skip
+
+
+def is_number_of(kind: str, x: Any) -> bool:
+    """Return whether a program can hold a number of Python in an array of this kind of dtype."""
+    return type(x) is {"i": int, "f": float, "c": complex, "b": bool}[kind] and (kind != "i" or -(2**63) <= x < 2**63)
 
 
 def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, Any], Any]:
@@ -120,10 +143,12 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
             return NotImplemented
         given = (other, self) if swapped else (self, other)
         is_weak = other.weak if isinstance(other, TracedArray) else type(other) in PYTHON_NUMBERS
-        if ufunc is np.power and self.weak and is_weak:
+        if not (self.weak and is_weak):
+            return self.recorder.call(ufunc, given, {})
+        if ufunc is np.power:
             _ask_for_integers(given)
-        made = self.recorder.call(ufunc, given, {})
-        return self.recorder.weaken(made) if self.weak and is_weak else made
+        self.recorder.check_numbers(ufunc, given)
+        return self.recorder.weaken(self.recorder.call(ufunc, given, {}))
 
     return method
 
@@ -143,12 +168,14 @@ def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
 
 
 def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
+    binary = _binary(ufunc)
+
     def method(self: TracedArray, other: Any) -> Any:
         if type(other) in _boxes:
             return NotImplemented
         # A NumPy scalar is immutable: Python assigns the new value to the variable.
         if not isinstance(self.value, np.ndarray):
-            return self.recorder.call(ufunc, (self, other), {})
+            return binary(self, other)
         return self.recorder.write(self, ufunc, (self, other))
 
     return method
@@ -156,6 +183,30 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
 
 def _of_value(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self._required_value(), name)(*args)
+
+
+_STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
+
+
+def reason_of_conversion(frame: FrameType) -> str:
+    """Return the reason and advice if a frame assigns to entries of a plain array, or is that of `numpy.full`; else ""."""
+    code = frame.f_code
+    if code.co_name == "full" and frame.f_globals["__name__"].startswith("numpy."):
+        return "it calls np.full with a traced value, which makes a plain array: write x * np.ones(shape)"
+    if code.co_code[frame.f_lasti] in _STORES:
+        return (
+            "it writes traced values into an array of numbers, b[i] = x: begin with b = np.zeros_like(x), or join the "
+            "parts by np.concatenate or np.stack of autograd.numpy"
+        )
+    return ""
+
+
+def _as_number(name: str) -> Callable[[TracedArray], Any]:
+    def method(self: TracedArray) -> Any:
+        reason = reason_of_conversion(sys._getframe(1)) or CONTROL_FLOW
+        return getattr(self._required_value(reason), name)()
+
+    return method
 
 
 class TracedArray:
@@ -203,9 +254,6 @@ class TracedArray:
         fun = ufunc if method == "__call__" else getattr(ufunc, method)
         if out is None:
             return self.recorder.call(fun, inputs, kwargs)
-        target = out[0] if isinstance(out, tuple) else out
-        if len(inputs) and method == "__call__" and type(target) is TracedArray and not kwargs:
-            return self.recorder.write(target, ufunc, inputs)
         if not self.recorder.is_noting():
             return fun(*plain(inputs), out=plain(out), **plain(kwargs))
         self.recorder.refuse(f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)")
@@ -258,10 +306,12 @@ class TracedArray:
         return self if kind in (None, np.ndarray) else self._required_value(f"it views traced values as {kind}").view(kind)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("ndim", "size", "nbytes", "strides", "flags"):
+        if name in ("ndim", "size", "itemsize", "nbytes", "strides", "flags", "device"):
             return getattr(self.value, name)
         if name in _PARTS:
             return self.recorder.call(_PARTS[name], (self,), {})
+        if name == "mT":
+            return np.swapaxes(self, -1, -2)
         if name in _METHODS:
             return lambda *args, **kwargs: self.recorder.call(_METHODS[name], (self, *args), kwargs)
         raise AttributeError(f"a traced array has no {name!r}")
@@ -273,10 +323,15 @@ class TracedArray:
             self.recorder.ask(self, reason)
         return self.value
 
-    __bool__, __float__, __int__, __index__, __complex__ = map(
-        _of_value, ("__bool__", "__float__", "__int__", "__index__", "__complex__")
-    )
-    item, tolist = _of_value("item"), _of_value("tolist")
+    __float__, __int__, __complex__ = map(_as_number, ("__float__", "__int__", "__complex__"))
+    __bool__, __index__ = map(_of_value, ("__bool__", "__index__"))
+    __round__, item, tolist = map(_of_value, ("__round__", "item", "tolist"))
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
     def __format__(self, spec: str) -> str:
         if not spec and (self.shape or self.dtype.kind not in "iu"):
@@ -337,6 +392,12 @@ def added_at(x: Array, idx: Index, values: Array) -> Array:
     total = x.copy()
     np.add.at(total, idx, values)
     return total
+
+
+def scale_of(x: Array, dtype: np.dtype) -> np.floating:
+    """Return the power of two by which x is multiplied before its reciprocal is computed; 1 unless x is huge or tiny."""
+    small, large = np.finfo(dtype).tiny, 1 / np.finfo(dtype).tiny
+    return dtype.type(1 / 16 if abs(x) > large else 2.0**64 if abs(x) < small else 1)
 
 
 def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:

@@ -23,13 +23,14 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.core import VJPNode, VSpace, vspace
+from autograd.core import VSpace, vspace
 from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import Lane, sweep
 from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.in_place import keeping_arguments, note_sharing, noted
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_call, suspended
@@ -70,10 +71,11 @@ class CallNode(OrderedNode):
         self, value: Any, fun: Any, args: tuple, params: Any, parent_argnums: Sequence[int], parents: Sequence[Any]
     ):
         tape = next(parent.tape for parent in parents if type(getattr(parent, "tape", None)) is ProgramTape)
+        noted(self, value, fun, args, params, parent_argnums, parents)
         tape.add(self, value, fun, args, params, parent_argnums, parents)
 
 
-notrace_primitives[CallNode] = notrace_primitives[VJPNode]
+notrace_primitives[CallNode] = notrace_primitives[OrderedNode]
 
 
 class ProgramTape(OrderedTape):
@@ -115,6 +117,7 @@ class ProgramTape(OrderedTape):
     ) -> Any:
         """Record a communication; return its node, or None if its result isn't an array."""
         node = CallNode.__new__(CallNode)
+        note_sharing(node, ans, args, argnums, parents)
         self.add(node, ans, operator, args, params, argnums, parents)
         return None if getattr(ans, "dtype", None) is None else node
 
@@ -165,7 +168,7 @@ def recorded(
             leaves[k] = tape.variable(leaves[k])
         inputs = tape.with_indices([leaves[k] for k in given.traced])
         args, kwargs = given.build(leaves)
-        values, build = flatten(fun(*args, **kwargs))
+        values, build = flatten(keeping_arguments(fun)(*args, **kwargs))
         outputs = tape.with_indices(values)
     nodes = tape.close().nodes
     return Program(recorder, nodes, inputs, outputs, len(nodes)), build

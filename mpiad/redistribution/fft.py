@@ -486,21 +486,21 @@ class _FourSteps:
         if problem.physical != problem.shape:
             raise ValueError("DistributedFFT: a 1-dimensional transform on several ranks can't be padded. Use one rank.")
         # The rows and the columns of the matrix are divided, and the rows of the matrix of modes.
-        divisors = [rows for rows in range(1, math.isqrt(n) + 1) if n % rows == 0]
-        least = {rows: min(rows, -(-self.modes // rows)) for rows in divisors}
-        self.rows = max(least, key=lambda rows: least[rows])
-        if least[self.rows] < size:
+        divisors = [rows for rows in range(size, math.isqrt(n) + 1) if n % rows == 0]
+        if not divisors:
             raise ValueError(
                 f"DistributedFFT: {size} ranks can't share one line of {n} points: the length must be a product of two "
-                f"factors of at least {size}, or twice that for real numbers. Use fewer ranks or another length."
+                f"factors of at least {size}. Use fewer ranks or another length."
             )
+        self.rows = max(divisors, key=lambda rows: min(rows, -(-self.modes // rows)))
         self.columns = n // self.rows
 
     def block(self, spectral: bool, rank: Rank) -> tuple[slice, ...]:
         """Return a rank's part of the points or the modes."""
         if spectral:
-            start, stop = even_range(-(-self.modes // self.rows), self.size, rank)
-            return (slice(start * self.rows, min(stop * self.rows, self.modes)),)
+            # Half of the modes of real numbers may have fewer rows than there are ranks; then some parts are empty.
+            bounds = even_range(-(-self.modes // self.rows), self.size, rank)
+            return (slice(*(min(row * self.rows, self.modes) for row in bounds)),)
         start, stop = even_range(self.rows, self.size, rank)
         return (slice(start * self.columns, stop * self.columns),)
 
@@ -582,8 +582,8 @@ class DistributedFFT:
     that isn't transformed has enough entries for the ranks.
 
     A 1-dimensional array on several ranks is transformed by Bailey's four-step algorithm. It takes three all-to-alls, each
-    rank stores its part only, and real arrays cost as much as complex ones. The length must have two factors, each at least
-    the number of ranks (twice that for one of them if `real`). It can't be padded.
+    rank stores its part only, and real arrays cost as much as complex ones. The length must be the product of two factors,
+    each at least the number of ranks. It can't be padded. Ranks may have no modes of a short real array.
 
     Adjoint
     -------

@@ -23,7 +23,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import Failure
+from mpiad.transport.core.agreement import FAILURES, Failure
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
 from mpiad.transport.core.polling import Backoff, Mailbox, packed, pause_until, wait_for_message
 from mpiad.transport.core.tracing import restoring_state
@@ -72,8 +72,7 @@ def evaluated(fun: Function, batch: Batch, keep_failures: bool, rank: Rank) -> E
             with restoring_state(), suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
-        # SystemExit is also caught, since other ranks wait for this rank.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again on all ranks
+        except FAILURES as error:  # raised again on all ranks
             result = Failed(Failure.of(error), rank, index)
         results.append((index, result))
         if isinstance(result, Failed) and not keep_failures:
@@ -120,13 +119,13 @@ def _packed(ended: EvaluatedBatch, rank: Rank) -> np.ndarray:
     """Pack the results; results that can't be packed are replaced by failures."""
     try:
         return packed(ended)
-    except Exception:  # noqa: BLE001 - pickle may raise anything
+    except FAILURES:  # pickle may raise anything
         # Each result is packed separately: if a result can't be pickled, only the item of this result fails.
         results = list(ended.results)
         for k, (index, result) in enumerate(results):
             try:
                 packed(result)
-            except Exception as error:  # noqa: BLE001 - as above
+            except FAILURES as error:
                 results[k] = index, Failed(Failure.of(error), rank, index)
         return packed(ended._replace(results=results))
 
@@ -279,7 +278,7 @@ class Scheduler:
             return None
         try:
             return packed(batch)
-        except Exception as error:  # noqa: BLE001 - pickle may raise anything
+        except FAILURES as error:  # pickle may raise anything
             self.failed = self.failed or Failed(Failure.of(error), self._rank, batch[0][0])
             return None
 
@@ -291,7 +290,7 @@ class Scheduler:
                 require_plain(item, "items hold")
             except StopIteration:
                 self._exhausted = True
-            except Exception as error:  # noqa: BLE001 - a generator is the user's code
+            except FAILURES as error:  # a generator is the user's code
                 self.failed = Failed(Failure.of(error), self._rank, self._item_count)
             else:
                 batch.append((self._item_count, item))
@@ -451,7 +450,7 @@ def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items:
             except TypeError:
                 got = f"{type(items).__name__} {items!r:.60}"
                 raise TypeError(f"mpi_map: items must be iterable on the root, but got {got}.") from None
-            except Exception as error:  # noqa: BLE001 - `items.__iter__` is the user's code
+            except FAILURES as error:  # `items.__iter__` is the user's code
                 given = _raising(error)
     except (TypeError, ValueError) as error:
         own_error = error
@@ -470,7 +469,7 @@ def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items:
     return given
 
 
-def _raising(error: Exception) -> Iterator[object]:
+def _raising(error: BaseException) -> Iterator[object]:
     """Return an iterator that raises at its first item: by then all ranks have entered the map, and they raise together."""
     yield from ()
     raise error
@@ -499,5 +498,5 @@ def _run(
 def _count(items: Iterator[object]) -> int | None:
     try:
         return length_hint(items) or None
-    except Exception:  # noqa: BLE001 - the user's code
+    except FAILURES:  # the user's code
         return None

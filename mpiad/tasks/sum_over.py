@@ -21,7 +21,7 @@ from mpiad.differentiation.objective import check_objective, problem_with, weigh
 from mpiad.errors import ConvergenceError, NotFiniteError, WorkerError
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import Failure, agreed, alike_on_all
+from mpiad.transport.core.agreement import FAILURES, Failure, agreed, alike_on_all
 from mpiad.transport.core.polling import SharedCounter, threads_may_communicate
 from mpiad.transport.core.rank_groups import RankGroups, rank_groups
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -166,7 +166,7 @@ def _evaluated(
             problem = problem_with(value, weight, _CALL)
             if problem is not None:
                 raise problem.kind(problem.text)
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             own_error = error
             raise
         # This rank's term of the sum is a double-precision number without axes, on the host.

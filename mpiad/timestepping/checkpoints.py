@@ -112,17 +112,17 @@ def _levels_on_disk(steps: int, schedule: CheckpointSchedule) -> list[bool]:
 
 
 class CheckpointSchedule(NamedTuple):
-    """The number of states stored for the gradient of a loop, in memory and in files.
+    """The number of states stored for the gradient of a loop, in memory and in a file.
 
     Parameters
     ----------
     memory : int
-        The number of states stored in memory. The initial state is one of the states in memory or in files.
+        The number of states stored in memory. The initial state is one of the states in memory or in the file.
     disk : int
-        The number of additional states stored in files, namely the states that are accessed least often.
+        The number of additional states stored in a file, namely the states that are accessed least often.
     directory : path, optional
-        Folder for the files; by default the system's folder for temporary files, which may be in memory. Each loop on each
-        rank creates a subfolder, which is removed after the gradient.
+        Folder for the file; by default the system's folder for temporary files, which may be in memory. Each loop on each
+        rank has its own file. It has no name, so it doesn't remain, even if the job is killed.
     recorded : int
         The number of consecutive steps whose intermediate values are in memory at the same time in the reverse pass. With
         √n stored states and √n recorded steps, each of n steps runs only twice.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from itertools import chain, dropwhile
+from itertools import chain, dropwhile, islice
 from numbers import Integral
 from typing import Any
 
@@ -20,12 +20,13 @@ from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
-from mpiad.pytrees import is_variable, named_leaves
+from mpiad.pytrees import fetched, is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, schedule_of
-from mpiad.timestepping.snapshots import Snapshots, own
+from mpiad.timestepping.snapshots import Snapshots, checksum, own
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, spans
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 def _described(specs: list[Spec]) -> str:
@@ -62,18 +63,27 @@ class _CheckpointedRun:
 
     def reversed(self, loop: Loop, args: Arguments, passes: str) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Yield spans of steps and their traces, from the last to the first; `passes` as in `Tape`."""
+        comparison, after = _Comparison(loop), loop.last_checksums
         for action in chain([self.last], self._actions):
             if not isinstance(action, Reverse):
                 self._perform(action, loop, args, None)
                 continue
             state, records = self.state, []
+            before = [checksum(leaf, action.first - 1) for leaf in state]
             for span in spans(loop.stepping, action.first, action.stop):
                 # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
                 records.append((span, loop.traced(args, span, state, passes)))
-                state = records[-1][1][1].values[: len(state)]
+                values = records[-1][1][1].values
+                state, rows = values[: len(state)], iter(values[len(state) :])
+                for number in range(*span) if loop.observed_checksums else ():
+                    expected = loop.observed_checksums[number]
+                    comparison.add(number, list(islice(rows, len(expected))), expected, observed=True)
+            comparison.add(action.stop - 1, state, after)
+            after = before
             while records:
                 yield records.pop()
             del state  # a reference to recorded values, which the restored state replaces
+        comparison.require_same()
 
     def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: list[Array] | None) -> None:
         if isinstance(action, Keep):
@@ -84,6 +94,49 @@ class _CheckpointedRun:
             self.state = state if action.last and not self._shares else list(map(own, state))
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
+
+
+class _Comparison:
+    """A comparison of the steps that a reverse pass repeats with the forward run.
+
+    The state after a recorded step is compared with the state from which the following step was recorded, and the last
+    state and all observed values with those of the forward run. Nothing is raised before the end of the pass, so that this
+    rank makes all communications for which others wait, and so that one copy from a device suffices.
+    """
+
+    def __init__(self, loop: Loop):
+        self._schedule, self._places, self._last = loop.schedule, loop.stepping.places, loop.steps - 1
+        self._found: list[tuple[int, bool, list[float]]] = []  # step, whether it was observed, accuracies of the leaves
+        self._sizes: list[Array] = []  # for each of these leaves: the largest difference, and the largest sum
+
+    def add(self, number: int, leaves: Sequence[Array], expected: Sequence[Array], observed: bool = False) -> None:
+        """Compare the state after step `number`, or the values observed after it, with checksums."""
+        part = number if observed or number < self._last else None  # the last state is compared as a whole
+        pairs = [(checksum(leaf, part), sums) for leaf, sums in zip(leaves, expected) if np.size(leaf)]
+        if all(arrays_of(a) is None and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs):
+            return
+        stored = 1e-6 if self._schedule.compress else np.finfo(self._schedule.dtype or float).eps
+        precisions = [float(max(stored, np.finfo(getattr(sums, "dtype", float)).eps)) for sums, _ in pairs]
+        self._found.append((number, observed, precisions))
+        with np.errstate(all="ignore"):
+            for a, b in pairs:
+                self._sizes += np.max(np.abs(a - b)), np.max(np.abs(b))
+
+    def require_same(self) -> None:
+        """Raise a RuntimeError if values differ by more than rounding."""
+        sizes = iter(fetched(self._sizes))
+        for number, observed, precisions in self._found:
+            differences, scales = np.array([(next(sizes), next(sizes)) for _ in precisions], float).T
+            # The last term: a leaf of zeros may contain rounding errors of the others.
+            allowed = np.sqrt(precisions) * (scales + np.power(precisions, 0.25) * scales.max())
+            if np.any(differences > allowed):
+                k, what = int(np.argmax(differences - allowed)), "the observed values" if observed else "the state"
+                raise RuntimeError(
+                    f"timestepping.scan: the result of the function at {self._places[observed]} doesn't depend on its "
+                    f"arguments alone: {what} after step {number} changed by {differences[k]:.1e}, compared with "
+                    f"{scales[k]:.1e}, when the gradient repeated the steps. Compute random numbers, times and counts "
+                    "before the loop, and pass them as inputs= or params; or omit checkpoints."
+                )
 
 
 class _Cotangents:
@@ -131,6 +184,9 @@ class Loop:
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule, args: Arguments):
         self.stepping, self.steps, self.schedule, self._like = stepping, steps, schedule, args
         self.observed_specs: list[Spec] | None = None  # of the arrays observed in one step; None before the first run
+        # Of the last state and, for each step, of the observed arrays in the forward run of a recorded loop.
+        self.last_checksums: list[Array] = []
+        self.observed_checksums: list[list[Array]] = []
         self._stored: _CheckpointedRun | None = None
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
@@ -166,6 +222,7 @@ class Loop:
             self._stored = run = _CheckpointedRun(self, args, observed)
             first, state = run.last.first, run.state
         state = self.run(Span(first, self.steps), args, list(map(own, state)), observed)
+        self.last_checksums = list(map(checksum, state)) if self._recorded else []
         return self._results.vector([*state, *observed])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
@@ -223,6 +280,8 @@ class Loop:
             )
         for array, leaf in zip(observed, row):
             array[number] = leaf
+        if self._recorded:
+            self.observed_checksums.append([checksum(leaf, number) for leaf in row])
 
     def traced(self, args: Arguments, span: Span, state: list[Array], passes: str) -> tuple[list[int], Traced]:
         """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
@@ -404,6 +463,9 @@ def scan(
         value from its closure.
     OSError
         If a state can't be written to a file.
+    RuntimeError
+        In the gradient, if `step` or `observe` returned another result than in the forward run, as with random numbers or
+        clocks; relative differences up to the square root of the precision of the stored states are allowed.
     FloatingPointError
         If an entry of a state overflows in single precision, with ``CheckpointSchedule(dtype="float32")``.
 

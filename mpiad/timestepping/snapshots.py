@@ -1,4 +1,4 @@
-"""`Snapshots`: the stored states of a loop, in memory or in files, optionally compressed."""
+"""`Snapshots`: the stored states of a loop, in memory or in a file, optionally compressed; checksums of states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad._typing import Array
 from mpiad.compiling.cache import functions_of
 from mpiad.device import to_host
 from mpiad.timestepping.checkpoints import CheckpointSchedule
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 # Fields in 16 bits per entry: values are rounded to multiples of a step, and differences of neighbors are stored.
 #
@@ -265,6 +265,41 @@ def own(leaf: Array) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
+# Checksums of states: a step that is repeated in the gradient must have the result of the forward run.
+#
+# A checksum contains sums of consecutive entries with weights of random signs. Unlike plain sums, these random projections
+# have the size of the entries also if the entries cancel, and change if entries are permuted. They are compared up to the
+# square root of the relative precision, since results of compiled and interpreted steps, of iterative solvers, and of steps
+# from rounded states differ. Of a large state a sixteenth of the sums is compared after a step, others after the next step:
+# a step that isn't reproducible differs each time that it is repeated, and all sums would take 10% of the time of a
+# gradient of compiled steps. Device arrays are summed and compared on the device.
+
+_LONGEST, _FEWEST, _PARTS = 1024, 64, 16  # the number of entries in a sum, the number of sums, and of parts of a large leaf
+
+
+def checksum(leaf: Array, step: int | None = None) -> Array:
+    """Return the checksum of a leaf after a step, by default of all entries; for a small leaf it is a copy."""
+    length = min(getattr(leaf, "size", 1) // _FEWEST, _LONGEST)
+    if length < 2:
+        return own(leaf)
+    entries, count, signs = leaf.reshape(-1), leaf.size // length, _signs(length, leaf.dtype, arrays_of(leaf))
+    parts = 1 if step is None else min(count // _FEWEST, _PARTS)
+    rows, rest = entries[: count * length].reshape(count, 1, length), entries[count * length :]
+    with np.errstate(all="ignore"):
+        # A batch of dot products: BLAS runs them in one thread, and so doesn't wait for the cores of other ranks.
+        sums = (rows[(step or 0) % parts :: parts] @ signs)[:, 0, 0]
+        sums[:1] += rest @ signs[: rest.size]
+    return sums
+
+
+@functools.lru_cache(16)
+def _signs(length: int, dtype: np.dtype, arrays: ArrayModule | None) -> Array:
+    """Return weights between 0.5 and 1.5 with random signs, shape (length, 1)."""
+    rng = np.random.default_rng(0)
+    weights = (rng.uniform(0.5, 1.5, (length, 1)) * rng.choice([-1.0, 1.0], (length, 1))).astype(dtype)
+    return weights if arrays is None else arrays.to_device(weights)
+
+
 class Packed(NamedTuple):
     """A stored leaf of a state."""
 
@@ -301,11 +336,17 @@ class Snapshots:
     def __init__(self, schedule: CheckpointSchedule):
         self._schedule = schedule
         self._memory: dict[int, list[Packed]] = {}
-        self._files: dict[int, tuple[str, list[Packed]]] = {}  # file name, and leaves without arrays
-        self._folder: tempfile.TemporaryDirectory | None = None
+        # States in the file: offset, and leaves without arrays. They form a stack, so a new state begins at `_end`.
+        self._on_disk: dict[int, tuple[int, list[Packed]]] = {}
+        self._file: Any = None
+        self._end = 0
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def shared(self) -> Snapshots:
-        """Return another object with the same states in memory; states in files can't be shared."""
+        """Return another object with the same states in memory; those on disk can't be shared."""
         other = Snapshots(self._schedule)
         other._memory = dict(self._memory)
         return other
@@ -325,7 +366,7 @@ class Snapshots:
             ) from error
         leaves = [item._replace(device=device) for item, device in zip(leaves, devices)]
         if on_disk:
-            self._files[number] = self._written(number, leaves)
+            self._on_disk[number] = self._written(number, leaves)
         else:
             # Uncompressed leaves are copied, since a step may return the same buffer each time.
             self._memory[number] = [
@@ -337,34 +378,34 @@ class Snapshots:
         if number in self._memory:
             stored = self._memory.pop(number) if last else self._memory[number]
         else:
-            stored = self._read(*(self._files.pop(number) if last else self._files[number]), last)
-        leaves: list[Any] = []
+            offset, leaves = self._on_disk.pop(number) if last else self._on_disk[number]
+            self._file.seek(offset)
+            stored = [
+                item._replace(arrays=[np.load(self._file, allow_pickle=False) for _ in item.arrays]) for item in leaves
+            ]
+            self._end = offset if last else self._end
+        state: list[Any] = []
         before = None
         for packed in stored:
             # A leaf may be coded as the difference from the preceding leaf.
             before = packed.leaf(before)
-            leaves.append(before if packed.device is None else packed.device.to_device(before))
-        return leaves
+            state.append(before if packed.device is None else packed.device.to_device(before))
+        return state
 
-    def _read(self, name: str, leaves: Sequence[Packed], last: bool) -> list[Packed]:
-        with open(name, "rb") as file:
-            read = [packed._replace(arrays=[np.load(file, allow_pickle=False) for _ in packed.arrays]) for packed in leaves]
-        if last:
-            os.remove(name)
-        return read
-
-    def _written(self, number: int, leaves: Sequence[Packed]) -> tuple[str, list[Packed]]:
-        """Write the arrays of a state to a file; return the file's name, and the leaves without their arrays."""
+    def _written(self, number: int, leaves: Sequence[Packed]) -> tuple[int, list[Packed]]:
+        """Write the arrays of a state to the file; return their offset, and the leaves without their arrays."""
         try:
-            if self._folder is None:
-                # The folder is removed with this object, even if no gradient is computed.
-                self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._schedule.directory)
-            name = os.path.join(self._folder.name, f"{number}.npy")
-            with open(name, "wb") as file:
-                for array in (array for packed in leaves for array in packed.arrays):
-                    np.save(file, array, allow_pickle=False)
+            if self._file is None:
+                # The file has no name, so that nothing of it remains, even if the process is killed.
+                self._file = tempfile.TemporaryFile(dir=self._schedule.directory, buffering=0)
+            offset = self._file.seek(self._end)
+            for array in (array for packed in leaves for array in packed.arrays):
+                np.save(self._file, array, allow_pickle=False)
+            self._end = self._file.tell()
         except OSError as error:
-            folder = self._folder.name if self._folder is not None else self._schedule.directory
-            text = f"timestepping.scan: the state before step {number} can't be written in {folder}: {error.strerror}. "
-            raise OSError(error.errno, f"{text}Choose another folder with CheckpointSchedule(directory=...).") from error
-        return name, [packed._replace(arrays=[None] * len(packed.arrays)) for packed in leaves]
+            folder = os.fspath(self._schedule.directory or tempfile.gettempdir())
+            text = (
+                f"timestepping.scan: the state before step {number} can't be written in {folder}: {error.strerror or error}"
+            )
+            raise OSError(error.errno, f"{text}. Choose another folder with CheckpointSchedule(directory=...).") from error
+        return offset, [packed._replace(arrays=[None] * len(packed.arrays)) for packed in leaves]

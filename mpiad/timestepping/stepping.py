@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.compiling.program import place_of
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
@@ -83,7 +84,8 @@ class UserStepping:
         # Builds the pytree of observed values from its leaves; None before the first step.
         self.build_observed: Callable[[list[Any]], Any] | None = None
         self._specs = [_spec(leaf) for leaf in leaves]
-        # The paths of the state's leaves in the user's pytree, for errors.
+        # The lines of `step` and `observe`, and the paths of the state's leaves in the user's pytree, for errors.
+        self.places = tuple(place_of(getattr(fun, "fun", fun)) for fun in (advance, observe))
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
     @property
@@ -163,6 +165,11 @@ class TangentStepping(NamedTuple):
     def together(self) -> int:
         """The number of steps that can run together."""
         return self.plain.together
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The lines of `step` and `observe`."""
+        return self.plain.places
 
     def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after a span of steps, and the values observed after each step, both followed by tangents."""

@@ -145,13 +145,13 @@ def prepare_memory() -> bool:
         return False
     if switch("MPIAD_HUGE_PAGES", True) and not _named("glibc.malloc.hugetlb"):
         with contextlib.suppress(OSError):
-            _advised = "[madvise]" in _SWITCH.read_text() and _advise_heap(libc)
+            _advised = "[madvise]" in _SWITCH.read_text(encoding="utf-8") and _advise_heap(libc)
     return True
 
 
 def huge_pages() -> str:
     """Return as text whether this process's arrays are in huge pages."""
-    modes = _SWITCH.read_text() if _SWITCH.exists() else "[never]"
+    modes = _SWITCH.read_text(encoding="utf-8") if _SWITCH.exists() else "[never]"
     requested = "for the heap" if _advised else "not requested"
     return f"{requested} (the system's setting is {modes.partition('[')[2].partition(']')[0]})"
 

@@ -29,6 +29,7 @@ from mpiad.transport.core import lookup
 from mpiad.transport.core.channels import base, live_channels, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, all_ranks_alive, exit_process, flush_streams, lost_ranks
 from mpiad.transport.core.polling import Backoff
+from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.staging import close_pools
 from mpiad.transport.exits.abort import end_by, install_hooks, is_rank
@@ -122,8 +123,13 @@ def _start(call: str, comm: Comm) -> None:
     if ends_job:
         prepare_await_others()
     limit_threads(private, _local[1])
-    for begin in _begins:
-        begin()
+    # The calls of these functions aren't part of a program that is being traced.
+    traced, tracing.recorder = tracing.recorder, None
+    try:
+        for begin in _begins:
+            begin()
+    finally:
+        tracing.recorder = traced
 
 
 def await_all_ranks(call: str, comm: Comm) -> Comm:
@@ -246,7 +252,7 @@ def _job() -> str:
     number = os.getpid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while number > 1:
-            with open(f"/proc/{number}/stat") as file:
+            with open(f"/proc/{number}/stat", encoding="utf-8", errors="replace") as file:
                 name, _, rest = file.read().partition("(")[2].rpartition(")")
             fields = rest.split()
             if name in _LAUNCHERS:

@@ -22,18 +22,19 @@ from mpiad.device import to_device, to_host
 from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.errors import CommunicatorError
+from mpiad.errors import ConvergenceError
 from mpiad.parallel.parameters import variables_of
 from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten, is_variable, leaf_on_device
 from mpiad.transport import channel
+from mpiad.transport.core.agreement import FAILURES
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
 from mpiad.vi.prior import Prior, log_prior
 
 _MIN_EQUAL = 10  # minimum number of equal values that show that the loss is constant
-_SUCCEEDED, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
+_SUCCEEDED, _NOT_CONVERGED, _NOT_FINITE, _RAISED = 0.0, 1.0, 2.0, 3.0
 
 
 class Evaluations(NamedTuple):
@@ -42,17 +43,29 @@ class Evaluations(NamedTuple):
     values: Array  # shape (S,)
     gradients: Array  # shape (S, dim)
     valid: Array  # bool, shape (S,); False for draws that failed
-    raised: int  # number of draws at which the model raised
+    not_converged: int  # number of draws at which a solver in the model didn't converge
     not_finite: int  # number of draws at which the value or the gradient wasn't finite
+    raised: int  # number of draws at which the model raised another exception
+
+    @property
+    def problem(self) -> str | None:
+        """Return why the run must end, None if there are valid draws and no exceptions."""
+        if self.raised:
+            return f"the model raised at {self.raised} of {len(self.valid)} draws"
+        if self.valid.any():
+            return None
+        counts = f"a solver didn't converge for {self.not_converged}, and the model returned NaN or infinity for"
+        return f"the model failed for all {len(self.valid)} draws: {counts} {self.not_finite}"
 
 
 class Model:
-    """The user's loss per draw; `trace`: text on this rank's first failure; `device`: of the draws, by default `data`'s."""
+    """The user's loss per draw; `device`: of the draws, by default that of `data`."""
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
         self._like = None if device is not None else leaf_on_device(data)
-        self.trace: str | None = None
+        # Whether the loss raised an exception that ends the run, and the text on it, or on the first dropped draw.
+        self.raised, self.trace = False, ""
 
     def to_device(self, *trees: Tree) -> tuple[Tree, ...]:
         """Copy pytrees from the host to the model's device; return them unchanged if it has none."""
@@ -70,9 +83,11 @@ class Model:
             with restoring_state(), suspended():
                 # A copy, because the loss might overwrite the draws, which the update needs.
                 row[0], row[2:] = self._evaluated(numpy.array(theta))
-        except Exception as error:  # noqa: BLE001  the draw is discarded
-            self.trace = self.trace or "".join(traceback.format_exception(error))
-            row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
+        except FAILURES as error:  # all ranks raise together, or the draw is discarded
+            fatal = not isinstance(error, ConvergenceError)
+            if not self.trace or fatal > self.raised:
+                self.raised, self.trace = fatal, "".join(traceback.format_exception(error))
+            row[1] = _RAISED if fatal else _NOT_CONVERGED
             return row
         if not numpy.isfinite(row).all():
             found = f"gradient is {row[2:].tolist()!s:.200}" if numpy.isfinite(row[0]) else f"value is {row[0]}"
@@ -110,12 +125,8 @@ def _number(value: object) -> float:
 def evaluations_of(rows: Array) -> Evaluations:
     """Return the evaluations, given the rows that `Model.row` returned for all draws."""
     status = rows[:, 1]
-    # Communication in the model is an error of the program: all draws are discarded.
-    if (status == _COMMUNICATED).any():
-        status = numpy.full(len(rows), _RAISED)
-    return Evaluations(
-        rows[:, 0], rows[:, 2:], status == _SUCCEEDED, int((status == _RAISED).sum()), int((status == _NOT_FINITE).sum())
-    )
+    counts = [int((status == failure).sum()) for failure in (_NOT_CONVERGED, _NOT_FINITE, _RAISED)]
+    return Evaluations(rows[:, 0], rows[:, 2:], status == _SUCCEEDED, *counts)
 
 
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:

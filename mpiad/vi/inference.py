@@ -24,7 +24,7 @@ from mpiad.progress import progress_bar
 from mpiad.pytrees import fetched, flatten, is_variable, map_leaves, refuse_objects
 from mpiad.tasks import mpi_map
 from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import agreed, raising_together, require_same
+from mpiad.transport.core.agreement import FAILURES, agreed, raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_array
 from mpiad.vi.elbo import (
@@ -89,7 +89,8 @@ class Training:
         """Return a context whose exception is stored, to be sent to all ranks, which raise it together."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001
+        except FAILURES as found:
+            error = found if isinstance(found, Exception) else RuntimeError(f"VI: the root raised {found!r}.")
             self.failure = self.end_reason = error
             try:
                 pickle.loads(pickle.dumps(error))
@@ -106,16 +107,15 @@ class Training:
                 f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
                 "gradient of the model infinite."
             )
-        if not found.valid.any():
-            counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
-            raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
+        if found.problem is not None:
+            raise WorkerError(f"VI: in epoch {epoch} {found.problem}.", 0, "")
         if epoch == 0:
             self._objective.require_dependence(found)
         loss, divergence, gradient = self._objective.value_and_gradient(self._params, noise, found)
         if epoch == 0 and self._objective.w and not math.isfinite(divergence):
             raise FloatingPointError(f"VI: at the start KL(q‖prior) is {divergence}. Correct prior or initial posterior.")
         value = loss + (self._objective.w * divergence if self._objective.w else 0.0)  # may be infinite
-        row = (value, loss, divergence, found.raised + found.not_finite, time.perf_counter() - self._start)
+        row = (value, loss, divergence, found.not_converged + found.not_finite, time.perf_counter() - self._start)
         for column, entry in zip(self.history.values(), row):
             column.append(entry)
         # `value` is the objective before the update.
@@ -190,9 +190,11 @@ class VI:
     ----------
     loss : callable
         ``loss(theta, data)`` returns one real number for parameters of shape (dim,). For the Bayesian posterior it is the
-        negative log likelihood, with ``w=1``. Each draw is evaluated on one rank, so communication on `comm` inside
-        `loss` ends the run with a WorkerError; use MPI.COMM_SELF instead (``Domain(..., comm=MPI.COMM_SELF)``). For
-        pathwise gradients the loss must be differentiable, that is, written with autograd.numpy.
+        negative log likelihood, with ``w=1``. A draw is dropped if the loss or its gradient isn't finite, or if the loss
+        raises a ConvergenceError; other exceptions end the run. Each draw is evaluated on one rank, so communication on
+        `comm` inside `loss` ends the run with a WorkerError; use MPI.COMM_SELF instead
+        (``Domain(..., comm=MPI.COMM_SELF)``). For pathwise gradients the loss must be differentiable, that is, written
+        with autograd.numpy.
     posterior : MeanFieldGaussian, FullRankGaussian, Flow, or an object with `dim`, `initial`, `draw` and `log_prob`
     prior : frozen distribution of scipy.stats, (name, *arguments), a sequence of them, or an object with `log_prob`
         The prior, as the argument of `Prior`.
@@ -331,8 +333,9 @@ class VI:
             On all ranks, if an argument is invalid, or arguments differ between ranks; or if the loss doesn't depend on its
             parameters (in the first epoch all gradients are zero while values differ, or ten or more values are equal).
         WorkerError
-            On all ranks, if each draw of an epoch failed, because the model raised or wasn't finite. The text contains the
-            first traceback, or the first draw at which the model wasn't finite, and the rank.
+            On all ranks, if the model raised another exception than a ConvergenceError at any draw, or if each draw of an
+            epoch was dropped. The text contains a traceback, or the first draw at which the model wasn't finite, and the
+            rank.
         FloatingPointError
             On all ranks, if variational parameters or draws aren't finite (the learning rate may be too large), or if the
             prior's density at a draw is zero or isn't finite, or KL(q‖prior) isn't finite at the start.
@@ -464,7 +467,7 @@ class VI:
         TypeError, ValueError
             On all ranks, if `n_samples` isn't a positive integer, or `n_samples`, seed or root differs between ranks.
         WorkerError
-            On all ranks, if each draw failed, because the model raised or wasn't finite.
+            On all ranks, as in `run`.
 
         Ranks
         -----
@@ -492,8 +495,8 @@ class VI:
         with restoring_state(), suspended():
             rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
             found: Evaluations = evaluations_of(used.data.bcast(rows, root))
-        if not found.valid.any():
-            self._fail(used, model, WorkerError(f"{call}: the model failed for all draws.", root, ""))
+        if found.problem is not None:
+            self._fail(used, model, WorkerError(f"{call}: {found.problem}.", root, ""))
         return -found.values / w + np.asarray(log_prior(self.prior, theta)) - log_q, found.valid
 
 
@@ -501,8 +504,9 @@ _MIN_WEIGHTS = 100  # minimum number of importance weights for k-hat
 
 
 def _first_failure(used: Channel, model: Model) -> tuple[int, str]:
-    """Return the lowest rank on which the model failed, and the text on its first failure; collective."""
-    return next(((rank, trace) for rank, trace in enumerate(used.data.allgather(model.trace)) if trace), (0, ""))
+    """Return the lowest rank on which the model raised, or a draw was dropped, and the text on it; collective."""
+    found = enumerate(used.data.allgather((model.raised, model.trace)))
+    return min(((not raised, rank, trace) for rank, (raised, trace) in found if trace), default=(True, 0, ""))[1:]
 
 
 def _check_arguments(loss: object, posterior: object, optimizer: object, **chosen: str) -> None:

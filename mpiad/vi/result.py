@@ -34,7 +34,7 @@ class VIResult:
         of one epoch, these need not be the best ones.
     history : dict of list
         Lists with one entry per epoch: `objective`, `loss` (mean over the draws), `divergence` (KL, without its weight),
-        `dropped` (number of draws at which the model raised or wasn't finite) and `seconds` (time since the start).
+        `dropped` (number of dropped draws) and `seconds` (time since the start).
     epochs : int
         The number of completed epochs.
     best_epoch : int

@@ -102,6 +102,16 @@ def test_each_rule_against_differences(operation, places):
     np.testing.assert_allclose(columns_of_jvp(program, u, [], 0.0)[0][: len(u)], expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("scale", [1e200, 1e-200, 1.0])
+def test_the_angle_of_huge_and_tiny_numbers(scale):
+    """The squares would overflow, or vanish."""
+    y, x = 3.0, -2.0
+    expected = np.array([[x, -y]]) / (x**2 + y**2) / scale
+    for derived in (rows_of_vjp, columns_of_jvp):
+        found = derived(one("arctan2"), np.array([y, x]) * scale, np.zeros(0), 0.0)
+        np.testing.assert_allclose(found[:, :2], expected, rtol=1e-14)
+
+
 @pytest.mark.parametrize("operation", sorted(STEPS))
 def test_steps_have_no_derivative(operation):
     builder = Builder()

@@ -281,6 +281,22 @@ def test_of_the_whole_program(ranks, end, mpirun, tmp_path):
 
 
 @pytest.mark.launches
+@pytest.mark.parametrize("entries", [3, 20_000])  # a function of a large array is compiled before it runs
+def test_of_a_program_whose_first_call_is_in_a_compiled_function(entries, mpirun, tmp_path):
+    program = f"""
+import autograd.numpy as np, mpiad
+f = mpiad.jit(lambda x: mpiad.mpi_allreduce(np.sum(np.sin(x))), strict=True)
+for _ in range(3):
+    f(np.ones({entries}))
+"""
+    done = mpirun(2, program, env={"MPIAD_TRACE": "t.json"}, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for rank in range(2):
+        names = [e["name"] for e in of_rank(read(tmp_path / "t.json"), rank) if e["cat"] == "forward"]
+        assert names == ["mpi_allreduce"] * 3
+
+
+@pytest.mark.launches
 def test_of_a_program_that_fails(mpirun, tmp_path):
     done = mpirun(2, PROGRAM, tmp_path, "fails", env={"MPIAD_TRACE": "t.json"}, cwd=tmp_path)
     assert done.returncode != 0 and "spoilt" in done.stderr

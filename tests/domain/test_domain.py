@@ -59,6 +59,11 @@ def test_norm_of_nothing_has_a_derivative():
     domain = Domain(SHAPE)
     value, gradient = mpiad.value_and_grad(domain.norm)(np.zeros(domain.local_shape))
     assert value == 0 and not gradient.any()
+    # The norm has no second derivative there, and that of its square isn't zero.
+    v = np.ones(domain.local_shape)
+    for fun in (domain.norm, lambda u: domain.norm(u) ** 2):
+        assert np.all(np.isnan(mpiad.hvp(fun)(0 * v, v)))
+        assert np.all(np.isnan(mpiad.hvp(mpiad.jit(fun))(0 * v, v)))
 
 
 def test_extrema(rank_rng):

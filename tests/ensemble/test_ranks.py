@@ -217,6 +217,15 @@ def test_failures_are_told_once(rank, caplog):
         solve(SQUARES, ensemblealg=EnsembleMPI(), throw=True)
 
 
+@pytest.mark.parametrize("gather", [True, False])
+def test_an_entry_that_is_not_finite_is_named_on_all_ranks(gather):
+    u0 = np.ones((9, 1))
+    u0[[7, 8]] = np.nan  # on the last rank, if there are several
+    ensemble, backend = EnsembleProblem(BASE, u0=u0), EnsembleMPI(gather=gather)
+    with pytest.raises(IntegrationError, match=r"2 of 9 .* after 0 steps. For trajectory 8, u0\[0\] is nan."):
+        solve(ensemble, ensemblealg=backend, throw=True)
+
+
 @pytest.mark.usefixtures("solved_by")
 def test_events_are_numbered_over_all_ranks():
     events = Event(lambda u, p, t: u[0] - 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 
 import autograd.numpy as anp
 import numpy as np
@@ -186,6 +187,43 @@ def test_statistics_are_over_the_survivors(caplog):
     assert "3 Success" in sol.summary() and "over 3" in sol.summary()
     with pytest.raises(IntegrationError, match="1 of 4"):
         solve(ensemble, throw=True)
+
+
+@both
+@pytest.mark.parametrize(
+    ("broken", "entry"),
+    [
+        ({"u0": [1.0, math.nan]}, "u0[1] is nan"),
+        ({"u0": [math.inf, 1.0]}, "u0[0] is inf"),
+        ({"p": {"rates": np.array([1.0, math.nan]), "shift": 0.0}}, "p['rates'][1] is nan"),
+        ({"p": {"rates": np.ones(2), "shift": -math.inf}}, "p['shift'] is -inf"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_an_entry_that_is_not_finite_is_named(broken, entry, caplog):
+    def f(u, p, t):
+        return [-p["rates"][0] * u[0] + p["shift"], u[0] - p["rates"][1] * u[1]]
+
+    good = ODEProblem(f, [1.0, 1.0], (0.0, 1.0), {"rates": np.ones(2), "shift": 0.0})
+    with pytest.raises(IntegrationError, match=re.escape(f"For trajectory 1, {entry}.")):
+        solve(remake(good, **broken), throw=True)
+    ensemble = EnsembleProblem(good, prob_func=lambda prob, i, repeat: remake(prob, **broken) if i in (3, 5) else prob)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="mpiad"):
+        sol = solve(ensemble, trajectories=6, batch_size=2)
+    assert sol.retcode.tolist() == ["Success", "Success", "Unstable", "Success", "Unstable", "Success"]
+    assert len(caplog.records) == 1 and caplog.text.rstrip().endswith(f"after 0 steps. For trajectory 3, {entry}.")
+    np.testing.assert_array_equal(sol.u_end[[0, 1, 3, 5]], solve(good).u_end[None].repeat(4, 0))
+    p = {"rates": np.where(np.arange(3)[:, None] == 2, broken.get("p", good.p)["rates"], 1.0), "shift": np.zeros(3)}
+    if "rates" in entry:
+        with pytest.raises(IntegrationError, match=re.escape(f"For trajectory 3, {entry}.")):
+            solve(EnsembleProblem(good, p=p), throw=True)
+
+
+@both
+def test_entries_that_f_does_not_read_may_be_anything():
+    sol = solve(ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), [1.0, math.nan]), throw=True)
+    assert sol.retcode == "Success"
 
 
 @both

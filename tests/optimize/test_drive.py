@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import threading
@@ -12,7 +13,9 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy.integrate
 import scipy.optimize
+import scipy.special
 from mpi4py import MPI
 
 import mpiad
@@ -53,8 +56,9 @@ def array(rank: int, comm: Any = None) -> Callable[[Any], Any]:
 
 
 def check_number(f: Any, c: float) -> None:
-    np.testing.assert_allclose(f(X), c * np.sum(X**4), rtol=1e-14)
-    np.testing.assert_allclose(f.gradient(X), c * 4 * X**3, rtol=1e-14)
+    for _ in range(2):
+        np.testing.assert_allclose(f(X), c * np.sum(X**4), rtol=1e-14)
+        np.testing.assert_allclose(f.gradient(X), c * 4 * X**3, rtol=1e-14)
     value, gradient = f.value_and_gradient(2.0 * X)
     np.testing.assert_allclose(value, c * 16 * np.sum(X**4), rtol=1e-14)
     np.testing.assert_allclose(gradient, c * 32 * X**3, rtol=1e-14)
@@ -64,7 +68,7 @@ def check_number(f: Any, c: float) -> None:
     np.testing.assert_allclose(f.jvp(X, V), c * 4 * X**3 @ V, rtol=1e-14)
     np.testing.assert_allclose(f.vjp(X, 2.0), c * 8 * X**3, rtol=1e-14)
     np.testing.assert_allclose(f.map([X, 2.0 * X]), c * np.sum(X**4) * np.array([1.0, 16.0]), rtol=1e-14)
-    assert f.evaluations == {"value": 3, "gradient": 1, "both": 2, "product": 2, "jvp": 1, "vjp": 1}
+    assert f.evaluations == {"value": 4, "gradient": 1, "both": 3, "product": 2, "jvp": 1, "vjp": 1}
     assert all(seconds > 0.0 for seconds in f.seconds.values())
 
 
@@ -158,12 +162,13 @@ def test_lbfgs_takes_the_evaluations_of_minimize(separate: bool, rank: int, size
         return found
 
     found = drive(program, rosenbrock)
-    assert calls[0] == made
+    # The first value is plain, since `f` doesn't know that a gradient will follow.
+    assert calls[0] == made + separate
     if rank == 0:
         assert (found.nfev, found.nit) == (expected.nfev, expected.nit) and np.array_equal(found.x, expected.x)
 
 
-def test_values_alone_are_not_traced(rank: int) -> None:
+def test_values_are_plain_until_a_derivative_follows(rank: int) -> None:
     traced: list[bool] = []
 
     def fun(x: Any) -> Any:
@@ -172,13 +177,77 @@ def test_values_alone_are_not_traced(rank: int) -> None:
 
     def program(f: Any) -> None:
         assert [f(float(k)) for k in range(12)] == [WORLD.size * k**2 for k in range(12)]
-        assert f.gradient(11.0) == 22.0 * WORLD.size and f.evaluations["both"] == 1
-        assert [f(float(k)) for k in range(12)] == [WORLD.size * k**2 for k in range(12)]
-        assert f(3.0) == 9.0 * WORLD.size and f.gradient(3.0) == 6.0 * WORLD.size and f.evaluations["both"] == 2
-        assert f(3.0) == 9.0 * WORLD.size and f.gradient(3.0) == 6.0 * WORLD.size and f.evaluations["gradient"] == 1
+        assert f.gradient(5.0) == 10.0 * WORLD.size and f(12.0) == 144.0 * WORLD.size  # not of the last point
+        assert f.gradient(12.0) == 24.0 * WORLD.size and f.evaluations["both"] == 2
+        for k in (3.0, 4.0):
+            assert f(k) == k**2 * WORLD.size and f.gradient(k) == 2.0 * k * WORLD.size
+        assert f(1.0) == WORLD.size and f(2.0) == 4.0 * WORLD.size and f.gradient(2.0) == 4.0 * WORLD.size
+        assert f.evaluations == {"value": 17, "gradient": 3, "both": 2, "product": 0, "jvp": 0, "vjp": 0}
 
     drive(program, fun)
-    assert traced == [True] + [False] * 11 + [True] + [True] + [False] * 12 + [True, True]
+    assert traced == [False] * 12 + [True] + [False] + [True] * 5
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_functions_that_cannot_be_traced(divided: bool, rank: int, size: int) -> None:
+    """Plain Python, SciPy's compiled code, and a function that overwrites its argument."""
+
+    def plain(x: Any, comm: Any = WORLD) -> float:
+        return float(comm.allreduce(math.gamma(float(x[0])) + scipy.special.zeta(x[1], 2.0))) / comm.size
+
+    def quadrature(x: Any, comm: Any = WORLD) -> np.ndarray:
+        assert type(x) is np.ndarray
+        x *= 2.0
+        return np.array([scipy.integrate.quad(lambda t, a: a * t, 0.0, 1.0, args=(a,))[0] for a in x])
+
+    def program(f: Any, g: Any) -> None:
+        x = np.array([4.0, 3.0])
+        for _ in range(3):  # the same value each time, and x stays
+            assert f(x) == pytest.approx(6.0 + scipy.special.zeta(3.0) - 1.0, rel=1e-14)
+            np.testing.assert_allclose(g(x), [4.0, 3.0])
+            assert x.tolist() == [4.0, 3.0]
+        np.testing.assert_allclose(g.map([x, 2.0 * x]), [[4.0, 3.0], [8.0, 6.0]])
+        found = scipy.optimize.minimize(lambda a: (f([a[0], 3.0]) - 10.0) ** 2, [4.2], method="Nelder-Mead")
+        assert math.gamma(found.x[0]) + scipy.special.zeta(3.0) - 1.0 == pytest.approx(10.0, abs=1e-3)
+
+    drive(program, plain, quadrature, groups=size if divided else None)
+
+
+METHODS = {"CG": 30, "BFGS": 30, "L-BFGS-B": 30, "TNC": 12, "SLSQP": 30, "trust-constr": 30, "Newton-CG": 10}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scipys_methods_evaluate_a_point_once(method: str, size: int) -> None:
+    """A gradient at the point of the last value needs no evaluation, apart from the first one."""
+    calls = [0]
+
+    def rosenbrock(x: Any) -> Any:
+        calls[0] += 1
+        return mpiad.mpi_allreduce(anp.sum(100.0 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)) / size
+
+    def program(f: Any) -> int:
+        points: list[tuple[str, bytes]] = []
+
+        def noted(name: str, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            return lambda x: (points.append((name, x.tobytes())), fun(x))[1]
+
+        def solved(fun: Any, jac: Any) -> Any:
+            options = {"maxfun" if method == "TNC" else "maxiter": METHODS[method]}
+            return scipy.optimize.minimize(fun, np.array([-1.2, 1.0, 0.5]), jac=jac, method=method, options=options)
+
+        found = solved(noted("value", f), noted("gradient", f.gradient))
+        known = solved(scipy.optimize.rosen, scipy.optimize.rosen_der)
+        np.testing.assert_allclose(found.x, known.x, atol=1e-4)
+        values = [x for name, x in points if name == "value"]
+        pairs = zip([("", b""), *points], points)
+        alone = sum(later[0] == "gradient" and earlier != ("value", later[1]) for earlier, later in pairs)
+        gradients = len(points) - len(values)
+        assert f.evaluations["value"] == len(values) and f.evaluations["both"] == alone + 1
+        assert f.evaluations["gradient"] == gradients - alone - 1
+        return len(values) + alone + 1
+
+    made = mpiad.mpi_bcast(drive(program, rosenbrock))
+    assert calls[0] == made
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -313,7 +382,7 @@ def test_a_solver_that_fails_in_one_group(size: int) -> None:
         return x**2
 
     def program(f: Any) -> None:
-        f(2.0)
+        assert (f(2.0), f.gradient(2.0), f(2.0)) == (4.0, 4.0, 4.0)  # from now on, values are traced
         points = np.ones(2 * size)
         points[size - 1] = 3.0  # in the last group, which then evaluates another point
         assert np.isnan(f.map(points)).sum() == 1

@@ -30,7 +30,7 @@ SOURCES, ENDS = np.array([2, 0, 1, 0, 2]), np.array([0, -1, -3, 1, 0], np.int32)
 
 
 def peak(num, a):
-    """Return the largest entry of a quotient, which compiled loops may round in different ways."""
+    """Return the largest entry of a quotient."""
     x = num.real(a) + num.constant([0.1, -0.35, 0.6])  # entries that are equal, such as zeros, are no longer
     return num.largest(num.quotient(x, x * x + num.constant([1.0, 1.0, 1.0])))
 

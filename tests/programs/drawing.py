@@ -81,7 +81,8 @@ def kinds_of_step(size):
             steps.Transpose, **three, part=PART, group=GROUP, blocks=st.sampled_from(["equal", "learned", "given"])
         ),
         st.builds(
-            steps.Exchange, **three, shift=st.integers(0, 3), silent=each(size, st.booleans()), tag=TAG, group=GROUP
+            steps.Exchange, **three, shift=st.integers(0, 3), both=st.booleans(), silent=each(size, st.booleans()), tag=TAG,
+            group=GROUP,
         ),
         st.builds(steps.Pair, **two, source=ROOT, dest=ROOT, tag=TAG, group=GROUP),
         messages(st.sampled_from(["rank", "rank", "rank", "rank", "any", "none"])),

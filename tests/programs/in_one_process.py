@@ -184,15 +184,16 @@ def transpose(model, step, group):
 
 
 def exchange(model, step, group):
-    size, loud = len(group), [not step.silent[rank] for rank in group]
+    size, shifts = len(group), (step.shift, -step.shift)[: 1 + step.both]
     for k, rank in enumerate(group):
-        if loud[k]:
-            model.post(step, rank, group[(k + step.shift) % size])
+        for shift in shifts if not step.silent[rank] else ():
+            model.post(step, rank, group[(k + shift) % size])
     came = {}
     for k, rank in enumerate(group):
-        back = (k - step.shift) % size
-        nothing = arithmetic.take(jets, model.registers[rank][step.a], part_of_tag(step.tag)) * 0
-        came[rank] = model.receive(step, group[back], rank) if loud[back] else nothing
+        came[rank] = arithmetic.take(jets, model.registers[rank][step.a], part_of_tag(step.tag)) * 0
+        for back in [group[(k - shift) % size] for shift in shifts]:
+            if not step.silent[back]:
+                came[rank] = came[rank] + model.receive(step, back, rank)
     for rank, y in came.items():
         model.add(rank, step.out, arithmetic.fill(jets, y, part_of_tag(step.tag)))
 

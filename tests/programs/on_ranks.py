@@ -6,6 +6,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 from mpi4py import MPI
+from neighbors import sum_of_neighbors
 from programs import arithmetic
 from programs.agenda import Agenda
 from programs.steps import (
@@ -189,12 +190,14 @@ def transpose(state, step):
 
 def exchange(state, step):
     comm, group = communicators()[step.group]
-    there = group[(group.index(WORLD.rank) + step.shift) % len(group)]
-    back = group[(group.index(WORLD.rank) - step.shift) % len(group)]
-    x, receive, tag = state.message(step)
-    dest = MPI.PROC_NULL if step.silent[WORLD.rank] else group.index(there)
-    source = None if step.silent[back] else group.index(back)
-    receive(mpiad.mpi_exchange(x, dest, source, tag=tag, comm=comm))
+    before, after = [(group.index(WORLD.rank) + shift) % len(group) for shift in (-step.shift, step.shift)]
+    is_silent, (x, receive, tag) = step.silent[WORLD.rank], state.message(step)
+    sources = [rank for rank in ((before, after) if step.both else (before,)) if not step.silent[group[rank]]]
+    if step.both:
+        receive(sum_of_neighbors(x, [] if is_silent else [after, before], sources, tag, comm))
+    else:
+        dest, source = MPI.PROC_NULL if is_silent else after, next(iter(sources), None)
+        receive(mpiad.mpi_exchange(x, dest, source, tag=tag, comm=comm))
 
 
 def pair(state, step):

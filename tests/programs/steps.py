@@ -77,12 +77,13 @@ class Transpose(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Each rank sends to the one `shift` further on; those in `silent` send to none."""
+    """Each rank sends to the one `shift` further on, and to the one before it if `both`; those in `silent` send to none."""
 
     a: int
     b: int
     out: int
     shift: int
+    both: bool
     silent: tuple[bool, ...]
     tag: int
     group: int

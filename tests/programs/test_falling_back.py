@@ -529,3 +529,65 @@ def test_what_is_raised_once_in_a_trace_is_raised(kind, large, where, caplog):
     np.testing.assert_allclose(value, plain[0], rtol=1e-13)
     np.testing.assert_allclose(gradient, plain[1], rtol=1e-13)
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_results_of_interpreted_calls_are_new_arrays():
+    """As those of compiled calls: they share memory neither with arguments, nor with variables, nor with one another."""
+    table = np.ones(3)
+
+    def fun(x, y):
+        rest = x[1:] if x[0] > 0 else x  # which isn't compiled
+        return x, [rest, y], {"view": x[None], "table": table}
+
+    fast, x, y = mpiad.jit(fun), np.ones(3), np.zeros(2)
+    for call in range(4):
+        if call < 3:
+            a, (b, c), found = fast(x, y)
+        else:  # on a tape
+            a, (b, c), found = mpiad.make_vjp(lambda z: (fast(x, y), z)[0])(1.0)[1]
+        arrays = a, b, c, found["view"], found["table"]
+        for k, array in enumerate(arrays):
+            assert not any(np.shares_memory(array, other) for other in (x, y, table, *arrays[:k]))
+        for array in arrays:
+            array[...] = 99.0
+        np.testing.assert_array_equal(np.concatenate([x, y, table]), [1, 1, 1, 0, 0, 1, 1, 1])
+
+
+def whole(x):
+    b = np.zeros(3)
+    b[:] = x
+    return b
+
+
+def entry(x):
+    b = np.zeros(3)
+    b[1] = x[0]
+    return b
+
+
+def slice_of_complex(x):
+    b = np.zeros((2, 3), complex)
+    b[0, 1:] = x[1:] * 1j
+    return b
+
+
+@pytest.mark.parametrize(
+    ("fun", "message"),
+    [
+        *[
+            (fun, r"an array of numbers, b\[i\] = x: begin with b = np.zeros_like\(x\)")
+            for fun in (whole, entry, slice_of_complex)
+        ],
+        (lambda x: anp.full((2, 3), x), r"np.full with a traced value, .* write x \* np.ones\(shape\)"),
+        (lambda x: np.full((2, 3), x[0], float), r"np.full with a traced value, .* write x \* np.ones\(shape\)"),
+        (lambda x: x * float(x[0]), "control flow depends on a traced value"),
+        (lambda x: {x[0]: x}[x[0]], "control flow depends on a traced value"),
+        (lambda x: np.asarray(x), "converts traced values to a plain NumPy array"),
+    ],
+)
+def test_the_advice_against_conversions(fun, message):
+    x = np.ones(3)
+    with pytest.raises(TypeError, match=message):
+        mpiad.jit(fun, strict=True)(x)
+    for advised in (lambda x: (b := anp.zeros_like(x)).__setitem__(1, x[0]) or b, lambda x: x * np.ones((2, 3))):
+        np.testing.assert_array_equal(mpiad.jit(advised, strict=True)(x), advised(x))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jitted import assert_same, further, objective
 from mpi4py import MPI
+from neighbors import sum_of_neighbors
 
 import mpiad
 from mpiad.domain import Domain
@@ -51,6 +52,25 @@ def collectives(x):
     ]
     mpiad.mpi_barrier()
     return parts
+
+
+def of_neighbors(x):
+    """An operation whose parameters hold tuples of envelopes."""
+    rank, size = mpiad.mpi_rank(), mpiad.mpi_size()
+    ranks = [(rank + k) % size for k in (1, -1)]
+    y = sum_of_neighbors(x * (rank + 1), ranks, ranks[::-1])
+    return [anp.sin(y) * x, sum_of_neighbors(y * y, ranks, ranks[::-1], tag=2)]
+
+
+@each_place
+def test_parameters_with_nested_envelopes(compiled, rank, size):
+    check(of_neighbors, X * (rank + 1), compiled, rank)
+    before, after = (rank - 1) % size, (rank + 1) % size
+    fun = mpiad.jit(lambda x: sum_of_neighbors(x, [after, before], [before, after])) if compiled(rank) else None
+    for _ in range(3):
+        given = X * (rank + 1)
+        found = (fun or (lambda x: sum_of_neighbors(x, [after, before], [before, after])))(given)
+        np.testing.assert_allclose(found, X * (before + 1) + X * (after + 1))
 
 
 def agreeing(x):

@@ -1,6 +1,7 @@
 """Compiled functions have the values and derivatives of those that they are made of."""
 
 import math
+import re
 
 import autograd.numpy as anp
 import numpy as np
@@ -514,3 +515,45 @@ def test_products_that_no_rule_reshapes():
     jitted = mpiad.jit(fun, strict=True)
     for _ in range(2):
         assert_same(jitted(C), fun(C))
+
+
+def below(x, n):
+    n -= 1
+    return x * (1 / n)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("entries", [3, 20_000])  # a function of a large array is compiled before it runs
+@pytest.mark.parametrize(
+    ("fun", "numbers"),
+    [
+        (lambda x, k: x * (1 / k), (0, 2, 0, 0.0, 3.0, 0.0, 4.0, np.float64(2.0), 2)),
+        (lambda x, k: x * (2.5 / (k - 3)), (1, 3, 3.0, 2.5)),
+        (below, (1, 3, 1.0, 4.0)),
+        (lambda x, k: x * (7 % k) + 5 // k, (2, 0, 3, 0.0, 2.5)),
+        (lambda x, k: x * (k * k) - k * k * k, (3, 2**31, 2**40, -(2**31), 5)),
+        (lambda x, k: x * anp.real((-k) ** 0.5), (-4.0, 4.0, -9.0)),
+        (lambda x, k: x * k**3.0, (2.0, 1e200, 3.0)),
+        (lambda x, k: x * (k * 1e200), (2.0, 1e200, 3.0)),
+    ],
+)
+def test_numbers_are_those_of_python(fun, numbers, entries):
+    """Whatever the first call was, compiled or not: exceptions, integers of any length, and complex roots."""
+    x = np.linspace(0.5, 2, entries)
+    for first in numbers:
+        fast = mpiad.jit(fun)
+        for k in (first, *numbers):
+            try:
+                expected = fun(x, k)
+            except ArithmeticError as error:
+                with pytest.raises(type(error), match=re.escape(str(error))):
+                    fast(x, k)
+            else:
+                np.testing.assert_allclose(fast(x, k), expected, rtol=1e-14)
+    gradient = mpiad.value_and_grad(mpiad.jit(lambda x, k: anp.sum(x * (1 / k)), strict=True), objective="sum")
+    for k in (2.0, 0.0, 4.0):
+        if k:
+            assert_same(gradient(x, k), (np.sum(x) / k, np.full(entries, 1 / k)))
+        else:
+            with pytest.raises(ZeroDivisionError):
+                gradient(x, k)

@@ -189,6 +189,35 @@ def test_dot_products_of_divided_lines(size, n, real):
     check_adjoint(fft.backward, np.zeros(fft.local_spectral_shape, complex))
 
 
+@each_kind
+@pytest.mark.parametrize("n", [4, 6, 9, 12, 15, 16, 20, 25])
+def test_short_divided_lines(rank_rng, size, n, real):
+    """Each length that is the product of two factors of at least the number of ranks, even if some ranks have no modes."""
+    if size > 1 and not any(n % rows == 0 for rows in range(size, math.isqrt(n) + 1)):
+        with pytest.raises(ValueError, match="two factors of at least"):
+            DistributedFFT(n, real=real)
+        return
+    fft = DistributedFFT(n, real=real)
+    u, g = random(rank_rng, (n,), fft.dtype), random(rank_rng, fft.spectral_shape, complex, 1)
+    modes = forward(u, real, "backward", (0,), 1)
+    found = fft.forward(u[fft.owned])
+    assert found.shape == fft.local_spectral_shape
+    np.testing.assert_allclose(found, modes[fft.owned_spectral], 1e-12, 1e-12)
+    np.testing.assert_allclose(fft.backward(found), u[fft.owned], 1e-12, 1e-12)
+    np.testing.assert_allclose(mpiad.mpi_allgather(fft.wavenumbers()[0], axis=0), fft_numbers(n, real), 1e-15)
+    of_forward, of_backward = transposes(fft, real, (0,))
+    pull, _ = mpiad.make_vjp(fft.forward)(u[fft.owned])
+    np.testing.assert_allclose(pull(g[fft.owned_spectral]), of_forward(g)[fft.owned], 1e-12, 1e-12)
+    pull, _ = mpiad.make_vjp(fft.backward)(g[fft.owned_spectral])
+    np.testing.assert_allclose(pull(u[fft.owned]), of_backward(u)[fft.owned_spectral], 1e-12, 1e-12)
+    check_adjoint(fft.forward, np.zeros(fft.local_shape, fft.dtype))
+    check_adjoint(fft.backward, np.zeros(fft.local_spectral_shape, complex))
+
+
+def fft_numbers(n, real):
+    return (scipy.fft.rfftfreq if real else scipy.fft.fftfreq)(n, 1 / n)
+
+
 def resampled(u, lengths, axes):
     """Return a periodic array interpolated to, or limited to, other numbers of points along axes."""
     for axis in axes:

@@ -62,8 +62,8 @@ def test_states_in_memory_stay_on_the_device():
     arguments = _arguments(on_device)
     transfers.reset()
     mpiad.grad(_loss(lambda x: on_device(x), 3), 2)(*arguments)
-    # The value of the loss.
-    assert transfers.copies <= 1
+    # The value of the loss, and the differences between repeated steps and the forward run.
+    assert transfers.copies <= 2
     transfers.reset()
     mpiad.grad(_loss(on_device, CheckpointSchedule(memory=0, disk=3)), 2)(*arguments)
     assert 6 <= transfers.d2h <= 2 * _STEPS and 6 <= transfers.h2d <= 3 * _STEPS

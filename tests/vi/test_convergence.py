@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 from mpi4py import MPI
 
-from mpiad.errors import WorkerError
+from mpiad.errors import ConvergenceError, WorkerError
 from mpiad.parallel import SGD, Adam
 from mpiad.vi import VI, FullRankGaussian, MeanFieldGaussian
 
@@ -91,7 +91,7 @@ def test_an_objective_that_still_falls_is_told_and_one_that_has_converged_is_not
 def test_dropped_draws_are_counted_in_the_log_with_the_first_failure(caplog):
     def loss(theta, data):
         if theta[0] > 0.5:
-            raise RuntimeError("too large")
+            raise ConvergenceError("too large")
         return anp.sum(theta**2)
 
     with caplog.at_level(logging.WARNING, logger="mpiad"):
@@ -99,7 +99,8 @@ def test_dropped_draws_are_counted_in_the_log_with_the_first_failure(caplog):
     noise = np.array([np.random.default_rng([0, epoch]).standard_normal((30, 1)) for epoch in range(3)])
     count = int((noise > 0.5).sum())
     first = min(r for r, part in enumerate(np.array_split(np.arange(30), COMM.size)) if (noise[:, part] > 0.5).any())
-    text = f"{count} draws were dropped, since the model failed, first on rank {first}: RuntimeError: too large"
+    reason = f"first on rank {first}: mpiad.errors.ConvergenceError: too large"
+    text = f"{count} draws were dropped, since the model failed, {reason}"
     assert result.warnings == [text]
     assert [record.getMessage() for record in caplog.records] == ([f"VI: {text}"] if COMM.rank == ROOT else [])
 

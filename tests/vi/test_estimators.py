@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import WorkerError
+from mpiad.errors import ConvergenceError, WorkerError
 from mpiad.parallel import SGD, Adam
 from mpiad.vi import VI, MeanFieldGaussian
 
@@ -81,7 +81,7 @@ def test_the_path_estimator_leaves_out_the_densitys_own_dependence(divergence, o
 def test_draws_that_are_dropped_count_in_no_mean(gradient):
     def loss(theta, data):
         if mpiad.stop_gradient(theta)[0] > 0.5:
-            raise RuntimeError("not here")
+            raise ConvergenceError("not here")
         return bowl(theta, data)
 
     result = VI(loss, Moved(), ("norm", 0.5, 2.0), SGD(1.0), 0.7, 9, root=ROOT, seed=6, gradient=gradient).run(None, 1)

@@ -9,7 +9,7 @@ import scipy.stats
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import CommunicatorError, WorkerError
+from mpiad.errors import CommunicatorError, ConvergenceError, WorkerError
 from mpiad.parallel import Adam
 from mpiad.vi import VI, AffineCoupling, Flow, FullRankGaussian, LULinear, MeanFieldGaussian, Prior
 
@@ -225,7 +225,7 @@ def test_draws_whose_model_fails_are_dropped_and_counted(schedule):
 
     def loss(theta, y):
         if theta[0] > 0.7:
-            raise RuntimeError("the model does not like it")
+            raise ConvergenceError("the model does not like it")
         if theta[1] > 1.0:
             return anp.sum(theta) * np.nan
         return model.loss(theta, y)
@@ -243,7 +243,7 @@ def test_a_model_that_always_fails_ends_the_run_with_its_traceback():
         raise RuntimeError("no such model")
 
     inference = VI(loss, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT)
-    with pytest.raises(WorkerError, match="failed for all 10 draws of epoch 0: it raised for 10(.|\n)*no such model"):
+    with pytest.raises(WorkerError, match="in epoch 0 the model raised at 10 of 10 draws(.|\n)*no such model"):
         inference.run(None, 3)
     calls = []
 
@@ -255,11 +255,32 @@ def test_a_model_that_always_fails_ends_the_run_with_its_traceback():
         VI(worse, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT).run(None, 3)
     with pytest.raises(WorkerError, match=r"VI: loss must return one real number, but returned .*shape \(2,\)"):
         VI(lambda theta, data: theta, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT).run(None, 3)
-    with pytest.raises(WorkerError, match=r"VI.elbo: the model failed for all draws. The first was on rank \d:\nTrace"):
+    with pytest.raises(
+        WorkerError, match=r"VI.elbo: the model raised at 1000 of 1000 draws. The first was on rank \d:\nTrace"
+    ):
         make(loss=lambda theta, data: worse(theta, data)).elbo(MeanFieldGaussian(2).initial(np.random.default_rng(0)))
-    with pytest.raises(WorkerError, match="returned NaN or infinity for 10"):
+    with pytest.raises(WorkerError, match="in epoch 0 the model failed for all 10 .* 0, .* NaN or infinity for 10"):
         VI(lambda theta, data: anp.sum(theta) * np.inf, MeanFieldGaussian(2), ("norm",), Adam()).run(None, 3)
     assert VI(lambda theta, data: anp.sum(theta**2), MeanFieldGaussian(2), ("norm",), Adam()).run(None, 1).epochs == 1
+
+
+@pytest.mark.parametrize("schedule", ["even", "dynamic"])
+@pytest.mark.parametrize("error", [MemoryError("no more"), ZeroDivisionError("1 / 0"), KeyError("speed")])
+def test_an_exception_at_one_draw_ends_the_run_on_all_ranks(schedule, error):
+    """Also beside draws that are dropped."""
+    draws = np.random.default_rng([0, 0]).standard_normal((12, 1))
+    chosen = draws[7, 0]
+
+    def loss(theta, data):
+        if mpiad.stop_gradient(theta)[0] == chosen:
+            raise error
+        return anp.sum(theta) * np.nan
+
+    inference = VI(loss, MeanFieldGaussian(1), ("norm",), Adam(), 1.0, 12, root=ROOT, schedule=schedule)
+    with pytest.raises(WorkerError, match=rf"the model raised at 1 of 12 draws(.|\n)*{type(error).__name__}: ") as raised:
+        inference.run(None, 3)
+    assert len(set(COMM.allgather(str(raised.value)))) == 1
+    assert mpiad.mpi_allreduce(1) == COMM.size
 
 
 class OwnPrior:

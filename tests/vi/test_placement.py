@@ -134,7 +134,7 @@ def test_beside_a_model_on_devices_the_result_lies_there_on_all_ranks():
 def test_draws_that_fail_are_dropped():
     def fragile(theta, data):
         if mpiad.stop_gradient(theta)[0] > 0.6:
-            raise ArithmeticError("outside")
+            raise mpiad.errors.ConvergenceError("outside")
         return loss(theta, data)
 
     host, found = fitted(lambda x: x, fun=fragile)[0], fitted(there, fun=fragile)[0]

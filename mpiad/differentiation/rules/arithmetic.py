@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitting
@@ -88,7 +90,21 @@ def _arctan2_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 def _arctan2_slope(argnum: int, y: Array, x: Array, ans: Array) -> Array:
     y, x = in_dtype_of(ans, y), in_dtype_of(ans, x)
-    return (-y if argnum else x) / (x**2 + y**2)
+    # The derivative doesn't depend on the scale, without which the squares could overflow or vanish.
+    scale = np.maximum(abs(getval(x)), abs(getval(y)))
+    scale = in_dtype_of(ans, np.where((scale > 0) & (scale < np.inf), scale, 1.0))
+    y, x = y / scale, x / scale
+    return (-y if argnum else x) / (x**2 + y**2) / scale
+
+
+def _divmod_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
+    """Apply the adjoint of `mod` to the cotangent of the remainder; the quotient is constant."""
+    pull = inherited_vjp(anp.mod, argnums, ans[1], args, kwargs)
+    return lambda g: pull(g[1])
+
+
+def _divmod_jvp(argnums: Argnums, gs: list, ans: Any, args: tuple, kwargs: dict) -> tuple[Array, Array]:
+    return anp.zeros_like(ans[0]), inherited_jvp(anp.mod, argnums, gs, ans[1], args, kwargs)
 
 
 def _fitted(fit: Function | None, g: Array) -> Array:
@@ -142,6 +158,7 @@ VJPS = {
     anp.divide: divide_vjp,
     anp.true_divide: divide_vjp,
     anp.arctan2: _arctan2_vjp,
+    anp.divmod: _divmod_vjp,
 }
 JVPS = {fun: partial(_jvp, fun) for fun in _TANGENTS}
-JVPS[anp.true_divide] = JVPS[anp.divide]
+JVPS[anp.true_divide], JVPS[anp.divmod] = JVPS[anp.divide], _divmod_jvp

@@ -9,7 +9,7 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, anp, inherited_vjp, one_negated
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, anp, inherited_vjp, one_negated, one_unchanged
 
 
 @primitive
@@ -24,6 +24,7 @@ defjvp(_slope_of_tanh, lambda g, ans, x: -2.0 * g * ans * anp.tanh(x))
 
 _RULES = {
     anp.negative: lambda x, ans: one_negated,
+    anp.positive: lambda x, ans: one_unchanged,
     anp.exp: lambda x, ans: lambda g: (g * ans,),
     anp.log: lambda x, ans: lambda g: (g / x,),
     anp.sin: lambda x, ans: lambda g: (g * anp.cos(x),),
@@ -46,4 +47,4 @@ def _jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kw
 
 VJPS = {fun: partial(_vjp, fun, rule) for fun, rule in _RULES.items()}
 # Autograd's tangents have other branches (arccosh), or derivatives that are NaN for large x (tanh).
-JVPS = {fun: partial(_jvp, fun) for fun in (anp.arccosh, anp.tanh)}
+JVPS = {fun: partial(_jvp, fun) for fun in (anp.arccosh, anp.tanh, anp.positive)}

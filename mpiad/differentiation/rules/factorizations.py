@@ -23,7 +23,7 @@ from autograd.numpy import linalg
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.expansion import kept_shape
-from mpiad.differentiation.rules.moments import slope_jvp, slope_vjp
+from mpiad.differentiation.rules.moments import nonzero_divisor, slope_jvp, slope_vjp
 from mpiad.differentiation.rules.protocol import (
     DEVICE_VJPS,
     Argnums,
@@ -63,6 +63,12 @@ def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
+def slogdet_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, Array]:
+    """Return the tangents of the phase and of the logarithm, from the trace of A⁻¹ dA."""
+    change = anp.einsum("...ij,...ji->...", linalg.inv(args[0]), gs[0])
+    return ans[0] * 1j * anp.imag(change) if anp.iscomplexobj(args[0]) else ans[0] * 0.0, anp.real(change)
+
+
 def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Return the solution w of Aᵀ w = g for the right-hand side, and -w xᵀ for the matrix A."""
     a, b = args
@@ -81,21 +87,41 @@ def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Divide the eigenvectors' cotangents by differences of eigenvalues, add the eigenvalues' cotangents, and rotate."""
-    values, vectors = ans[0], ans[1]
-    n = args[0].shape[-1]
-    ones, lower = identity(args[0], n), lower_triangle(args[0], n)
-    triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
+    vectors = ans[1]
+    ones, triangle = _diagonal_and_triangle(args, kwargs)
 
     def vjp(g: Array) -> tuple[Array]:
-        gaps = values[..., None, :] - values[..., :, None] + ones  # with ones on the diagonal, which is irrelevant
         rotated = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
-        # Equal eigenvalues are supported if the objective doesn't depend on their eigenvectors.
-        inner = rotated / anp.where((gaps == 0) & (rotated == 0), 1.0, gaps) + ones * g[0][..., None, :]
+        inner = _over_gaps(rotated, ans[0], ones) + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
         # eigh reads only one triangle of the matrix.
         return (anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle,)
 
     return vjp
+
+
+def eigh_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, Array]:
+    """Rotate the change of the matrix to the eigenvectors; its diagonal is that of the eigenvalues."""
+    ones, triangle = _diagonal_and_triangle(args, kwargs)
+    lower = gs[0] * triangle
+    change = anp.real(gs[0]) * ones + lower + anp.conj(_transposed(lower))
+    rotated = anp.matmul(anp.matmul(anp.conj(_transposed(ans[1])), change), ans[1])
+    values = anp.real(anp.sum(rotated * ones, axis=-1))
+    return values, anp.matmul(ans[1], _over_gaps(rotated * (1.0 - ones), ans[0], ones))
+
+
+def _diagonal_and_triangle(args: tuple, kwargs: dict) -> tuple[Array, Array]:
+    """Return matrices with ones on the diagonal, and in the triangle that eigh reads."""
+    n = args[0].shape[-1]
+    lower = lower_triangle(args[0], n)
+    named = bound(linalg.eigh, "a UPLO", args, kwargs)
+    return identity(args[0], n), lower if named.get("UPLO", "L") in "Ll" else _transposed(lower)
+
+
+def _over_gaps(rotated: Array, values: Array, ones: Array) -> Array:
+    """Divide by differences of eigenvalues; zeros of equal ones, of which an objective reads only invariants, stay zero."""
+    gaps = values[..., None, :] - values[..., :, None] + ones  # with ones on the diagonal, which is irrelevant
+    return rotated / anp.where((gaps == 0) & (rotated == 0), 1.0, gaps)
 
 
 def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -125,13 +151,14 @@ def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
     x, order, axis = named["x"], named.get("ord"), named.get("axis")
     shape = anp.shape(x)
     of_matrix = order is not None and len(shape if axis is None else np.ravel(axis)) == 2
-    norm = anp.reshape(ans, kept_shape(shape, axis))
+    kept = anp.reshape(ans, kept_shape(shape, axis))
+    norm = nonzero_divisor(kept)
     if order is None or order == "fro" or (order == 2 and not of_matrix):
         return anp.conj(x) / norm, named
     if order == "nuc":
         axes = (-2, -1) if axis is None else axis
         left, _, right = checked(fun, partial(linalg.svd, full_matrices=False), anp.moveaxis(x, axes, (-2, -1)))
-        return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes), named
+        return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes) * (kept / norm), named
     if of_matrix or not 1 < order < np.inf:
         raise refusal(fun, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
     # At zeros the power may be infinite, and give 0·∞. There the second derivative is 0 for ord > 2, otherwise infinite.
@@ -147,19 +174,23 @@ _VECTORS_ONLY = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
 
 def trace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Repeat the cotangent along the diagonal."""
-    named = dict(zip(("a", "offset", "axis1", "axis2"), args), **kwargs)
-    shape = named["a"].shape
-    if len(shape) != 2 or named.keys() - {"a", "offset"}:
-        raise NotImplementedError("on devices the derivative of trace is available for matrices; use diagonal and sum")
-    ones = identity(named["a"], *shape, k=named.get("offset", 0))
-    return lambda g: (ones * g,)
+    named = bound(anp.trace, "a offset axis1 axis2", args, kwargs)
+    x, shape = named["a"], anp.shape(named["a"])
+    first, second = named.get("axis1", 0) % len(shape), named.get("axis2", 1) % len(shape)
+    ones = identity(x, shape[first], shape[second], k=named.get("offset", 0))
+    ones = np.reshape(ones if first < second else ones.T, [n if i in (first, second) else 1 for i, n in enumerate(shape)])
+    kept = kept_shape(shape, (first, second))
+    return lambda g: (anp.reshape(g, kept) * ones,)
 
 
 def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangents of singular values by singular vectors; derivatives of the vectors aren't supported."""
     named = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
     if named.get("compute_uv", True):
-        raise NotImplementedError("on devices the derivative of svd is available for compute_uv=False; use eigh of xᵀx")
+        what = (
+            "with singular vectors of device arrays and in compiled functions: pass compute_uv=False, or call eigh of xᵀx"
+        )
+        raise refusal(linalg.svd, what)
     left, _, right = linalg.svd(args[0], full_matrices=False)
     return lambda g: (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)
 
@@ -170,7 +201,12 @@ VJPS = {
     linalg.pinv: pinv_vjp,
     linalg.slogdet: slogdet_vjp,
     linalg.solve: solve_vjp,
+    anp.trace: trace_vjp,
     _NORM: partial(slope_vjp, _NORM, _slope_of_norm),
 }
-JVPS = {_NORM: partial(slope_jvp, _NORM, _slope_of_norm)}
-DEVICE_VJPS.update({anp.trace: trace_vjp, linalg.svd: svd_vjp})
+JVPS = {
+    linalg.eigh: eigh_jvp,
+    linalg.slogdet: slogdet_jvp,
+    _NORM: partial(slope_jvp, _NORM, _slope_of_norm),
+}
+DEVICE_VJPS[linalg.svd] = svd_vjp

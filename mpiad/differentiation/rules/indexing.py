@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import numpy as np
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import vspace
@@ -9,7 +12,18 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
+from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.protocol import (
+    BOX_TYPES,
+    Argnums,
+    Vjp,
+    anp,
+    bound,
+    inherited_jvp,
+    inherited_vjp,
+    linear_jvp,
+    refusal,
+)
 from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
 from mpiad.transport.devices.device_arrays import is_array, is_device_array
 
@@ -30,7 +44,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         if isinstance(idx, list):  # NumPy would convert an empty list to floats
             idx = np.asarray(idx, dtype=None if idx else np.intp)
         # An array of indices may select an element twice; a mask doesn't.
-        advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if not is_basic(i)]
+        advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if type(i) is tuple or not is_basic(i)]
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
 
@@ -40,6 +54,27 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return (Scatter(shape, dtype, idx, g, repeats),)
 
     return vjp
+
+
+def take_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Add the cotangents at the positions of the taken elements."""
+    named = bound(anp.take, "a indices axis out mode", args, kwargs)
+    if argnums != (0,):
+        raise refusal(anp.take, "with respect to the indices")
+    x, indices, axis = named["a"], named["indices"], named.get("axis")
+    shape = np.shape(getval(x))
+    if not shape:
+        return lambda g: (fitted(g, x),)
+    indices = indices if is_array(indices) else np.asarray(indices, np.intp)
+    n = math.prod(shape) if axis is None else shape[axis]
+    # Indices of mode "raise" count from the end if they are negative, as those of mode "wrap".
+    indices = np.clip(indices, 0, n - 1) if named.get("mode") == "clip" else indices % max(n, 1)
+    if axis is not None:
+        return getitem_vjp(argnums, ans, (x, (slice(None),) * (axis % len(shape)) + (indices,)), {})
+    key: tuple = ()
+    for n in reversed(shape):
+        key, indices = (indices % max(n, 1), *key), indices // max(n, 1)
+    return getitem_vjp(argnums, ans, (x, key), {})
 
 
 def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -70,5 +105,5 @@ def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: 
     return sparse_add(space, copy, tangent)
 
 
-VJPS = {_getitem: getitem_vjp}
-JVPS = {_getitem: getitem_jvp, sparse_add: sparse_add_jvp}
+VJPS = {_getitem: getitem_vjp, anp.take: take_vjp}
+JVPS = {_getitem: getitem_jvp, anp.take: partial(linear_jvp, anp.take), sparse_add: sparse_add_jvp}

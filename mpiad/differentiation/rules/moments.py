@@ -1,4 +1,4 @@
-"""Products, variances and standard deviations over axes."""
+"""Products, cumulative products, variances and standard deviations over axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad._typing import Array
 from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.expansion import kept_shape
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, arrays_like, bound
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker, arrays_like, bound
 
 _NAMES = "a axis dtype out ddof keepdims"
 
@@ -63,7 +63,15 @@ def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
     slope, named = _slope_of_var(fun, ans, args, kwargs)
     shape = anp.shape(slope)
     kept = kept_shape(shape, named.get("axis"))
-    return slope * 0.0 if shape == kept else slope / (2.0 * anp.reshape(ans, kept)), named
+    return slope * 0.0 if shape == kept else slope / (2.0 * nonzero_divisor(anp.reshape(ans, kept))), named
+
+
+def nonzero_divisor(root: Array) -> Array:
+    """Return a norm or standard deviation as the divisor of its own derivative, with ones instead of zeros.
+
+    So the derivative at zero is zero. The root has no second derivative there: that of `1 - sqrt(root)` makes it NaN.
+    """
+    return anp.where(root == 0, 1.0 - anp.sqrt(root), root)
 
 
 def slope_vjp(fun: Primitive, slope_of: Callable, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -83,10 +91,37 @@ def slope_jvp(
     return anp.sum(terms, axis=named.get("axis"), keepdims=named.get("keepdims", False))
 
 
+def cumprod_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the product of the elements before x_i by s_i = g_i + x_{i+1} s_{i+1}; there is no division by zeros."""
+    named = bound(anp.cumprod, "a axis", args, kwargs)
+    shape, axis = anp.shape(named["a"]), named.get("axis")
+    x = anp.moveaxis(anp.reshape(named["a"], anp.shape(ans)), axis or 0, 0)
+    products = anp.moveaxis(ans, axis or 0, 0)
+    before = concatenate([anp.ones_like(products[:1]), products[:-1]])
+    factors = concatenate([x[-1:], x[:0:-1]])
+
+    def vjp(g: Array) -> tuple[Array]:
+        sums = _recurrence(factors, anp.moveaxis(g, axis or 0, 0)[::-1])[::-1]
+        return (fitted(anp.reshape(anp.moveaxis(before * sums, 0, axis or 0), shape), named["a"]),)
+
+    return vjp
+
+
+def _recurrence(a: Array, s: Array) -> Array:
+    """Solve s_k = s_k + a_k s_{k-1} along the first axis, by a scan with as many steps as log2 of the length."""
+    step = 1
+    while step < s.shape[0]:
+        s = concatenate([s[:step], s[step:] + a[step:] * s[:-step]])
+        a = concatenate([a[:step], a[step:] * a[:-step]])
+        step *= 2
+    return s
+
+
 _SLOPES = {
     anp.prod: _slope_of_prod,
     getattr(wrapped, "_primitive_var", anp.var): _slope_of_var,
     getattr(wrapped, "_primitive_std", anp.std): _slope_of_std,
 }
-VJPS = {fun: partial(slope_vjp, fun, slope_of) for fun, slope_of in _SLOPES.items()}
+VJPS: dict[Primitive, VjpMaker] = {fun: partial(slope_vjp, fun, slope_of) for fun, slope_of in _SLOPES.items()}
+VJPS[anp.cumprod] = cumprod_vjp
 JVPS = {fun: partial(slope_jvp, fun, slope_of) for fun, slope_of in _SLOPES.items()}

@@ -15,6 +15,8 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.device.boxes import cast
+from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.indexing import getitem_vjp
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
     DEVICE_VJPS,
@@ -32,12 +34,22 @@ from mpiad.differentiation.rules.protocol import (
 
 
 def _split_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Concatenate the cotangents of the parts."""
-    x, *others = args
-    axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
-    if fixed is not None:
-        axis = min(fixed, len(anp.shape(x)) - 1)  # hsplit splits a vector along its only axis
-    return lambda g: (concatenate([g[i] for i in range(len(g))], axis),)
+    """Concatenate the cotangents of the parts; add those of elements in several parts, if the indices decrease."""
+    named = dict(zip(("ary", "indices_or_sections", "axis"), args), **kwargs)
+    x = named["ary"]
+    rank = len(anp.shape(x))
+    # hsplit splits a vector along its only axis.
+    axis: int = named.get("axis", 0) % rank if fixed is None else min(fixed, rank - 1)
+
+    def joined(g: Array) -> Array:
+        return concatenate([g[i] for i in range(len(g))], axis)
+
+    n = anp.shape(x)[axis]
+    if sum(anp.shape(ans[i])[axis] for i in range(len(ans))) == n:
+        return lambda g: (joined(g),)
+    index = np.concatenate(np.array_split(np.arange(n), named["indices_or_sections"]))
+    pull = getitem_vjp(argnums, ans, (x, (slice(None),) * axis + (index,)), {})
+    return lambda g: pull(joined(g))
 
 
 def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -84,6 +96,37 @@ def _transposed_differences(g: Array, axis: int) -> Array:
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
     return anp.moveaxis(concatenate([-w[:1], w[:-1]]) - concatenate([w[1:], -w[-1:]]), 0, axis)
+
+
+def trapezoid_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass half of each interval's cotangent to the values at both ends, and that of its length to the points."""
+    named = bound(_TRAPEZOID, "y x dx axis", args, kwargs)
+    axis, dx = named.get("axis", -1), named.get("dx", 1.0)
+    if 2 in argnums or np.ndim(dx):
+        raise refusal(_TRAPEZOID, "with a traced dx, or one dx per interval: pass the points x")
+
+    def moved(part: Array, *axes: int) -> Array:
+        return part if len(anp.shape(part)) < 2 else anp.moveaxis(part, *axes)
+
+    y = moved(named["y"], axis, -1)
+    points = None if named.get("x") is None else moved(named["x"], axis, -1)
+    n = anp.shape(y)[-1]
+    if not n:
+        return lambda g: (None,) * len(argnums)
+    lengths = arrays_like(y).full((n - 1,), dx, y.dtype) if points is None else anp.diff(points)
+    if anp.shape(lengths)[-1] != n - 1:
+        raise refusal(_TRAPEZOID, f"with {n} values at {anp.shape(lengths)[-1] + 1} points")
+
+    def at_ends(part: Array, sign: int) -> Array:
+        before = [(0, 0)] * (len(part.shape) - 1)
+        return anp.pad(part, [*before, (1, 0)], "constant") + sign * anp.pad(part, [*before, (0, 1)], "constant")
+
+    def vjp(g: Array) -> tuple[Array, ...]:
+        half = anp.reshape(g, (*anp.shape(g), 1)) / 2
+        parts = {0: lambda: at_ends(half * lengths, 1), 1: lambda: at_ends(half * (y[..., 1:] + y[..., :-1]), -1)}
+        return tuple([moved(fitted(parts[i](), (y, points)[i]), -1, axis) for i in argnums])
+
+    return vjp
 
 
 @primitive
@@ -202,6 +245,8 @@ def _ordered_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: t
     return inherited_jvp(fun, argnums, gs, ans, *_explicit_order(fun, args, kwargs))
 
 
+# NumPy 1 calls it trapz.
+_TRAPEZOID: Primitive = getattr(anp, "trapezoid", None) or anp.trapz
 _REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _SORTING = (anp.sort, anp.partition)
 _CASTING = (_astype, cast)  # of host and device arrays
@@ -215,6 +260,8 @@ VJPS = {
     anp.gradient: gradient_vjp,
     anp.transpose: transpose_vjp,
     anp.roll: roll_vjp,
+    anp.copy: lambda *_: one_unchanged,
+    _TRAPEZOID: trapezoid_vjp,
     **{fun: partial(_cast_vjp, fun) for fun in _CASTING},
     **{fun: partial(_ordered_vjp, fun) for fun in (anp.reshape, anp.ravel)},
     **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},
@@ -222,6 +269,7 @@ VJPS = {
 }
 JVPS = {
     anp.diff: diff_jvp,
+    anp.copy: partial(linear_jvp, anp.copy),
     **{fun: partial(_cast_jvp, fun) for fun in _CASTING},
     **{fun: partial(_ordered_jvp, fun) for fun in (anp.reshape, anp.ravel)},
     anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),

@@ -1,13 +1,17 @@
-"""Sums and means over all or some axes."""
+"""Sums and means over all or some axes, of all elements or of those that aren't NaN."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Axis
 from mpiad.differentiation.rules.expansion import axis_of, expanded, filled, has_supported_arguments, kept_shape
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_vjp, primitive_mean
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, anp, bound, inherited_vjp, primitive_mean
 
 _SUPPORTED = frozenset({"axis", "keepdims", "dtype", "where"})
 _SUPPORTED_BY_SUM = _SUPPORTED | {"initial"}
@@ -52,5 +56,27 @@ def _repeated(x: Array, axis: Axis, where: object) -> Vjp:
     return lambda g: (anp.where(where, expanded(g, shape, kept, dtype), 0.0),)
 
 
-VJPS = {anp.sum: sum_vjp, primitive_mean: mean_vjp}
-JVPS = {anp.sum: sum_jvp}
+def mean_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Take the mean of the tangents."""
+    return primitive_mean(gs[0], *args[1:], **kwargs)
+
+
+def _without_nans(fun: Primitive, rule: Callable, *call: Any) -> Any:
+    """Apply a rule for the sum or mean of the elements that aren't NaN."""
+    *head, args, kwargs = call
+    named = bound(fun, "a axis dtype out keepdims initial where", args, kwargs)
+    x = named.pop("a")
+    return rule(*head, (x,), {**named, "where": ~np.isnan(getval(x)) & named.get("where", True)})
+
+
+VJPS = {
+    anp.sum: sum_vjp,
+    primitive_mean: mean_vjp,
+    anp.nansum: partial(_without_nans, anp.nansum, sum_vjp),
+    anp.nanmean: partial(_without_nans, anp.nanmean, mean_vjp),
+}
+JVPS = {
+    anp.sum: sum_jvp,
+    anp.nansum: partial(_without_nans, anp.nansum, sum_jvp),
+    anp.nanmean: partial(_without_nans, anp.nanmean, mean_jvp),
+}

@@ -34,6 +34,7 @@ from mpiad.ensemble.settings import Acting, Settings
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.ensemble.trial import try_once
 from mpiad.transport import Channel
+from mpiad.transport.core.agreement import FAILURES
 from mpiad.transport.resources import cores
 
 # Times in seconds, fitted to the fastest of several solves with 1 to 1,000 trajectories of 2 to 30 components, and to the
@@ -189,12 +190,13 @@ class Compiler:
         self.execution = f"{'kernel' if self._chosen else 'arrays'}: {how}"
         # Warnings about f, which are stored until `log_warnings` if several ranks solve the ensemble (`together`).
         self._pending: list[tuple[Function, str]] = []
+        self.not_finite: dict[int, str] = {}  # for some trajectories that failed at the start: see `not_finite_entry`
 
     def __enter__(self) -> Compiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._used is not None and self._chosen is None and (kind is None or issubclass(kind, Exception)):
+        if self._used is not None and self._chosen is None and (kind is None or issubclass(kind, FAILURES)):
             self._agree(-inf, inf, 0.0)
 
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:

@@ -170,8 +170,7 @@ class CompiledSums(Sums):
 @functools.cache
 def _kernel() -> Callable[[int], object]:
     signature = f"linked({', '.join(['int64[::1]'] * len(_TABLES) + ['float64[::1]'] * len(_FLOATS))})"
-    # The flag "contract" allows fused multiply-add.
-    return functions_of(__name__, {"weighted_sums": signature}, "contract")[0]
+    return functions_of(__name__, {"weighted_sums": signature})[0]
 
 
 def weighted_sums(

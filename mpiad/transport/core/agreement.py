@@ -24,6 +24,9 @@ _BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError Arithm
 KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
 KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
 
+# The exceptions of one rank that all ranks raise: a rank that left alone by `sys.exit` would leave the others waiting.
+FAILURES = Exception, SystemExit
+
 
 def exit_code(code: object) -> int:
     """Return the exit code of a process that ends by SystemExit with this `code`."""
@@ -57,7 +60,8 @@ class Failure(NamedTuple):
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         names = [kind.__name__ for kind in type(error).__mro__]
         builtin = next((name for name in names if name in KINDS), RuntimeError.__name__)
-        return cls(type(error).__name__, str(error), summary, trace, code_of(error), builtin)
+        text = str(error) if isinstance(error, Exception) else summary  # "SystemExit: 0" instead of "0"
+        return cls(type(error).__name__, text, summary, trace, code_of(error), builtin)
 
 
 Failures = dict[int, Failure]
@@ -114,14 +118,14 @@ def forget_agreement(error: BaseException) -> None:
     error.__dict__.pop("_agreed_among", None)
 
 
-def raise_together(channel: Channel, error: Exception | None) -> None:
+def raise_together(channel: Channel, error: BaseException | None) -> None:
     """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None."""
     # Other ranks raise the first class in the error's MRO that is in `KINDS`: so `except ValueError` catches one error on
     # all ranks or on none.
     checked_on_replay(_raised_together, channel, error)
 
 
-def _raised_together(channel: Channel, error: Exception | None) -> None:
+def _raised_together(channel: Channel, error: BaseException | None) -> None:
     note_use(channel)
     if on_any_rank(channel.data, error is not None):
         raise_first(channel, error)
@@ -135,18 +139,22 @@ def raising_together(
     error = None
     try:
         yield
-    except kinds as found:
+    except BaseException as found:
+        if not isinstance(found, (kinds, SystemExit)):
+            raise
         error = found
     raise_together(channel, error)
 
 
-def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
+def raise_first(channel: Channel, error: BaseException | None) -> NoReturn:
     """Raise on each rank its own error, or, if it has none, the error of the first rank that has one; collective."""
     failures = failures_among(channel.data, error)
-    if error is not None:
+    if isinstance(error, Exception):
         raise agreed(channel, error)  # with its own traceback
     rank, failure = next(iter(failures.items()))
-    raise agreed(channel, KINDS[failure.builtin](f"{failure.text} (raised on rank {rank})"))
+    found = KINDS[failure.builtin](f"{failure.text} (raised on rank {rank})")
+    found.__dict__["exit_code"] = failure.exit_code
+    raise agreed(channel, found) from error
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:
@@ -163,7 +171,7 @@ def fingerprint(*parts: object) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: object) -> None:
+def require_alike(channel: Channel, error: BaseException | None, call: str, described: str, *compared: object) -> None:
     """Combine `raise_together(error)` and `require_same` of texts and arrays (`compared`) in one message; collective."""
     checked_on_replay(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
@@ -174,13 +182,13 @@ def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T]
     try:
         made = make()
         described = list(describe(made))
-    except Exception as found:  # noqa: BLE001 the other ranks mustn't wait
+    except FAILURES as found:  # the other ranks mustn't wait
         error = found
     require_alike(channel, error, call, *described)
     return made  # type: ignore[return-value]  without a result all ranks have raised
 
 
-def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
+def _required_alike(channel: Channel, error: BaseException | None, fingerprint: int, described: str, call: str) -> None:
     note_use(channel)
     every = np.empty((channel.size, 2), np.int64)
     channel.data.Allgather(np.array([error is not None, fingerprint], np.int64), every)

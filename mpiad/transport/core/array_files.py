@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm, Shape
 from mpiad.checkpoint_files import create_part, data_path, remedy, require_regular, sync_folder
-from mpiad.transport.core.agreement import agreed, raise_together
+from mpiad.transport.core.agreement import FAILURES, agreed, raise_together
 from mpiad.transport.core.channels import Channel
 
 # Collective buffering, in which ROMIO sends all data through one rank per node, is slower on local disks.
@@ -170,7 +170,7 @@ def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.Fil
 
 def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str, reads: bool = False) -> None:
     """Call `act`, unless it is None; raise an error of any rank on all ranks."""
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         if act is not None:
             act()
@@ -180,6 +180,6 @@ def _together(used: Channel, path: Path, act: Callable[[], object] | None, call:
         error = OSError(f"{call}: {path}: {failure.Get_error_string()}")
     except ValueError as failure:
         error = ValueError(f"{call}: {str(path)!r} can't be {'read' if reads else 'written'}: {failure}.")
-    except Exception as failure:  # noqa: BLE001 the other ranks must not wait for it
+    except FAILURES as failure:  # the other ranks must not wait for it
         error = failure
     raise_together(used, error)

@@ -26,10 +26,13 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class Site:
-    """A line of the user's program, one object each. `entry`: the called function; `text`: ``"program.py:12 in main"``."""
+    """A line of the user's program, one object each. `entry`: the called function; `text`: ``"program.py:12 in main"``.
 
-    def __init__(self, file: str, line: int, function: str, entry: str):
-        self.file, self.line, self.function, self.entry = file, line, function, entry
+    `drops_result`: whether the line drops an array that the called function returns.
+    """
+
+    def __init__(self, file: str, line: int, function: str, entry: str, drops_result: bool = False):
+        self.file, self.line, self.function, self.entry, self.drops_result = file, line, function, entry, drops_result
         where = "" if function == "<module>" else f" in {function}"
         self.text = f"{os.path.basename(file)}:{line}{where}"
 
@@ -190,7 +193,7 @@ _OURS = _folder(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 # Frames of compiled programs aren't functions called by the user.
 _PROGRAMS = _folder(os.path.join(_OURS, "programs"))
 _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
-_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py", "llvmlite"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
@@ -210,12 +213,18 @@ def _kind(code: CodeType) -> int:
     return 2 if (any(mark in path for mark in _PACKAGES) if installed else path.startswith(_STANDARD)) else 0
 
 
+def _is_generated(frame: FrameType) -> bool:
+    """Return whether the code of a frame is that of a named tuple or dataclass, which has no file."""
+    module = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename == "<string>" and module.startswith(("mpiad", "namedtuple_"))
+
+
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
     """Return the innermost frame of user code, and the code of this library that was called from it, or None."""
     called = None
     while frame is not None:
         kind = _kind(frame.f_code)
-        if kind == 0:
+        if kind == 0 and not _is_generated(frame):
             return frame, called
         if kind == 1:
             called = frame.f_code
@@ -236,19 +245,41 @@ def site_of(frame: FrameType | None) -> Site:
         code = found.f_code
         known = code.co_consts[-1] if code.co_consts else None  # a Site if the frame is generated: see programs.replay
         if not isinstance(known, Site):
-            known = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called))
+            known = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called), _drops_result(found, frame))
         site = _sites[key] = known
     return site
 
 
+# The functions whose result is an array: those in these folders whose names don't end with "_", as constructors, operators
+# (`__call__`) and functions that write into their argument (`allreduce_`) do.
+_RETURNING = tuple(
+    os.path.join(_OURS, name) for name in ("primitives/", "domain/", "redistribution/", "parallel/synchronize")
+)
+
+
+def _drops_result(caller: FrameType, frame: FrameType | None) -> bool:
+    """Return whether a frame of user code drops the array that the function returns which it has called directly."""
+    while frame is not None and frame.f_back is not caller:
+        frame = frame.f_back
+    if frame is None or not os.path.realpath(frame.f_code.co_filename).startswith(_RETURNING):
+        return False
+    code, position = caller.f_code.co_code, caller.f_lasti + 2
+    while code[position] == 0:  # since Python 3.11, the cache of the call
+        position += 2
+    return code[position] == opmap["POP_TOP"] and not frame.f_code.co_name.endswith(("_", "minimize"))
+
+
 def site_of_trace(trace: TracebackType | None) -> Site:
-    """Return the innermost line of user code in a traceback."""
-    found = _NOWHERE
+    """Return the innermost line of user code in a traceback; its `entry` is the library's function that has called it."""
+    found, called, before = _NOWHERE, None, 0
     while trace is not None:
         code = trace.tb_frame.f_code
-        if _kind(code) == 0:
-            found = Site(code.co_filename, trace.tb_lineno, code.co_name, "")
-        trace = trace.tb_next
+        kind = _kind(code)
+        if kind == 0:
+            found = Site(code.co_filename, trace.tb_lineno, code.co_name, entry(called))
+        elif kind == 1 and before != 1 and found is not _NOWHERE:
+            called = code
+        trace, before = trace.tb_next, kind
     return found
 
 
@@ -284,6 +315,6 @@ def entry(code: CodeType | None) -> str:
 
 _END = "the end of the program"
 _ENDS = ("mpi_finalize", "finalize", "_complete_at_exit", "_end_world", "_close")
-_NAMES = {"_freed": "comm.Free"} | dict.fromkeys(_ENDS, _END)
+_NAMES = {"_freed": "comm.Free", "kernel_of": "the compilation of a kernel"} | dict.fromkeys(_ENDS, _END)
 _NOWHERE = Site("", 0, "<module>", "")
 _NOWHERE.text = "outside the user's program"

@@ -36,7 +36,11 @@ def gpus_of_node() -> list[str]:
 
 
 def _of_the_driver() -> list[str]:
-    lines = [line for file in sorted(_CUDA.glob("*/information")) for line in file.read_text(errors="replace").splitlines()]
+    lines = [
+        line
+        for file in sorted(_CUDA.glob("*/information"))
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
@@ -45,7 +49,9 @@ def _of_nvidia_smi() -> list[str]:
     if not program:
         return []
     try:
-        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+        done = subprocess.run(
+            [program, "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = done.stdout.splitlines() if done.returncode == 0 else []
@@ -106,7 +112,11 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def _path() -> str:
     maps = Path("/proc/self/maps")
-    files = [line.rpartition(" ")[2] for line in maps.read_text().splitlines()] if maps.exists() else []
+    files = (
+        [line.rpartition(" ")[2] for line in maps.read_text(encoding="utf-8", errors="replace").splitlines()]
+        if maps.exists()
+        else []
+    )
     return next((file for file in files if Path(file).name.startswith(("libmpi.", "libmpi_abi.", "libmpich."))), "")
 
 

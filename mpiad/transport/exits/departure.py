@@ -45,6 +45,7 @@ class _Ending(NamedTuple):
     call: str
     code: int
     where: str
+    waits: bool = True  # whether this rank waits for the others without limit, as at the end of a program
 
 
 def watch_for_exit() -> None:
@@ -67,8 +68,11 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
     global _ending
     if not is_rank():  # a fork, or after the end of MPI
         return
-    _ending = _Ending(f"sys.exit({code!r:.200})", exit_code(code), at(site_of_trace(trace)))
-    if _ending.code:
+    site, code_at_exit = site_of_trace(trace), exit_code(code)
+    # If the exit leaves a function of this library, the other ranks probably communicate in it.
+    waits = code_at_exit == 0 and not site.entry
+    _ending = _Ending(f"sys.exit({code!r:.200})", code_at_exit, at(site), waits)
+    if not waits:
         threading.Thread(target=_end_if_stuck, args=(_ending,), name="mpiad-departure", daemon=True).start()
 
 
@@ -140,7 +144,7 @@ def await_others(patience: float | None = None) -> bool:
 def _await(ending: _Ending | None, at_once: bool, patience: float | None = None) -> bool:
     # Maxima over the ranks of: leaves by os._exit, leaves without it, has abandoned communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
-    hurried = at_once or patience is not None or (ending is not None and ending.code != 0)
+    hurried = at_once or patience is not None or (ending is not None and not ending.waits)
     wait, grace = Backoff(), _GRACE if patience is None else patience
     try:
         request = _comm.Iallreduce(mine, every, MPI.MAX)
@@ -158,7 +162,7 @@ def _await(ending: _Ending | None, at_once: bool, patience: float | None = None)
 
 
 def _end(ending: _Ending | None, why: str) -> None:
-    call, code, where = ending  # type: ignore[misc]
+    call, code, where, _ = ending  # type: ignore[misc]
     end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{where}, {why}. The job ends.\n", code or 1)
 
 

@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm, Request
 from mpiad.errors import RemoteError
-from mpiad.transport.core.agreement import Failure, Failures, agreed_among, error_of
+from mpiad.transport.core.agreement import FAILURES, Failure, Failures, agreed_among, error_of
 from mpiad.transport.core.channels import Channel, base, live_channels, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.core.lookup import channel
@@ -64,7 +64,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, make_error: MakeError | Non
             _current.outermost = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
             try:
                 result = fun(*args, **kwargs)
-            except (Exception, SystemExit) as error:
+            except FAILURES as error:
                 recover(used, error, call, make_error)
                 raise
             finally:

@@ -87,7 +87,7 @@ def postponed(patience: float = 30.0, warnings: tuple[int, ...] = ()) -> Iterato
 def _has_default_handler(number: int) -> bool:
     caught = "0"
     # Handlers of C code, such as faulthandler's, are unknown to Python.
-    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8", errors="replace") as file:
         caught = next((line.split()[1] for line in file if line.startswith("SigCgt")), caught)
     return signal.getsignal(number) is signal.SIG_DFL and not int(caught, 16) >> (number - 1) & 1
 

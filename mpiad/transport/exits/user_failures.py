@@ -31,6 +31,7 @@ from mpi4py.MPI import SUM
 from mpiad._typing import Comm, Function, Request
 from mpiad.errors import ConvergenceError, DeadlockError, WorkerError
 from mpiad.transport.core.agreement import (
+    FAILURES,
     Failure,
     Failures,
     agreed,
@@ -187,7 +188,7 @@ class StageFailures:
             own = term(result)
         except NotConverged:  # raised on all ranks by a nested stage
             raise
-        except (Exception, SystemExit) as failure:
+        except FAILURES as failure:
             self._complete(failure, failure.__traceback__)
             alike = self._tolerated(failure) and len(agreed_among(failure)) >= self._comm.size
             if self._interrupts and not alike:
@@ -259,7 +260,7 @@ class DeferredFailures:
     """
 
     def __init__(self, comm: Comm, call: str, communicated: set[str] | None = None, apart: bool = False):
-        self.error: Exception | None = None  # the first exception
+        self.error: BaseException | None = None  # the first exception
         self._used, self._call = channel(comm, call), call
         self._agreement_comm = self._used.separate() if apart else self._used.data
         # The names of functions that have communicated; calls with the same functions share it.
@@ -273,7 +274,7 @@ class DeferredFailures:
         fault, start = self._used.fault, next(communications)
         try:
             out = fun(*args)
-        except Exception as error:
+        except FAILURES as error:
             # A DeadlockError is raised on the waiting ranks, too.
             alone = self._used.size == 1 or recovers() or isinstance(error, DeadlockError)
             if alone or set(self._used.members) <= agreed_among(error):
@@ -281,7 +282,7 @@ class DeferredFailures:
             spent, usual = next(communications) - start - 1, self._usual.get(name)
             self.note(error, LATE if usual is not None and spent >= usual else SOON)
             if again is not None and not spent and (usual is None or name in self._communicated):
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(*FAILURES):
                     fun(again())
             # The exception may have marked the channel as unusable, but the agreement needs it.
             if fault is None and self._used.fault is not None:
@@ -294,7 +295,7 @@ class DeferredFailures:
             self._communicated.add(name)
         return out
 
-    def note(self, error: Exception, seconds: float = LATE) -> None:
+    def note(self, error: BaseException, seconds: float = LATE) -> None:
         """Record an error; the job ends if there is no agreement within `seconds`."""
         if self.error is not None:
             return

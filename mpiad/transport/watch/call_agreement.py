@@ -11,6 +11,7 @@ Channels with the same ranks share one communicator for this, so calls on differ
 
 from __future__ import annotations
 
+import logging
 import pickle
 import sys
 import threading
@@ -35,6 +36,7 @@ from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.timed_waits import Awaited, GuardedRequest, cancel_receives, poll_for
 
 _SHOWN = 8
+_log = logging.getLogger("mpiad")
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
@@ -76,6 +78,48 @@ def aligned(rows: list[Row], left: int = sys.maxsize) -> list[str]:
 # Calls whose lines may differ between ranks: those with a root, at the start or end of the program, and after an exception.
 _ROOTED = {"mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize"}
 _ROOTED |= {"mpi_init", "reset", "the end of the program", "comm.Free"}
+
+
+_TO_ROOT, _FROM_ROOT = {"mpi_sum", "mpi_reduce", "mpi_gather"}, {"mpi_bcast", "mpi_scatter"}
+_NO_RESULT = {
+    "mpi_send",
+    "mpi_isend",
+    "mpi_irecv",
+    "mpi_iallreduce",
+    "mpi_barrier",
+}  # what is received is returned by a wait
+
+
+def _receives(call: Call) -> bool:
+    """Return whether the result of a forward call contains data of other ranks on this rank."""
+    given, params, name = call.arguments, call._params, call.name
+    if params is None:  # an operator, such as a halo exchange
+        return True
+    if len(given.members) < 2 or name in _NO_RESULT:
+        return False
+    if name in _TO_ROOT or name in _FROM_ROOT:
+        return (params.channel.rank == given.root) == (name in _TO_ROOT)
+    if name in ("mpi_recv", "mpi_exchange", "mpi_sendrecv"):
+        return getattr(params, "source", None) is not None
+    return getattr(params, "call", "") != "mpi_isend"  # of a request
+
+
+class DroppedResults:
+    """An observer that logs, in debug mode and once per line, a call whose result is dropped on a rank that receives."""
+
+    def began(self, call: Call) -> None:
+        """Log the call if its line drops the result."""
+        site = call.site
+        if site.drops_result and call.direction == "forward" and watch_settings.debug() and _receives(call):
+            site.drops_result = False
+            _log.warning(
+                "rank %d: the result of %s at %s is dropped, but it contains what this rank receives. Functions of mpiad "
+                "don't write into their arguments: assign the result, for example x = %s(...).",
+                MPI.COMM_WORLD.rank, call.called, site, call.called,
+            )  # fmt: skip
+
+    def ended(self, call: Call) -> None:
+        """Do nothing."""
 
 
 class Description(NamedTuple):

@@ -13,7 +13,7 @@ from mpiad.transport.core import calls, channels
 from mpiad.transport.core.channels import Channel, Watch, drain, make_communicator
 from mpiad.transport.devices.device_settings import minima_over_ranks
 from mpiad.transport.watch import watch_settings
-from mpiad.transport.watch.call_agreement import Agreement
+from mpiad.transport.watch.call_agreement import Agreement, DroppedResults
 from mpiad.transport.watch.communicator import Guarded
 from mpiad.transport.watch.message_headers import HeadedMessages
 from mpiad.transport.watch.status import Responder
@@ -56,6 +56,7 @@ def apply(wanted: Settings) -> None:
         _responder, _world = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
         # If the user calls MPI.Finalize, MPI first deletes this attribute, which ends the thread.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
+        calls.observers.append(DroppedResults())
     elif not before.watches:
         _responder.start()
     calls.note(_OWNER)

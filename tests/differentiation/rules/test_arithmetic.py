@@ -109,6 +109,23 @@ def test_arctan2_of_booleans_and_half_precision(constants, compiled):
         numpy.testing.assert_allclose(mpiad.hvp(f)(x, v), sign * second * v, 1e-6)
 
 
+@pytest.mark.parametrize("precision", [numpy.float32, numpy.float64])
+def test_arctan2_of_huge_and_tiny_numbers(precision):
+    """The squares would overflow, or vanish."""
+    largest = numpy.finfo(precision).maxexp // 2
+    y, x = (numpy.array(s, precision) for s in ([3.0, -1.0, 0.5, 2.0], [1.0, 2.0, -0.25, 3.0]))
+    for exponent in (largest + 20, -largest - 15, 3):
+        scale = precision(2.0) ** exponent
+        # The derivatives at the multiples are the derivatives at y and x, divided by the factor.
+        expected = [slope / (y**2 + x**2) / scale for slope in (x, -y)]
+        for fun in (np.arctan2, mpiad.jit(np.arctan2)):
+            for _ in range(2):
+                found = mpiad.grad(lambda v, u, fun=fun: np.sum(fun(v, u)), (0, 1), objective="sum")(y * scale, x * scale)
+                numpy.testing.assert_allclose(found, expected, rtol=8 * numpy.finfo(precision).eps)
+            _, tangent = mpiad.make_jvp(lambda v, fun=fun, x=x * scale: fun(v, x))(y * scale)(numpy.ones_like(y))
+            numpy.testing.assert_allclose(tangent, expected[0], rtol=8 * numpy.finfo(precision).eps)
+
+
 @pytest.mark.parametrize("op", BINARY)
 @pytest.mark.parametrize("x", [2.5, 2.5 + 1j, numpy.float64(2.5), numpy.array(2.5)], ids=repr)
 def test_scalars(op, x):

@@ -1,7 +1,9 @@
 """Functions of NumPy whose rules in autograd are wrong, crash or are missing; and the table of all in the reference."""
 
+import itertools
 import zlib
 
+import autograd
 import autograd.numpy as np
 import derivative_sweep
 import numpy
@@ -72,6 +74,96 @@ def test_norms_of_vectors_with_zeros(order, compiled):
     close(mpiad.make_jvp(mpiad.grad(fun))(x)(v)[1], product)
     # The second derivative of |x|^1.5 at 0 is infinite.
     assert order > 2 or mpiad.hvp(fun)(x, numpy.ones(4))[0] > 1e300
+
+
+def norms():
+    """Yield the shapes, orders and axes of norms that NumPy computes, and that have a derivative."""
+    every = itertools.product(
+        ((), (3,), (2, 3), (2, 2, 3)), (None, 2, 3, 1.5, "fro", "nuc"), (None, 0, -1, (0, 1), (-2, -1))
+    )
+    for shape, order, axis in every:
+        try:
+            numpy.linalg.norm(numpy.zeros(shape), order, axis)
+        except ValueError:
+            continue
+        if order != 2 or isinstance(axis, int) or len(shape) < 2:
+            yield shape, order, axis
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", [float, complex])
+@pytest.mark.parametrize("power", [1, 2])
+def test_norms_at_zero(power, kind, compiled):
+    for shape, order, axis in [*norms()][:: 16 if compiled else 1]:
+        x = numpy.zeros(shape, kind)[()]
+        v = numpy.full(shape, kind(1 + 0.5j) if kind is complex else 1.0)[()]
+        fun = lambda x, order=order, axis=axis: np.sum(linalg.norm(x, order, axis) ** power)  # noqa: E731
+        fun = mpiad.jit(fun) if compiled else fun
+        for found in (mpiad.grad(fun)(x), mpiad.jvp(fun, x, v)[1], mpiad.linearize(fun)(x).jvp(v)):
+            assert numpy.array_equal(found, numpy.zeros(numpy.shape(found)))
+        for second in SECOND:
+            try:
+                assert numpy.all(numpy.isnan(second(fun, x, v))), (shape, order, axis)
+            except (NotImplementedError, numpy.linalg.LinAlgError):
+                assert order == "nuc"
+
+
+SECOND = (
+    lambda fun, x, v: mpiad.hvp(fun)(x, v),
+    lambda fun, x, v: mpiad.grad(lambda x: np.sum(np.real(mpiad.grad(fun)(x) * v)))(x),
+    lambda fun, x, v: mpiad.jvp(mpiad.grad(fun), x, v)[1],
+    lambda fun, x, v: mpiad.jvp(lambda y: mpiad.jvp(fun, y, v)[1], x, v)[1],
+)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_of_zeros_and_deviations_of_equal_numbers(compiled):
+    x, v = numpy.array([[0.0, 0.0], [3.0, -4.0]]), numpy.array([[0.0, 0.0], [0.2, 0.7]])
+    of_rows = lambda x: np.sum(linalg.norm(x, axis=1))  # noqa: E731
+    of_columns = lambda x: np.sum(np.std(np.concatenate([x[1:], x[1:]]) * np.array([1.0, 0.0]) + x, axis=0))  # noqa: E731
+    if compiled:
+        of_rows, of_columns = mpiad.jit(of_rows), mpiad.jit(of_columns)
+    unit = numpy.array([0.6, -0.8])
+    close(mpiad.grad(of_rows)(x), [[0.0, 0.0], unit])
+    assert numpy.all(numpy.isnan(mpiad.hvp(of_rows)(x, v)[0]))
+    close(mpiad.hvp(of_rows)(x, v)[1], (v[1] - unit * (unit @ v[1])) / 5.0)
+    equal = numpy.ones((2, 2)) * 0.3
+    close(mpiad.grad(mpiad.jit(np.std) if compiled else np.std)(equal), numpy.zeros((2, 2)))
+    assert numpy.all(numpy.isnan(mpiad.hvp(np.std)(equal, v)))
+    close(mpiad.grad(of_columns)(x), [[-0.5, 0.5], [0.5, -0.5]])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cumulative_products_with_zeros(compiled):
+    x, w = numpy.array([0.5, 0.0, -2.0, 0.0, 3.0]), numpy.array([1.0, -2.0, 0.3, 0.7, 1.1])
+    fun = lambda x: np.sum(np.cumprod(x) * w)  # noqa: E731
+    others = [[numpy.prod(numpy.delete(x[: k + 1], i)) if i <= k else 0.0 for i in range(5)] for k in range(5)]
+    close(mpiad.grad(mpiad.jit(fun) if compiled else fun)(x), w @ numpy.array(others))
+    close(mpiad.jvp(np.cumprod, x, w)[1], numpy.array(others) @ w)
+
+
+NEW = "take nansum nanmean cumprod trapezoid copy positive divmod split trace linalg.slogdet linalg.eigh".split()
+
+
+def test_functions_with_all_derivatives():
+    shapes = (3,), (2, 3)
+    table = derivative_sweep.run(case for case in derivative_sweep.cases(shapes, ((3, 3),)) if case.name in NEW)
+    assert derivative_sweep.wrong(table) == [] and table.keys() == set(NEW)
+    refused = ("np.trapezoid(x, array([0.1, 0.5]), axis=0)",)  # two points for three values
+    for name, row in table.items():
+        found = {(outcome, case.call) for each in row.values() for outcome, case in each if case.call not in refused}
+        assert {outcome for outcome, _ in found} == {"right"}, name
+
+
+@pytest.mark.parametrize("call", [
+    "np.take(x, [0, -1, 0], axis=1)", "np.nansum(np.where(mask, x, np.nan), 0)", "np.nanmean(np.where(mask, x, np.nan))",
+    "np.cumprod(x, 1)", "np.trapezoid(x, a)", "np.copy(x) * x", "np.trace(x[None] * x[:, :1, None], 1, 2, 1)",
+    "np.split(x, [2, 1], 1)[2] ** 2", "x[(0, 1, 0), (2, 2, 1)] ** 2",
+    "np.divmod(x, 0.7)[1]", "linalg.slogdet(x @ x.T)[1]", "linalg.eigh(x @ x.T)[0]", "abs(linalg.eigh(x @ x.T)[1]) ** 2",
+])  # fmt: skip
+def test_compiled_functions(call):
+    case = derivative_sweep.Case("compiled", call, (2, 3), "real")
+    assert derivative_sweep.linearized_and_compiled(case) == ("right", "right")
 
 
 def test_cholesky_of_hermitian_matrices():
@@ -176,11 +268,12 @@ def test_powers_of_negative_numbers_with_complex_exponents():
 
 @pytest.mark.parametrize(("fun", "said"), [
     (lambda x: np.nan_to_num(x, nan=1.0), "nan_to_num can't be differentiated with these arguments"),
-    (lambda x: np.trace(x[None], 0, 1, 2), "trace can't be differentiated with these arguments"),
+    (lambda x: linalg.svd(x)[0], "svd can't be differentiated with these arguments"),
+    (lambda x: np.trapezoid(x, numpy.array([0.1, 0.5])), "trapezoid can't be differentiated with 3 values at 2 points"),
     (lambda x: linalg.norm(x, np.inf, 0), "norm can't be differentiated with ord=inf of a vector"),
     (lambda x: np.prod(x, where=x > 0), "prod can't be differentiated with where"),
     (lambda x: np.diff(x, prepend=0.0), "diff can't be differentiated with prepend"),
-    (np.cumprod, "cumprod can't be differentiated with respect to argument"),
+    (np.nancumprod, "nancumprod can't be differentiated with respect to argument"),
     (np.cbrt, "cbrt can't be differentiated with respect to argument"),
     (lambda x: np.add(x, 1.0, dtype=float), "add can't be differentiated with these arguments"),
 ])  # fmt: skip
@@ -197,6 +290,93 @@ def test_a_singular_matrix_stays_numpys_error():
 def test_lists_of_traced_arrays_give_no_array_of_objects():
     with pytest.raises(TypeError, match="list of traced arrays"):
         mpiad.jvp(lambda x: np.dstack([x, x]), A, V)
+
+
+# ---- methods, attributes and operators
+
+
+def test_every_attribute_of_arrays_is_on_the_page():
+    text = derivative_sweep.PAGE.read_text().partition("## Methods, attributes")[2]
+    texts = derivative_sweep.METHODS, derivative_sweep.CONSTANT_METHODS, derivative_sweep.NOT_OF_TRACED
+    names = [name for each in texts for name in derivative_sweep.calls_by_name(each)]
+    assert len(names) == len(set(names)) and set(names) == derivative_sweep.attributes()
+    for name in names:
+        assert f"`{derivative_sweep.written(name)}`".replace("|", "\\|") in text or not derivative_sweep.written(name), name
+
+
+@pytest.mark.parametrize("text", ["METHODS", "CONSTANT_METHODS"])
+@pytest.mark.limit(300)
+def test_methods_and_operators(text):
+    shapes = (), (3,), (2, 3)
+    cases = list(derivative_sweep.method_cases(getattr(derivative_sweep, text), shapes))
+    table = derivative_sweep.run(cases)
+    assert derivative_sweep.wrong(table) == []
+    assert all(outcome == "right" for row in table.values() for found in row.values() for outcome, _ in found)
+    assert table.keys() == derivative_sweep.calls_by_name(getattr(derivative_sweep, text)).keys()
+
+
+@pytest.mark.interpreted  # compiled functions are among the outcomes
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("text", ["METHODS", "CONSTANT_METHODS"])
+def test_linearized_and_compiled_methods(text):
+    for case in derivative_sweep.method_cases(getattr(derivative_sweep, text), ((), (2, 3))):
+        others = ("__pos__", "copy", "real") if not case.shape else ("conj", "copy", "dot", "imag", "real")
+        chosen = case.name in others or case.shape and case.kind == "real"
+        if chosen and derivative_sweep.outcomes(case, modes=1) is not None:
+            assert derivative_sweep.linearized_and_compiled(case) == ("right", "right"), case
+
+
+@pytest.mark.parametrize("name", derivative_sweep.calls_by_name(derivative_sweep.NOT_OF_TRACED))
+def test_other_attributes_are_refused_by_name(name):
+    (call,) = derivative_sweep.calls_by_name(derivative_sweep.NOT_OF_TRACED)[name]
+    derivatives = (
+        mpiad.grad,
+        lambda fun: lambda x: mpiad.jvp(fun, x, x),
+        lambda fun: lambda x: mpiad.hvp(fun)(x, x),
+        mpiad.linearize,
+        lambda fun: mpiad.grad(mpiad.jit(fun)),
+    )
+    said = {
+        "setitem": "item assignment",
+        "delitem": "item deletion",
+        "index": "indices must be integers",
+        "invert": "unary ~",
+    }
+    said.update({name: f" {sign}: " for name, sign in derivative_sweep.SIGNS.items()})
+    inner = name.strip("_")
+    plain = said.get(inner) or said.get(inner.removeprefix("r"), inner)
+    for derivative in derivatives:
+        text = derivative_sweep.refusal_of(call, derivative)
+        assert plain in text, text
+        assert name.startswith("__") or any(word in text for word in ("stop_gradient", "np.", "can't be differentiated")), (
+            text
+        )
+
+
+def test_numbers_are_not_iterable():
+    for x in (1.5, numpy.float64(1.5), numpy.array(1.5)):
+        with pytest.raises(TypeError, match=r"no len\(\)|unsized"):
+            mpiad.grad(lambda x: sum(part for part in x))(x)
+
+
+def test_traces_of_plain_autograd_keep_their_attributes():
+    x = numpy.array([[1.0, 2.0], [3.0, 4.0]])
+    for fun in (lambda x: x.copy(), lambda x: x.real, lambda x: +x, lambda x: round(x)):
+        with pytest.raises(AttributeError, match="'ArrayBox' object has no attribute"):
+            autograd.grad(lambda x, fun=fun: np.sum(fun(x)))(x)
+    for fun in (lambda x: x // 2.0, lambda x: 2.0 // x, lambda x: divmod(x, 2.0)[1]):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            autograd.grad(lambda x, fun=fun: np.sum(fun(x)))(x)
+    with pytest.raises(TypeError, match="positional arguments"):
+        autograd.grad(lambda x: np.sum(x.transpose(1, 0)))(x)
+    close(autograd.grad(lambda x: np.sum(x.transpose((1, 0)) * x))(x), 2 * x.T)
+    assert autograd.grad(lambda x: sum(part * part for part in x) * (3.0 in x) * (9.0 not in x))(x[1]).tolist() == [
+        6.0,
+        8.0,
+    ]
+    # A trace of this library inside one of plain autograd, and the reverse.
+    close(autograd.grad(lambda x: mpiad.grad(lambda y: np.sum(y.real**3))(x)[0, 0])(x), [[6.0, 0.0], [0.0, 0.0]])
+    close(mpiad.grad(lambda x: autograd.grad(lambda y: np.sum(y**3))(x).copy()[0, 0])(x), [[6.0, 0.0], [0.0, 0.0]])
 
 
 # ---- the table

@@ -66,6 +66,16 @@ def test_advanced(idx):
     check(lambda x: x[idx], X)
 
 
+@pytest.mark.parametrize("idx", [
+    ((0, 1, 0), (2, 2, 1)), (slice(None), (0, 2)), (Ellipsis, (1, 0, 1)), ((3, -1), [0, 0]),
+    ((0, 1), 1, slice(1, None)), ((0, 1),),
+    ((True, False, True, True),), (None, (1, 1)),
+])  # fmt: skip
+def test_index_that_holds_a_tuple(idx):
+    as_lists = tuple([list(part) if isinstance(part, tuple) else part for part in idx])
+    check(lambda x: x[idx] ** 2, X, lambda x: x[as_lists] ** 2)
+
+
 def test_list_of_booleans():
     # Autograd's adjoint takes it for a list of integers.
     idx = [True, False, True, True]

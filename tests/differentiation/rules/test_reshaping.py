@@ -92,3 +92,23 @@ def test_scalars():
     check(lambda x: np.ravel(x), numpy.float32(2.0))
     check(lambda x: np.squeeze(x), numpy.ones((1, 1)))
     check(lambda x: x.T, numpy.float64(2.0))
+
+
+@pytest.mark.parametrize("sections", [[2, 1], [3, 1, 2], [-1, 1], [4, 0], [5, 2], (1, 3), 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_split_at_indices_that_decrease(sections, compiled):
+    x = numpy.random.default_rng(0).normal(size=(3, 4))
+    parts = numpy.split(x, sections, axis=1)
+    expected = numpy.zeros_like(x)
+    for k, columns in enumerate(numpy.split(numpy.arange(4), sections)):
+        expected[:, columns] += 2 * (k + 1) * x[:, columns]
+
+    def loss(x):
+        return sum((k + 1) * np.sum(part**2) for k, part in enumerate(np.split(x, sections, axis=1)))
+
+    found = mpiad.grad(mpiad.jit(loss) if compiled else loss)(x)
+    numpy.testing.assert_allclose(found, expected, 1e-14)
+    tangents = mpiad.jvp(lambda x: np.split(x, sections, axis=1), x, 3 * x)[1]
+    assert type(tangents) is list
+    for part, tangent in zip(parts, tangents):
+        numpy.testing.assert_allclose(tangent, 3 * part, 1e-14)

@@ -101,16 +101,19 @@ def test_a_fork_leaves_alone(mpirun):
 IN_A_CALL = """
 import autograd.numpy as anp
 import numpy as np
+from mpiad import parallel
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
+from mpiad.extend import custom_operator
 from mpiad.linalg import newton
 from mpiad.optimize import minimize
 from mpiad.timestepping import scan
 
 sys.modules["mpiad.transport.exits.departure"]._GRACE = 0.5
+training = parallel.DistributedOptimizer(parallel.SGD(0.1))
 
 def leave(u, *args):
     if rank == 1:
-        sys.exit(3)
+        sys.exit(int(sys.argv[2]))
     return -u
 
 def loss(u):
@@ -119,6 +122,14 @@ def loss(u):
 
 calls = {
     "scan": lambda: mpiad.value_and_grad(lambda u: loss(scan(leave, u, 3)))(np.ones(2)),
+    "value_and_grad": lambda: mpiad.value_and_grad(loss)(np.ones(2)),
+    "jvp": lambda: mpiad.jvp(loss, np.ones(2), np.ones(2)),
+    "jit": lambda: mpiad.jit(loss)(np.ones(2)),
+    "operator": lambda: custom_operator(loss)(np.ones(2)),
+    "value": lambda: parallel.value(lambda w, x: anp.mean(leave(w * x)))(1.0, np.ones(3)),
+    "step": lambda: training.step(
+        training.setup(np.ones(2)), np.ones(2), lambda w, x: anp.mean(leave(w * x)), np.ones((3, 2))
+    ),
     "newton": lambda: newton(lambda u: u**3 + leave(u), np.ones(3)),
     "ensemble": lambda: solve(
         EnsembleProblem(ODEProblem(leave, np.ones(1), (0.0, 1.0))), ensemblealg=EnsembleMPI(), trajectories=4,
@@ -133,12 +144,44 @@ mpiad.mpi_barrier()
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("call", ["scan", pytest.param("newton", marks=pytest.mark.thorough), "ensemble", "minimize"])
-def test_an_exit_in_a_call_ends_the_job_with_its_code(call, mpirun):
-    done = mpirun(2, START + IN_A_CALL, call)
-    assert done.returncode == 3, done.stderr
-    assert "SystemExit: 3" in done.stderr if call == "minimize" else "rank 1 left the program by sys.exit(3)" in done.stderr
-    assert re.search(r"program_0.py(\", line |:)19\b", done.stderr)
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("scan", 3),
+        ("value_and_grad", 0),
+        ("ensemble", 0),
+        ("minimize", 3),
+        *[
+            pytest.param(call, code, marks=pytest.mark.thorough)
+            for call in ("scan", "jit", "jvp", "value", "step", "operator", "newton", "ensemble", "minimize")
+            for code in (0, 3)
+        ],
+    ],
+)
+def test_an_exit_in_a_call_ends_the_job(call, code, mpirun):
+    program = START + IN_A_CALL
+    done, line = mpirun(2, program, call, str(code)), program[: program.index("sys.exit")].count("\n") + 1
+    assert done.returncode == (code or 1), done.stderr
+    all_raise = call in ("newton", "ensemble", "minimize")
+    left = f"rank 1 left the program by sys.exit({code}) at program_0.py:{line} in leave, in "
+    assert (f"SystemExit: {code}" if all_raise else left) in done.stderr
+    assert re.search(rf"program_0.py(\", line |:){line}\b", done.stderr)
+
+
+ALL_EXIT = """
+def loss(x):
+    time.sleep(0.5 * rank)
+    mpiad.mpi_barrier()
+    sys.exit(int(sys.argv[1]))
+
+mpiad.value_and_grad(loss)(1.0)
+"""
+
+
+@pytest.mark.launches
+def test_all_may_exit_in_a_call(mpirun):
+    done = mpirun(2, START + ALL_EXIT, "0")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 WAITING_THREAD = """

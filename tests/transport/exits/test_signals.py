@@ -3,11 +3,15 @@
 import os
 import re
 import signal
+import sys
 import time
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from machine_load import takes_at_most
 
+from mpiad.transport.core import calls
 from mpiad.transport.exits import signals
 
 launches = pytest.mark.launches
@@ -75,6 +79,44 @@ mpiad.mpi_recv(0.0, 1)
     done = mpirun(2, program)
     assert done.returncode == 143
     assert done.stderr.count(f"mpiad: rank 1 received SIGTERM at program_0.py:{line_of(program)} in work.") == 1
+
+
+IN_THE_COMPILER = """
+import sys, threading, autograd.numpy as np
+main = threading.main_thread().ident
+def end_in(name):
+    while name not in sys._current_frames()[main].f_code.co_filename:
+        time.sleep(0.001)
+    os.kill(os.getpid(), 15)
+if rank == 1:
+    threading.Thread(target=end_in, args=("llvmlite",), daemon=True).start()
+def work(x):
+    for k in range(150):
+        x = np.sin(x) * x + np.roll(x, k) / (1 + x**2)
+    return x
+mpiad.jit(work)(np.ones(500))  # here
+mpiad.mpi_recv(0.0, 1)
+"""
+
+
+@launches
+def test_sigterm_during_compilation_names_the_line_of_the_user(mpirun, tmp_path):
+    program = START + IN_THE_COMPILER
+    done = mpirun(2, program, env={"MPIAD_CACHE": str(tmp_path)})
+    place = f"program_0.py:{line_of(program)}, in the compilation of a kernel"
+    assert (done.returncode, done.stderr.count(f"mpiad: rank 1 received SIGTERM at {place}. The job ends.")) == (143, 1)
+
+
+@pytest.mark.one_rank
+def test_named_tuples_and_dataclasses_are_not_lines_of_the_user():
+    """Python generates their code, which has no file: an interrupt in the compiler often comes there."""
+
+    class Frame(NamedTuple):
+        x: object
+
+    found = sys._getframe()
+    generated = SimpleNamespace(f_code=Frame.__new__.__code__, f_globals=Frame.__new__.__globals__, f_back=found)
+    assert calls.site_of(generated).text.startswith("test_signals.py")
 
 
 @launches

@@ -1,0 +1,82 @@
+"""Attributes, methods and operators of NumPy's arrays that autograd's traced arrays lack, for this library's traces.
+
+Autograd makes a box (a traced value) of the class that is registered for the type of the value, whatever the trace is. A
+subclass of `ArrayBox` for arrays would also be the class of values in traces of plain autograd, and `ArrayBox` itself in no
+trace, for which autograd and others test. Therefore the attributes are set on `ArrayBox`, as autograd sets its own methods,
+but they first look at the node of the box: for a trace of plain autograd, they are autograd's attribute, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Function
+from mpiad.differentiation.forward import TangentNode
+from mpiad.differentiation.tape import OrderedNode
+
+_NODES = (OrderedNode, TangentNode)
+
+
+class TracedAttribute:
+    """An attribute of values of this library's traces; `read`: the function of a box that returns it."""
+
+    def __init__(self, name: str, read: Function):
+        self.name, self.read, self.inherited = name, read, ArrayBox.__dict__.get(name)
+
+    def __get__(self, box: Any, kind: type) -> Any:
+        """Return the attribute of a box, or the inherited one."""
+        if box is not None and isinstance(box._node, _NODES):
+            return self.read(box)
+        if self.inherited is None:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
+        return self.inherited.__get__(box, kind)
+
+
+def _operator(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Any, Any], Any]:
+    def operator(x: Any, other: Any) -> Any:
+        if not isinstance(x._node, _NODES):
+            return NotImplemented
+        return function(other, x) if swapped else function(x, other)
+
+    return operator
+
+
+def _transposed(x: Array, *axes: Any) -> Array:
+    return anp.transpose(x, axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes or None)
+
+
+def _contains(x: Any, item: Any) -> bool:
+    return getval(item) in getval(x) if isinstance(x._node, _NODES) else item in iter(x)
+
+
+# The first argument is the traced array. Like NumPy's methods, `copy` returns a scalar for a scalar, unlike the function.
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__iter__": lambda x: (x[i] for i in range(len(x))),  # TypeError for a scalar
+    "__pos__": anp.positive,
+    "__round__": lambda x, *digits: round(getval(x), *digits),
+    "compress": lambda x, condition, axis=None: anp.take(x, np.flatnonzero(condition), axis),
+    "conj": anp.conj,
+    "conjugate": anp.conj,
+    "copy": lambda x, order="C": anp.positive(x),
+    "dot": anp.dot,
+    "transpose": _transposed,
+}
+_PARTS = {"real": anp.real, "imag": anp.imag, "mT": lambda x: anp.swapaxes(x, -1, -2)}
+
+for _name, _function in _METHODS.items():
+    setattr(ArrayBox, _name, TracedAttribute(_name, partial(partial, _function)))
+for _name in "device flags itemsize nbytes strides".split():
+    _PARTS[_name] = lambda x, name=_name: getattr(getval(x), name)
+for _name, _function in _PARTS.items():
+    setattr(ArrayBox, _name, TracedAttribute(_name, _function))
+for _name, _function in {"floordiv": anp.floor_divide, "divmod": anp.divmod}.items():
+    setattr(ArrayBox, f"__{_name}__", _operator(_function))
+    setattr(ArrayBox, f"__r{_name}__", _operator(_function, swapped=True))
+ArrayBox.__contains__ = _contains

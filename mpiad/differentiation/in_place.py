@@ -1,0 +1,329 @@
+"""Changes of arrays in place, in functions that are traced: operators such as `+=`, views, and arrays to write into.
+
+An in-place operator gives the traced array a new value and a new node, so the array changes under all its names, and
+records keep the old value. Arrays that share memory with the old value would have to change, too. They become *stale*: any
+use of a stale array raises an error. To find them, each trace notes results that share memory with an argument (views, and
+arguments that are returned), since NumPy decides which results do.
+
+Functions that write into an array that they are given would write values without derivatives, and are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+from weakref import ref
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.core import VJPNode
+from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.tracer import Box, getval, notrace_primitives
+
+from mpiad._typing import Array, Function
+from mpiad.compiling.closure import content_of
+from mpiad.pytrees import flatten
+from mpiad.transport.core import calls
+from mpiad.transport.core.tracing import tracing
+
+_boxes = Box.types
+
+# Functions that write into an array that they are given.
+
+_WRITING = frozenset(getattr(np, name) for name in "copyto fill_diagonal place put put_along_axis putmask".split())
+_KEYWORD_ONLY = sys.maxsize
+
+
+@functools.cache
+def _outputs(fun: Callable) -> tuple[tuple[str, int], ...]:
+    """Return names and positions of the parameters by which a function gets arrays to write into."""
+    fun = getattr(fun, "fun", fun)  # autograd's primitives have NumPy's function as an attribute
+    if fun in _WRITING or isinstance(getattr(fun, "__self__", None), np.ufunc) and fun.__name__ == "at":
+        return (("", 0),)
+    if isinstance(fun, np.ufunc):
+        return tuple([("out", fun.nin + k) for k in range(fun.nout)])
+    if (getattr(fun, "__module__", None) or "numpy").split(".")[0] not in ("numpy", "scipy"):
+        return ()
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        return (("out", _KEYWORD_ONLY),)
+    names = [(x.name, _KEYWORD_ONLY if x.kind is x.KEYWORD_ONLY else k) for k, x in enumerate(parameters)]
+    copies = fun is np.nan_to_num
+    return tuple([(name, k) for name, k in names if name == "out" or name.startswith("overwrite_") or copies and name == "copy"])
+
+
+def writes_into_argument(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call writes into an array that it is given."""
+    for name, position in _outputs(fun):
+        x = args[position] if len(args) > position else kwargs.get(name)
+        if x is not None and x is not (name == "copy"):  # arrays, or True for `overwrite_input`, or False for `copy`
+            return True
+    return False
+
+
+def refuse_writing(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise a TypeError for a call with traced values that writes into an array that it is given."""
+    if writes_into_argument(fun, args, kwargs):
+        name = getattr(fun, "__name__", repr(fun))
+        raise TypeError(
+            f"{name} gets an array to write into, which can't hold the derivatives of traced values. Take its result, "
+            f"y = {name}(x, ...), or make a new array by np.where, np.concatenate or np.stack of autograd.numpy."
+        )
+
+
+# Arrays that share memory.
+
+# Functions that read shapes and dtypes only, so their arguments may be stale.
+_OF_SHAPES = frozenset(
+    [anp.shape, anp.ndim, anp.size, anp.result_type, anp.iscomplexobj, anp.isscalar, anp.zeros_like, anp.ones_like, anp.empty_like]
+)
+
+
+class SharedMemory(list):
+    """The arrays of one trace that share memory: pairs of weak references to a node and to its value."""
+
+    changed = ""  # the user's line that has changed some of the arrays in place
+    has_constants = False  # whether an array that isn't traced shares the memory
+    limit = 64  # of the length, beyond which pairs without a value are removed
+
+    def add(self, node: Any, values: list[Any]) -> None:
+        """Add the values of a node, and those that are known to share memory with them."""
+        known = getattr(node, "memory", None)
+        if known is self:
+            return
+        self += [(ref(node), ref(x)) for x in values] if known is None else known
+        node.memory = self
+        for other in [] if known is None else [pair[0]() for pair in known]:
+            if other is not None:
+                other.memory = self
+        if len(self) > self.limit:
+            self[:] = [pair for pair in self if pair[1]() is not None]
+            self.limit = 2 * len(self) + 64
+
+
+def _arrays_in(x: Any) -> list[Any]:
+    if type(x) is np.ndarray:
+        return [x]
+    x = getval(x)
+    parts = map(getval, x) if isinstance(x, (tuple, list)) else [x]
+    return [part for part in parts if hasattr(part, "strides") and not isinstance(part, np.generic)]
+
+
+def is_unusual(value: Any, args: tuple) -> bool:
+    """Return whether a result may share memory with an argument, or there is no result."""
+    # Most results have memory of their own, and aren't passed to `noted`.
+    return value is None or getattr(value, "base", value) is not None or value is args[0] or value is args[-1]
+
+
+def noted(
+    node: Any, value: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: Sequence[int], parents: Sequence[Any]
+) -> tuple:
+    """Check a call that is recorded, and note whether its result shares memory; return the arguments for the record."""
+    if kwargs or len(args) > 2 or value is args[-1] or value is None:
+        refuse_writing(fun, args, kwargs)
+    if is_unusual(value, args):
+        note_sharing(node, value, args, argnums, parents)
+    if type(value) not in _boxes:
+        return args
+    return tuple(map(as_it_is, args))
+
+
+def as_it_is(x: Any) -> Any:
+    """Return an array in its present state: arrays of an enclosing trace may change in place after they are recorded."""
+    return type(x)(x._value, x._trace, x._node) if type(x) in _boxes else x
+
+
+def note_sharing(node: Any, value: Any, args: tuple, argnums: Sequence[int], parents: Sequence[Any]) -> None:
+    """Note which arguments share memory with the result of a call."""
+    made, memory = _arrays_in(value), None
+    for k, parent in zip(argnums, parents):
+        values = _arrays_in(args[k])
+        if _may_share(made, values):
+            memory = memory or getattr(parent, "memory", None) or SharedMemory()
+            memory.add(node, made)
+            memory.add(parent, values)
+    if memory is None and any(_may_share(made, _arrays_in(x)) for k, x in enumerate(args) if k not in argnums):
+        memory = SharedMemory()
+        memory.add(node, made)
+        memory.has_constants = True
+
+
+def _may_share(made: list[Any], values: list[Any]) -> bool:
+    for x in made:
+        for y in values:
+            if x is y or type(x) is type(y) and (getattr(x, "base", None) is y or np.may_share_memory(x, y)):
+                return True
+    return False
+
+
+def changed(node: Any, value: Any) -> None:
+    """Make all arrays stale that share memory with a value that is replaced in place."""
+    memory: SharedMemory | None = getattr(node, "memory", None)
+    if memory is None:
+        return
+    line = calls.site_of(sys._getframe(2)).text
+    if memory.has_constants:
+        raise RuntimeError(
+            f"{line} changes a traced array in place that shares memory with a plain array, which can't hold derivatives. "
+            "Write y = y + 1 instead of y += 1, or copy the plain array before."
+        )
+    memory.changed, values = line, _arrays_in(value)
+    for other, x in [(node_of(), value_of()) for node_of, value_of in memory]:
+        if other not in (None, node) and x is not None and any(np.shares_memory(x, y) for y in values):
+            other.__class__ = other.stale
+
+
+def raise_stale(node: Any) -> Any:
+    """Raise a RuntimeError for a stale array; the `tape` of its node."""
+    raise RuntimeError(
+        "an array is used whose memory was changed in place under another name (a view of it, or its base), by "
+        f"{node.memory.changed}; a traced array doesn't see this change. Use the array that was changed, or write "
+        "y = y + 1 instead of y += 1."
+    )
+
+
+class _Untraced:
+    """The functions without derivatives, for a type of nodes: autograd calls them with plain values if `in` is true."""
+
+    def __init__(self, kind: type):
+        self._functions = notrace_primitives[kind]
+
+    def __contains__(self, fun: Any) -> bool:
+        if fun not in self._functions:
+            return False
+        # Nothing else checks the arguments of these calls, among which may be stale arrays, and arrays to write into.
+        call = sys._getframe(1).f_locals
+        refuse_writing(fun, call["args"], call["kwargs"])
+        if fun not in _OF_SHAPES:
+            for x in call["args"]:
+                if type(x) in _boxes:
+                    getattr(x._node, "tape", None)  # raises for a stale array
+        return True
+
+
+def register(kind: type, foreign: type, stale: type) -> None:
+    """Register a type of nodes with autograd, and the type of its stale nodes; `foreign`: autograd's type."""
+    notrace_primitives[kind] = _Untraced(foreign)  # type: ignore[assignment]
+    notrace_primitives[stale] = _OF_SHAPES  # type: ignore[assignment]
+
+
+# Under ``MPIAD_DEBUG=1``, checksums of the arrays that a record holds: the program may change them after they are read.
+
+
+class Reads:
+    """The arrays that adjoints hold, each with checksums and the user's lines that read it."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[Array, list[tuple[int, str]]]] = {}
+
+    def note(self, pull: Any) -> None:
+        """Note the arrays that an adjoint holds."""
+        line = calls.site_of(sys._getframe(1)).text
+        for x in _held(pull, set()):
+            self._arrays.setdefault(id(x), (x, []))[1].append((_checksum(x), line))
+
+    def problem(self) -> str:
+        """Return a text that names an array that has changed, and the line that read it; "" if none has."""
+        for x, read in self._arrays.values():
+            present = _checksum(x)
+            for checksum, line in read:
+                if checksum != present:
+                    return (
+                        f"{line} reads an array of shape {x.shape} and dtype {x.dtype} that was changed in place afterwards, "
+                        "but the derivative needs the values that were read. Write c = c * 2 instead of c *= 2, or pass a "
+                        "copy of the array."
+                    )
+        return ""
+
+    def require_unchanged(self) -> None:
+        """Raise a RuntimeError if an array has changed."""
+        problem = self.problem()
+        if problem:
+            raise RuntimeError(problem)
+
+
+def _checksum(x: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) if x.size else 0
+
+
+def _held(x: Any, seen: set[int]) -> Iterator[Array]:
+    """Yield the arrays in the closure of a function."""
+    x = getval(x)
+    if isinstance(x, np.ndarray):
+        if x.dtype != object:
+            yield x
+    elif isinstance(x, (tuple, list, dict, functools.partial, FunctionType)) and id(x) not in seen:
+        seen.add(id(x))
+        if isinstance(x, functools.partial):
+            parts: Any = (x.func, x.args, x.keywords)
+        elif isinstance(x, FunctionType):
+            parts = [content_of(cell) for cell in x.__closure__ or ()]
+        else:
+            parts = list(x.values()) if isinstance(x, dict) else x
+        for part in parts:
+            yield from _held(part, seen)
+
+
+# In-place operators. They act on nodes of this library only; otherwise y += 1 means y = y + 1, as in plain autograd.
+
+
+def _in_place(name: str, change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    operation = getattr(anp, name)
+
+    def method(self: Any, other: Any) -> Any:
+        node, plain = self._node, getval(self)
+        # Scalars are immutable. A traced array of a compiled program has a `value`.
+        if not hasattr(type(node), "stale") or isinstance(getattr(plain, "value", plain), (float, complex, np.generic)):
+            return NotImplemented
+        shape, dtype = self.shape, self.dtype
+        new = operation(self, other)
+        writable = getattr(getattr(plain, "flags", None), "writeable", True)
+        fits = np.shape(getval(new)) == shape and np.can_cast(anp.result_type(new), dtype, "same_kind")
+        if not fits or not writable or operation is anp.matmul and len(shape) < 2:
+            similar = np.zeros(shape, dtype)
+            similar.flags.writeable = writable
+            change(similar, np.ones(np.shape(getval(other)), anp.result_type(other)))  # raises NumPy's error
+        if type(new) not in _boxes:  # a value without derivatives
+            new = type(self)(new, self._trace, type(node).constant())
+        if new.dtype != dtype:
+            new = new.astype(dtype)
+        if not shape:
+            new = anp.reshape(new, ())  # NumPy's operations return scalars instead of arrays of shape ()
+        changed(node, plain)
+        self._value, self._trace, self._node = new._value, new._trace, new._node
+        return self
+
+    return method
+
+
+for _operator, _name in {
+    "iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "true_divide", "ifloordiv": "floor_divide",
+    "imod": "mod", "ipow": "power", "imatmul": "matmul",
+}.items():  # fmt: skip
+    setattr(ArrayBox, f"__{_operator}__", _in_place(_name, getattr(operator, _operator)))
+
+
+CHANGED_ARGUMENT = "it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1"
+
+
+def keeping_arguments(fun: Function) -> Function:
+    """Return a function that refuses to change its traced arguments in place, since the caller wouldn't see the change."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        arguments = [x for x in flatten((args, kwargs))[0] if type(x) in _boxes]
+        nodes = [x._node for x in arguments]
+        made = fun(*args, **kwargs)
+        if any(x._node is not node for x, node in zip(arguments, nodes)):
+            if tracing.recorder is not None:
+                tracing.recorder.refuse(CHANGED_ARGUMENT)
+            raise TypeError(f"jit: {getattr(fun, '__name__', 'a function')} can't be compiled: {CHANGED_ARGUMENT}.")
+        return made
+
+    return called
