@@ -121,7 +121,7 @@ class Recorder:
     ended = False  # see `ProgramRecorder`
 
     def __init__(self, exact: bool = False) -> None:
-        self._exact = exact  # whether quotients by scalars aren't products (see `_as_product`)
+        self.exact = exact  # whether quotients by scalars aren't products (see `_as_product`)
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
         self.constants: list[Array] = []  # arrays that aren't traced, as copies if they can change
         # By identity: objects that steps pass on to later steps (pending requests, records of tapes), with their numbers.
@@ -336,7 +336,7 @@ class Recorder:
     def _as_product(self, fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
         """Return a quotient of an array by a real scalar as a product with the reciprocal, and other calls unchanged."""
         # Loops and NumPy compute the same product, so its bits depend neither on the place of an entry nor on the ranks.
-        if fun is not np.true_divide or self._exact:
+        if fun is not np.true_divide or self.exact:
             return fun, args
         x, c = plain(tuple(args))
         dtype = np.result_type(x, c)
