@@ -94,7 +94,7 @@ class Entry:
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
-def _check_of_numbers(recorder: Recorder) -> Callable[[Sequence[Any]], bool] | None:
+def _check_of_numbers(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
     """Return a function of the arguments that repeats a trace's arithmetic with Python numbers; None if it can't fail."""
     kinds = {n: recorder.specs[n][1].kind for n in recorder.weak}
     names: dict[str, Any] = {"int": int, "float": float, "complex": complex, "is_number_of": is_number_of}
