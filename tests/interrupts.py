@@ -43,6 +43,7 @@ from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
+from mpiad.programs import operation as operations
 from mpiad.programs import calls_on_tape, function, playback, program_cache, recorder, traced_array, transforms
 from mpiad.transport import channel
 from mpiad.transport.core import calls, channels, collectives, messages, tracing
@@ -856,11 +857,12 @@ NAMED = {
     playback: "PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end message_counts "
     "PlayingBack.communicate PlayingBack._next PlayingBack._untraced",
     function: "Jitted.__call__ Jitted._replayed",
-    program_cache: "ProgramCache.entry_or_watch ProgramCache.derived_entry "
+    program_cache: "ProgramCache.entry_or_watch ProgramCache.program "
     "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current Entry.__init__ count "
     "optional_program traced_parts",
     calls_on_tape: "_run_on_tape _traced_on_tape",
-    transforms: "Evaluation.run Evaluation._called _Parts.run recorded vjp jvp_of_vjp vjp_of_vjp",
+    operations: "CompiledOperation.__call__ CompiledOperation._run CompiledOperation._derive",
+    transforms: "Evaluation.run Evaluation.called recorded vjp jvp linearized",
     recorder: "Recorder.__enter__ Recorder.__exit__ Recorder.end Recorder.raise_own Recorder.arguments Recorder.call "
     "Recorder._run Recorder._untraced Recorder._step _report_recording",
     calls: "begin begin_rule _pushed end note forget",

@@ -49,11 +49,7 @@ def _operator(function: Callable[[Any, Any], Any], swapped: bool = False) -> Cal
 
 
 def _transposed(x: Array, *axes: Any) -> Array:
-    return anp.transpose(x, axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes or None)
-
-
-def _contains(x: Any, item: Any) -> bool:
-    return getval(item) in getval(x) if isinstance(x._node, _NODES) else item in iter(x)
+    return anp.transpose(x, axes[0] if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes or None)
 
 
 # The first argument is the traced array. Like NumPy's methods, `copy` returns a scalar for a scalar, unlike the function.
@@ -79,4 +75,4 @@ for _name, _function in _PARTS.items():
 for _name, _function in {"floordiv": anp.floor_divide, "divmod": anp.divmod}.items():
     setattr(ArrayBox, f"__{_name}__", _operator(_function))
     setattr(ArrayBox, f"__r{_name}__", _operator(_function, swapped=True))
-ArrayBox.__contains__ = _contains
+ArrayBox.__contains__ = lambda x, item: item in (getval(x) if isinstance(x._node, _NODES) else iter(x))

@@ -73,8 +73,8 @@ def refuse_writing(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
     if writes_into_argument(fun, args, kwargs):
         name = getattr(fun, "__name__", repr(fun))
         raise TypeError(
-            f"{name} gets an array to write into, which can't hold the derivatives of traced values. Take its result, "
-            f"y = {name}(x, ...), or make a new array by np.where, np.concatenate or np.stack of autograd.numpy."
+            f"{name} can't be differentiated when it gets an array to write into, which holds plain values only. Take its "
+            f"result, y = {name}(x, ...), or make a new array by np.where, np.concatenate or np.stack of autograd.numpy."
         )
 
 
@@ -163,18 +163,22 @@ def _may_share(made: list[Any], values: list[Any]) -> bool:
     return False
 
 
-def changed(node: Any, value: Any) -> None:
-    """Make all arrays stale that share memory with a value that is replaced in place."""
-    memory: SharedMemory | None = getattr(node, "memory", None)
-    if memory is None:
-        return
+def assign(x: Any, new: Any) -> None:
+    """Give a traced array the value and the node of another one; all arrays that share its memory become stale."""
+    memory: SharedMemory | None = getattr(x._node, "memory", None)
+    if memory is not None:
+        _make_stale(memory, x._node, _arrays_in(x))
+    x._value, x._trace, x._node = new._value, new._trace, new._node
+
+
+def _make_stale(memory: SharedMemory, node: Any, values: list[Any]) -> None:
     line = calls.site_of(sys._getframe(2)).text
     if memory.has_constants:
         raise RuntimeError(
             f"{line} changes a traced array in place that shares memory with a plain array, which can't hold derivatives. "
             "Write y = y + 1 instead of y += 1, or copy the plain array before."
         )
-    memory.changed, values = line, _arrays_in(value)
+    memory.changed = line
     for other, x in [(node_of(), value_of()) for node_of, value_of in memory]:
         if other not in (None, node) and x is not None and any(np.shares_memory(x, y) for y in values):
             other.__class__ = other.stale
@@ -286,7 +290,7 @@ def _in_place(name: str, change: Callable[[Any, Any], Any]) -> Callable[[Any, An
         new = operation(self, other)
         writable = getattr(getattr(plain, "flags", None), "writeable", True)
         fits = np.shape(getval(new)) == shape and np.can_cast(anp.result_type(new), dtype, "same_kind")
-        if not fits or not writable or operation is anp.matmul and len(shape) < 2:
+        if not fits or not writable:
             similar = np.zeros(shape, dtype)
             similar.flags.writeable = writable
             change(similar, np.ones(np.shape(getval(other)), anp.result_type(other)))  # raises NumPy's error
@@ -295,9 +299,8 @@ def _in_place(name: str, change: Callable[[Any, Any], Any]) -> Callable[[Any, An
         if new.dtype != dtype:
             new = new.astype(dtype)
         if not shape:
-            new = anp.reshape(new, ())  # NumPy's operations return scalars instead of arrays of shape ()
-        changed(node, plain)
-        self._value, self._trace, self._node = new._value, new._trace, new._node
+            new = anp.array(new)  # NumPy's operations return scalars instead of arrays of shape ()
+        assign(self, new)
         return self
 
     return method
@@ -314,16 +317,14 @@ CHANGED_ARGUMENT = "it changes an argument in place: work on a copy, or write y 
 
 
 def keeping_arguments(fun: Function) -> Function:
-    """Return a function that refuses to change its traced arguments in place, since the caller wouldn't see the change."""
+    """Return a function that can't be compiled if it changes traced arguments in place: the caller wouldn't see it."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         arguments = [x for x in flatten((args, kwargs))[0] if type(x) in _boxes]
         nodes = [x._node for x in arguments]
         made = fun(*args, **kwargs)
-        if any(x._node is not node for x, node in zip(arguments, nodes)):
-            if tracing.recorder is not None:
-                tracing.recorder.refuse(CHANGED_ARGUMENT)
-            raise TypeError(f"jit: {getattr(fun, '__name__', 'a function')} can't be compiled: {CHANGED_ARGUMENT}.")
+        if tracing.recorder is not None and any(x._node is not node for x, node in zip(arguments, nodes)):
+            tracing.recorder.refuse(CHANGED_ARGUMENT)
         return made
 
     return called

@@ -67,7 +67,7 @@ _EXPECTED = "the function must return one real number (with objective='root', ra
 
 def problem_with(value: Array, weight: float, call: str, wanted: str = _EXPECTED) -> PendingError | None:
     """Return the problem of a value that isn't one real number; None if there is no problem."""
-    if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _MAX_INTEGER):
+    if isinstance(value, (float, np.floating, np.integer)) or (type(value) is int and abs(value) < _MAX_INTEGER):
         return None
     if value is None and weight == 0.0:
         return None

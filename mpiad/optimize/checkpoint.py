@@ -28,13 +28,13 @@ class CheckpointFile(NamedTuple):
     every : int
         Number of iterations between two written states.
     patience : float
-        Maximum time in seconds to finish the iteration after SIGTERM, before the job ends.
+        Maximum time in seconds to finish the iteration after SIGTERM, before the job ends without a further state.
     blocks : tuple of slice, optional
         Position of a rank's variables in the whole arrays of a sharded solve, along their last axes: for example
         `Domain.owned`, which `Domain.minimize` passes. With `blocks` a solve can resume on any number of ranks. Without
         `blocks`, arrays with one axis are assumed to be consecutive parts of whole arrays, in the order of ranks.
     signals : tuple of int
-        Signals that end the solve after the current iteration like SIGTERM, but without a limit of time, for example
+        Signals that end the job after the current iteration like SIGTERM, but without a limit of time, for example
         ``(signal.SIGUSR2,)``, which batch systems can send as a warning. The program mustn't have set another handler, as
         MPICH has for SIGUSR1.
 
@@ -77,6 +77,17 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
             "sharded methods need a file system that all ranks share."
         )
     return found
+
+
+def without_on_signal(options: Any, call: str) -> tuple[Any, str]:
+    """Return the options of the method, and the option `on_signal`; raise a ValueError if the latter is invalid."""
+    if not isinstance(options, dict):
+        return options, "exit"
+    others = dict(options)
+    on_signal = others.pop("on_signal", "exit")
+    if on_signal not in ("exit", "return"):
+        raise ValueError(f"{call}: option on_signal must be 'exit' or 'return', but got {on_signal!r:.40}.")
+    return others, on_signal
 
 
 def fingerprint(*arrays: np.ndarray) -> str:

@@ -22,7 +22,14 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize, make_jvp
-from mpiad.optimize.checkpoint import CheckpointFile, RootCheckpoint, as_checkpoint, fingerprint, problem_of
+from mpiad.optimize.checkpoint import (
+    CheckpointFile,
+    RootCheckpoint,
+    as_checkpoint,
+    fingerprint,
+    problem_of,
+    without_on_signal,
+)
 from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending, EndMethod, Point
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates, result_like_x0
@@ -425,6 +432,7 @@ def least_squares(
     comm: Comm = None,
     args: tuple = (),
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
+    options: dict | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
     """Minimize half the sum of the squares of all ranks' residuals, by Gauss-Newton steps in a trust region.
@@ -473,6 +481,8 @@ def least_squares(
     checkpoint : path or CheckpointFile, optional
         As in `minimize`: the root writes the last iterate, and the same call restarts from it. `max_nfev` counts the
         evaluations of all runs.
+    options : dict, optional
+        ``{"on_signal": "return"}``, as in `minimize`.
     progress : bool
         As in `minimize`, with `max_nfev` as the limit.
 
@@ -492,6 +502,8 @@ def least_squares(
         aren't finite at x0, the checkpoint is damaged or belongs to another problem, or an x0 differs from the root's.
     WorkerError
         On all ranks, if an evaluation raises on any rank, as in `minimize`.
+    SystemExit
+        On all ranks, after a signal, as in `minimize`.
 
     Ranks
     -----
@@ -515,6 +527,9 @@ def least_squares(
     with restoring_state(), suspended():
         with raising_together(used, Exception):
             file = as_checkpoint(checkpoint, _CALL, used.rank == root)
+            others, on_signal = without_on_signal(options, _CALL)
+            if others:
+                raise ValueError(f"{_CALL}: the only option is 'on_signal', but got options={options!r:.80}.")
             check_program(program, used, _CALL)
             if jac is True:
                 raise TypeError(
@@ -536,6 +551,6 @@ def least_squares(
         factory = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
         solve = RootDriven(used, root, [program], factory, _CALL, progress=bar)
         solve.define(0, start)
-        with solve.ending(file, bar):
+        with solve.ending(file, bar, on_signal):
             options = keywords, loss, f_scale, tr_solver, program, callback, file, start
             return result_like_x0(solve, partial(run_method, *options))

@@ -17,7 +17,7 @@ from typing import Any
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
-from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint
+from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint, without_on_signal
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import result_like_x0
 from mpiad.optimize.objective_evaluation import Evaluation, Program, check_program
@@ -96,8 +96,9 @@ def minimize(
     tol : float, optional
         Passed to SciPy.
     options : dict, optional
-        Passed to SciPy. Every method also has the option `maxfun`: the maximum number of evaluations of the objective,
-        including line searches (x0 is always evaluated). "L-BFGS-sharded" has the options `m` (or `maxcor`), `gtol`,
+        Passed to SciPy. Every method also has the options `maxfun`: the maximum number of evaluations of the objective,
+        including line searches (x0 is always evaluated); and `on_signal`: with "return", after a signal all ranks return
+        a result with status 143 instead of ending the job. "L-BFGS-sharded" has the options `m` (or `maxcor`), `gtol`,
         `ftol`, `maxiter`, `maxfun` and `maxls`, with the defaults of SciPy's L-BFGS-B; `gtol` is a tolerance of the largest
         entry of the gradient on any rank. "Newton-CG-sharded" has the following options. `product`: "full"; or
         "gauss-newton", for a `fun` that returns this rank's residuals; the objective is then half the sum of their
@@ -125,8 +126,8 @@ def minimize(
         File for the state of the solve, written atomically every 10 iterations (or as set by
         `mpiad.optimize.CheckpointFile`) and at the end. If it exists, the solve resumes from it. With sharded methods each
         rank writes its own files next to this path; a solve then resumes bit for bit on the same number of ranks, and up to
-        rounding on another. Other methods resume from the last iterate. After SIGTERM on any rank the state is written, and
-        all ranks return a result with status 143.
+        rounding on another. Other methods resume from the last iterate. After SIGTERM on any rank the solve ends after the
+        current iteration, the state is written, and the job ends.
     progress : bool
         Whether the root shows its progress on standard error: each iterate, and an estimate of the remaining time if
         `maxiter` or `maxfun` is among the options.
@@ -157,6 +158,9 @@ def minimize(
         On all ranks, if an evaluation raises on any rank; it contains the traceback of the failed rank. The communicator is
         usable afterwards. If other ranks wait for the failed rank inside a communication, and the MPI library can't
         interrupt them, the job is aborted with this traceback.
+    SystemExit
+        On all ranks, if any rank has received SIGTERM (code 143), or another signal of the checkpoint (128 + its number),
+        unless the option `on_signal` is "return".
 
     Ranks
     -----
@@ -182,6 +186,7 @@ def minimize(
         with raising_together(used, Exception):
             chosen = method_named(method)
             file = as_checkpoint(checkpoint, "minimize", writes=chosen is None or used.rank == root)
+            options, on_signal = without_on_signal(options, "minimize")
             arguments = MethodArguments(bounds, constraints, tol, options, callback, file)
             check_program(program, used, "minimize")
             if chosen is None:
@@ -200,12 +205,12 @@ def minimize(
         bar = Progress(options) if progress else None
         if chosen is None:
             solve = Sharded(used, program, local)  # type: ignore[arg-type]
-            with solve.ending(file, bar):
+            with solve.ending(file, bar, on_signal):
                 return solve.run(callback, bar)
         start = shared_start(used, root, start, x0, program.args, "minimize")
         solve = RootDriven(used, root, [program], Evaluation, "minimize", progress=bar)
         solve.define(0, start)
-        with solve.ending(file, bar):
+        with solve.ending(file, bar, on_signal):
             return result_like_x0(solve, partial(run_method, chosen, arguments, program, start))
 
 

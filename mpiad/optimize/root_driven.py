@@ -17,6 +17,7 @@ ranks of a group agree on failures first, then all ranks do.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -41,13 +42,14 @@ from mpiad.transport.core.fault_tolerance import is_interruption
 from mpiad.transport.core.polling import wait_gently
 from mpiad.transport.core.rank_groups import RankGroups
 from mpiad.transport.core.tracing import tracing
-from mpiad.transport.exits.signals import postponed
+from mpiad.transport.exits.signals import postponed, requested
 from mpiad.transport.exits.user_failures import StageFailures
 
 METHODS: Sequence[
     str
 ] = """finish start value plain values gradient both product not_finite jvp vjp residuals factor tangent
     cotangent""".split()
+_log = logging.getLogger("mpiad")
 _HEADER, _SHORT = 4, 28  # lengths: of the header, and at most of the vectors that are sent with it
 
 
@@ -61,8 +63,13 @@ class Solve:
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
 
     @contextmanager
-    def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
-        """Postpone SIGTERM if checkpoints are written; at the end free resources; after a failure renew the channel."""
+    def ending(
+        self, checkpoint: CheckpointFile | None, progress: Progress | None, on_signal: str = "return"
+    ) -> Iterator[None]:
+        """Postpone SIGTERM if checkpoints are written; at the end free resources; after a failure renew the channel.
+
+        If a rank has received a signal, all ranks raise SystemExit at the end, unless `on_signal` is "return" on any rank.
+        """
         try:
             with nullcontext() if checkpoint is None else postponed(checkpoint.patience, tuple(checkpoint.signals)):
                 yield
@@ -79,6 +86,12 @@ class Solve:
             if progress is not None:
                 progress.close()
         self._close()
+        if checkpoint is not None:
+            numbers, choices = zip(*self._used.data.allgather((requested() or 0, on_signal)))
+            if max(numbers) and "return" not in choices:
+                if self._used.rank == 0:
+                    _log.warning("%s: ended by signal %d; the same program continues.", self._call, max(numbers))
+                raise SystemExit(128 + max(numbers))
 
     def _close(self) -> None:
         self.agreement.close()

@@ -19,7 +19,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.closure import Watch
 from mpiad.differentiation.backward import cotangents_of
 from mpiad.differentiation.forward import TangentTape
-from mpiad.differentiation.in_place import keeping_arguments
+from mpiad.differentiation.in_place import assign, keeping_arguments
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
@@ -178,15 +178,24 @@ def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int
     with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (tangents, _) = map(flatten, made)
-    return build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
+    result, changes = build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
+    for k, new in changes.items():
+        assign(given.leaves[k], new)
+    return result
 
 
 def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int]) -> Function:
-    """Return a function of the leaves and of tangents of some of them, which returns the value and tangent of `fun`."""
+    """Return a function of the leaves and of tangents of some of them, which returns value and tangent of `called`."""
+    # `called` returns the result of `fun`, and those arguments that it has changed in place, by the index of the leaf.
 
     def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
-        variables = Variables(leaves, list(places), build)
-        return trace_forwards(lambda given: keeping_arguments(fun)(*given[0], **given[1]), variables, tangents)
+        def called(given: tuple) -> tuple[Tree, dict[int, Array]]:
+            arguments = flatten(given)[0]
+            nodes = {k: arguments[k]._node for k in places}
+            made = fun(*given[0], **given[1])
+            return made, {k: arguments[k] for k, node in nodes.items() if arguments[k]._node is not node}
+
+        return trace_forwards(called, Variables(leaves, list(places), build), tangents)
 
     both.__name__ = getattr(fun, "__name__", "function")
     return both

@@ -196,9 +196,9 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
 
     Adjoint
     -------
-    The same as for `fun`, in derivatives of any order. First and second derivatives are compiled: both those of compiled
-    functions, as in `value_and_grad(jit(f))`, `hvp(jit(f))` and `make_hvp(jit(f))`, and those in compiled functions, as in
-    `jit(value_and_grad(f))`.
+    The same as for `fun`. Derivatives of every order are compiled: both those of compiled functions, as in
+    `value_and_grad(jit(f))`, `hvp(jit(f))` and `make_hvp(jit(f))`, and those in compiled functions, as in
+    `jit(value_and_grad(f))`. Without communication this includes derivatives by plain autograd.
 
     Examples
     --------

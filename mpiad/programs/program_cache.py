@@ -81,7 +81,7 @@ class Entry:
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
-def admits_of(recorder: Recorder) -> Callable[[Sequence[Any]], bool] | None:
+def admits_of(recorder: Recorder) -> Callable[[Sequence[Array]], bool] | None:
     """Return a function of the arguments: whether a program computes with Python numbers as Python does; None if always."""
     kinds = {n: recorder.specs[n][1].kind for n in recorder.weak}
     names: dict[str, Any] = {"int": int, "float": float, "complex": complex, "is_number_of": is_number_of}
@@ -187,7 +187,7 @@ class Recorded(NamedTuple):
     program: Program | None
     build: Any
     watch: Watch
-    admits: Callable[[Sequence[Any]], bool] | None  # see `admits_of`
+    admits: Callable[[Sequence[Array]], bool] | None  # see `admits_of`
     operations: list[Any]  # the program as a `CompiledOperation`, after its first use
 
 

@@ -247,7 +247,7 @@ class Recorder:
             self.weak.add(made.number)
         return made
 
-    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Any]) -> None:
+    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Array]) -> None:
         """End the trace if the operator of Python raises an exception, or returns another kind of number than NumPy."""
         if self.is_noting() and ufunc in PYTHON_OPERATORS:
             given = plain(tuple(args))
@@ -333,15 +333,15 @@ class Recorder:
         references = self.referenced(tuple(args)), self.referenced(kwargs)
         return self._recorded("call", fun, *references, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 
-    def _as_product(self, fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
+    def _as_product(self, fun: Callable, args: Sequence[Array]) -> tuple[Callable, Sequence[Array]]:
         """Return a quotient of an array by a real scalar as a product with the reciprocal, and other calls unchanged."""
         # Loops and NumPy compute the same product, so its bits depend neither on the place of an entry nor on the ranks.
         if fun is not np.true_divide or self.exact:
             return fun, args
         x, c = plain(tuple(args))
-        dtype = np.result_type(x, c)
-        real = PRECISIONS.get(dtype)
-        if real is None or not np.ndim(x) or np.ndim(c) or np.iscomplexobj(c):
+        is_by_scalar = np.ndim(x) and not np.ndim(c) and not np.iscomplexobj(c)
+        real = PRECISIONS.get(np.result_type(np.asarray(x), c)) if is_by_scalar else None
+        if real is None:
             return fun, args
         x, c = args
         if isinstance(c, TracedArray):
@@ -467,7 +467,8 @@ class Recorder:
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Squares and roots have the same bits as in loops, unlike those of np.power in some releases of NumPy.
-        return args[0] ** args[1] if fun is np.power and isinstance(args[0], np.ndarray) else fun(*args, **kwargs)
+        by_operator = fun is np.power and isinstance(args[0], np.ndarray) and not kwargs
+        return args[0] ** args[1] if by_operator else fun(*args, **kwargs)
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         return self._run(operation.forward, x, params, params=params)
@@ -620,7 +621,7 @@ class ShapeRecorder(Recorder):
         if call not in _KNOWN:
             self.refuse(f"the result of {call} is known only in a run")
 
-    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Any]) -> None:
+    def check_numbers(self, ufunc: np.ufunc, args: Sequence[Array]) -> None:
         """Do nothing: the values are placeholders, and each call of the program checks its numbers (see `Entry.admits`)."""
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

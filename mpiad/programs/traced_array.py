@@ -103,7 +103,7 @@ def on_host(params: Any) -> Any:
     return replaced(params, Spec, lambda spec: spec._replace(arrays=None))
 
 
-def replaced(params: Any, kind: type, leaf: Callable[[Any], Any]) -> Any:
+def replaced(params: Any, kind: type, leaf: Callable[[Any], object]) -> Any:
     """Return parameters of an operation in which `leaf` replaces the objects of a class, also those in tuples and lists."""
     if isinstance(params, kind):
         return leaf(params)
@@ -125,14 +125,14 @@ _STATIC = frozenset(
 
 
 # Python's arithmetic on numbers raises exceptions where NumPy's returns inf or nan, and its integers don't overflow.
-PYTHON_OPERATORS: dict[np.ufunc, Callable[..., Any]] = {
+PYTHON_OPERATORS: dict[np.ufunc, Callable[..., object]] = {
     np.add: operator.add, np.subtract: operator.sub, np.multiply: operator.mul, np.true_divide: operator.truediv,
     np.floor_divide: operator.floordiv, np.remainder: operator.mod, np.power: operator.pow, np.negative: operator.neg,
     np.positive: operator.pos, np.absolute: operator.abs,
 }  # fmt: skip
 
 
-def is_number_of(kind: str, x: Any) -> bool:
+def is_number_of(kind: str, x: object) -> bool:
     """Return whether a program can hold a number of Python in an array of this kind of dtype."""
     return type(x) is {"i": int, "f": float, "c": complex, "b": bool}[kind] and (kind != "i" or -(2**63) <= x < 2**63)
 
@@ -201,8 +201,8 @@ def reason_of_conversion(frame: FrameType) -> str:
     return ""
 
 
-def _as_number(name: str) -> Callable[[TracedArray], Any]:
-    def method(self: TracedArray) -> Any:
+def _as_number(name: str) -> Callable[[TracedArray], complex]:
+    def method(self: TracedArray) -> complex:
         reason = reason_of_conversion(sys._getframe(1)) or CONTROL_FLOW
         return getattr(self._required_value(reason), name)()
 

@@ -129,7 +129,7 @@ def test_killed_and_started_again(tmp_path: Path, mpirun: Callable[..., Complete
     assert 1 < written < whole
 
 
-def test_sigterm_of_one_rank_ends_all(folder: Path, rank: int, size: int) -> None:
+def test_sigterm_of_one_rank_returns_on_all(folder: Path, rank: int, size: int) -> None:
     count = [0]
 
     def told(x: Any) -> Any:
@@ -139,7 +139,7 @@ def test_sigterm_of_one_rank_ends_all(folder: Path, rank: int, size: int) -> Non
         return valley(x)
 
     try:
-        part = solve(folder / "run.npz", told)
+        part = solve(folder / "run.npz", told, options={"on_signal": "return"})
     finally:
         signals._requested = None
     assert part.status == 143 and not part.success and "SIGTERM" in part.message and part.nfev == 12
@@ -147,6 +147,87 @@ def test_sigterm_of_one_rank_ends_all(folder: Path, rank: int, size: int) -> Non
     assert all(np.array_equal(x, part.x) for x in MPI.COMM_WORLD.allgather(part.x))
     result = solve(folder / "run.npz")
     np.testing.assert_allclose(result.x, 1.0, atol=1e-5)
+
+
+SOLVES: dict[str, Callable[..., Any]] = {
+    "L-BFGS": lambda fun, path, **options: mpiad.minimize(fun, START, checkpoint=path, **options),
+    "L-BFGS-sharded": lambda fun, path, **options: mpiad.minimize(
+        fun, START, method="L-BFGS-sharded", checkpoint=path, **options
+    ),
+    "mpi_optimize": lambda fun, path, **options: mpiad.mpi_optimize(
+        fun, mpiad.grad(fun, shared=True), START, checkpoint=path, **options
+    ),
+    "least_squares": lambda fun, path, **options: mpiad.optimize.least_squares(
+        lambda x: (fun(x), x - 1.0)[1], START, checkpoint=path, **options
+    ),
+}
+
+
+CASES = [(name, signal.SIGTERM, 3) for name in SOLVES] + [("L-BFGS", signal.SIGUSR2, 3)]
+
+
+@pytest.mark.parametrize(
+    "name, number, at", [*CASES, ("L-BFGS", signal.SIGTERM, -1), ("L-BFGS-sharded", signal.SIGTERM, -1)]
+)
+def test_a_signal_ends_the_job_on_all_ranks(name: str, number: int, at: int, folder: Path, rank: int, size: int) -> None:
+    """After the state is written; also if the solve has converged in the same iteration."""
+    path, calls = folder / "run.npz", list[int]()
+    checkpoint = CheckpointFile(path, signals=(signal.SIGUSR2,))
+
+    def told(x: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at and rank == size - 1:
+            os.kill(os.getpid(), number)
+        return mpiad.mpi_allreduce(anp.sum((x - 1.0) ** 2)) / size
+
+    try:
+        if at < 0:
+            SOLVES[name](told, checkpoint)
+            at = len(calls)
+            calls.clear()
+            MPI.COMM_WORLD.Barrier()
+            for file in folder.iterdir() if rank == 0 else ():
+                file.unlink()
+            MPI.COMM_WORLD.Barrier()
+        with pytest.raises(SystemExit) as ended:
+            SOLVES[name](told, checkpoint)
+        assert ended.value.code == 128 + number
+    finally:
+        signals._requested = None
+    assert any(file.stat().st_size for file in folder.iterdir())
+    at = -1
+    np.testing.assert_allclose(SOLVES[name](told, checkpoint).x, 1.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SOLVES)
+def test_an_option_of_another_name_or_value_is_refused(name: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match="on_signal must be 'exit' or 'return', but got 'ignore'"):
+        SOLVES[name](valley, folder / "run.npz", options={"on_signal": "ignore"})
+
+
+JOB = """
+import os, signal, sys
+import autograd.numpy as np
+import mpiad
+calls = []
+
+def loss(x):
+    calls.append(1)
+    if len(calls) == int(sys.argv[2]) and mpiad.mpi_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return mpiad.mpi_allreduce((1.0 - x[0]) ** 2 + 100.0 * (x[1] - x[0] ** 2) ** 2)
+
+print("x", mpiad.minimize(loss, np.array([-1.2, 1.0]), method=sys.argv[3], checkpoint=sys.argv[1], tol=1e-10).x.round(4))
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("method", ["BFGS", "L-BFGS-sharded"])
+def test_a_batch_chain_sees_the_signal(method: str, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
+    stopped = mpirun(2, JOB, tmp_path / "run.npz", 9, method)
+    assert stopped.returncode == 143 and stopped.stdout == "" and "the same program continues" in stopped.stderr
+    continued = mpirun(2, JOB, tmp_path / "run.npz", -1, method)
+    assert continued.returncode == 0 and "x [1. 1.]" in continued.stdout
 
 
 @pytest.mark.parametrize("name", ["x0", "variables", "method", "bounds"])

@@ -157,7 +157,7 @@ def test_a_warning_ends_minimize(path: Path, rank: int, size: int) -> None:
 
     calls: list[int] = []
     checkpoint = CheckpointFile(path, signals=(signal.SIGUSR2,))
-    part = mpiad.minimize(loss, np.zeros(2), checkpoint=checkpoint)
+    part = mpiad.minimize(loss, np.zeros(2), checkpoint=checkpoint, options={"on_signal": "return"})
     assert part.status == 143 and len(calls) == 8
     signals._requested = None
     np.testing.assert_allclose(mpiad.minimize(loss, np.zeros(2), checkpoint=checkpoint, tol=1e-9).x, 1.0, atol=1e-4)

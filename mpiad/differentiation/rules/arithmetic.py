@@ -13,6 +13,7 @@ from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitting
 from mpiad.differentiation.rules.protocol import (
     Argnums,
+    JvpMaker,
     Primitive,
     Vjp,
     anp,
@@ -160,5 +161,5 @@ VJPS = {
     anp.arctan2: _arctan2_vjp,
     anp.divmod: _divmod_vjp,
 }
-JVPS = {fun: partial(_jvp, fun) for fun in _TANGENTS}
+JVPS: dict[Primitive, JvpMaker] = {fun: partial(_jvp, fun) for fun in _TANGENTS}
 JVPS[anp.true_divide], JVPS[anp.divmod] = JVPS[anp.divide], _divmod_jvp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 from autograd.core import sparse_add, sparse_object_types
@@ -44,7 +45,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         if isinstance(idx, list):  # NumPy would convert an empty list to floats
             idx = np.asarray(idx, dtype=None if idx else np.intp)
         # An array of indices may select an element twice; a mask doesn't.
-        advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if type(i) is tuple or not is_basic(i)]
+        advanced: list[Any] = [i for i in (idx if type(idx) is tuple else (idx,)) if type(i) is tuple or not is_basic(i)]
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
 

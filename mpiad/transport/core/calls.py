@@ -213,18 +213,14 @@ def _kind(code: CodeType) -> int:
     return 2 if (any(mark in path for mark in _PACKAGES) if installed else path.startswith(_STANDARD)) else 0
 
 
-def _is_generated(frame: FrameType) -> bool:
-    """Return whether the code of a frame is that of a named tuple or dataclass, which has no file."""
-    module = frame.f_globals.get("__name__", "")
-    return frame.f_code.co_filename == "<string>" and module.startswith(("mpiad", "namedtuple_"))
-
-
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
     """Return the innermost frame of user code, and the code of this library that was called from it, or None."""
     called = None
     while frame is not None:
         kind = _kind(frame.f_code)
-        if kind == 0 and not _is_generated(frame):
+        # Python generates the code of named tuples and dataclasses, which has no file.
+        generated = frame.f_code.co_filename == "<string>" and frame.f_globals.get("__name__", "")
+        if kind == 0 and not (generated and generated.startswith(("mpiad", "namedtuple_"))):
             return frame, called
         if kind == 1:
             called = frame.f_code

@@ -121,10 +121,12 @@ def test_sigterm(of_all: bool, folder: Path, rank: int, size: int, unbroken: Any
         return valley(x)
 
     try:
-        part = solve(folder / "run.npz", told)
+        part = solve(folder / "run.npz", told, options={"on_signal": "return"})
         assert part.status == 143 and not part.success and part.message.startswith("INTERRUPTED")
         assert 5 < part.nit < 12
-        again = solve(folder / "run.npz", told)  # a program that goes on after its warning is stopped again
+        again = solve(
+            folder / "run.npz", told, options={"on_signal": "return"}
+        )  # a program that goes on after its warning is stopped again
         assert again.status == (143 if count[0] > 12 else 0)
     finally:
         signals._requested = None

@@ -1,0 +1,153 @@
+"""Derivatives of compiled functions as compiled operations: any order and mode, without a call of the function."""
+
+import gc
+import sys
+
+import autograd
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from one_process import assert_close, flat, pieces
+
+import mpiad
+
+pytestmark = pytest.mark.unguarded  # watched calls are interpreted
+
+
+def local(x, y):
+    return anp.sum(y**3 * anp.sin(x) + anp.exp(-x * y))
+
+
+def loss_on(rank, size):
+    """Return the loss, a sum over the ranks of a function of the own block and the previous rank's."""
+
+    def loss(x):
+        y = mpiad.mpi_exchange(anp.cos(x), (rank + 1) % size, (rank - 1) % size)
+        return mpiad.mpi_allreduce(local(x, y))
+
+    return loss
+
+
+def whole(count):
+    """Return the same loss as a function of all ranks' blocks, one after the other, for plain autograd."""
+
+    def loss(x):
+        blocks = anp.reshape(x, (count, -1))
+        return sum(local(blocks[r], anp.cos(blocks[r - 1])) for r in range(count))
+
+    return loss
+
+
+def calls_of(fun, call):
+    """Return the result of a call, and how often it has called a function."""
+    found = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code is fun.__code__:
+            found.append(frame)
+
+    sys.setprofile(note)
+    try:
+        made = call()
+    finally:
+        sys.setprofile(None)
+    return made, len(found)
+
+
+# Each as a function of a loss, its derivatives (`grad`, `hvp`), a point and a direction.
+COMPOSITIONS = {
+    "gradient": lambda f, grad, hvp, x, v: grad(f)(x),
+    "product": lambda f, grad, hvp, x, v: hvp(f)(x, v),
+    "gradient of a gradient": lambda f, grad, hvp, x, v: grad(lambda x: anp.sum(anp.sin(grad(f)(x))))(x),
+    "gradient of a product": lambda f, grad, hvp, x, v: grad(lambda x: anp.sum(anp.sin(hvp(f)(x, v))))(x),
+    "product of a gradient": lambda f, grad, hvp, x, v: hvp(lambda x: anp.sum(anp.sin(grad(f)(x))))(x, v),
+    "third": lambda f, grad, hvp, x, v: grad(lambda x: anp.sum(grad(lambda x: anp.sum(grad(f)(x) ** 2))(x) * v))(x),
+}
+
+
+@pytest.mark.parametrize("length", [3, 1500])
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions_up_to_order_three(name, length, rank, size, rank_rng):
+    of, loss = COMPOSITIONS[name], loss_on(rank, size)
+    xs, vs = ([rank_rng(2 * r + k).standard_normal(length) for r in range(size)] for k in range(2))
+
+    def hvp_by_autograd(f):
+        return lambda x, v: autograd.grad(lambda x: anp.sum(autograd.grad(f)(x) * v))(x)
+
+    expected = pieces(of(whole(size), autograd.grad, hvp_by_autograd, flat(xs), flat(vs)), xs)[rank]
+    inner = mpiad.jit(loss, strict=True)
+    grad = lambda f: mpiad.grad(f, objective="root" if f is inner else "sum")  # noqa: E731
+    hvp = lambda f: mpiad.hvp(f, objective="root" if f is inner else "sum")  # noqa: E731
+    for number in range(3):
+        found, count = calls_of(loss, lambda: of(inner, grad, hvp, xs[rank], vs[rank]))
+        assert_close(found, expected, rounding=1e-10)
+        assert number == 0 or count == 0
+
+
+@pytest.mark.parametrize("length", [3, 1500])
+def test_plain_autograd_runs_the_program(length, rank):
+    def fun(x):
+        return anp.sin(x) ** 2 * x, anp.sum(anp.exp(-x))
+
+    def weighted(of):
+        return lambda x: anp.sum(of(x)[0] * np.arange(length)) + 3.0 * of(x)[1]
+
+    compiled = mpiad.jit(fun, strict=True)
+    x, v = np.linspace(-1.0, 1.0, length) + rank, np.cos(np.arange(length) + rank)
+    weights, sine = np.arange(length), np.sin(x)
+    slope = weights * (np.sin(2 * x) * x + sine**2) - 3.0 * np.exp(-x)
+    curved = weights * (2.0 * np.cos(2 * x) * x + 2.0 * np.sin(2 * x)) + 3.0 * np.exp(-x)
+    derivatives = {
+        "reverse": (lambda of: autograd.grad(weighted(of))(x), slope),
+        "reverse over reverse": (lambda of: autograd.grad(lambda x: anp.sum(autograd.grad(weighted(of))(x) * v))(x), curved * v),
+        "forward": (lambda of: autograd.make_jvp(weighted(of))(x)(v)[1], slope @ v),
+        "forward over reverse": (lambda of: autograd.make_jvp(autograd.grad(weighted(of)))(x)(v)[1], curved * v),
+        "around this library": (lambda of: autograd.grad(lambda x: anp.sum(mpiad.grad(weighted(of))(x) * v))(x), curved * v),
+    }
+    for derivative, expected in derivatives.values():
+        for number in range(2):
+            found, count = calls_of(fun, lambda: derivative(compiled))  # noqa: B023
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+            assert number == 0 or count == 0
+
+
+def test_a_cotangent_of_a_later_derivative(rank, size, rank_rng):
+    """The reverse pass of a finished trace is differentiated with respect to its cotangent."""
+    xs = [rank_rng(r).standard_normal(4) for r in range(size)]
+    vjp, _ = mpiad.make_vjp(mpiad.jit(lambda x: mpiad.mpi_allreduce(anp.sin(x)), strict=True))(xs[rank])
+    weights, g = np.cos(np.arange(4.0) + rank), np.arange(4.0) + rank
+    # x̄ = cos(x) Σ_s g_s, and Σ_r weights_r x̄_r² has the gradient 2 Σ_s weights_s cos(x_s) x̄_s.
+    total = sum(np.arange(4.0) + r for r in range(size))
+    expected = sum(2 * np.cos(np.arange(4.0) + r) * np.cos(xs[r]) ** 2 * total for r in range(size))
+    found = mpiad.grad(lambda g: anp.sum(weights * vjp(g) ** 2), objective="sum")(g)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_residuals_keep_their_memory_until_they_are_dropped(rank):
+    """Several calls wait for their reverse passes, which run in another order, and more than once."""
+    compiled = mpiad.jit(lambda x: anp.sin(x) * anp.exp(anp.cos(x)), strict=True)
+    x, g = np.linspace(0.0, 1.0, 2000), np.cos(np.arange(2000.0))
+    slope = lambda x: np.exp(np.cos(x)) * (np.cos(x) - np.sin(x) ** 2)  # noqa: E731
+    pulls = [mpiad.make_vjp(compiled)(x + k)[0] for k in range(3)]
+    for k in (1, 0, 2, 1):
+        np.testing.assert_allclose(pulls[k](g), slope(x + k) * g, rtol=1e-12, atol=1e-13)
+    del pulls[1]
+    pulls.append(mpiad.make_vjp(compiled)(x + 7)[0])
+    for pull, k in zip(pulls, (0, 2, 7)):
+        np.testing.assert_allclose(pull(g), slope(x + k) * g, rtol=1e-12, atol=1e-13)
+    gc.disable()
+    try:  # memory is returned without the garbage collector: the same replay serves all calls
+        found = {mpiad.make_vjp(compiled)(x + k)[0](g).__array_interface__["data"][0] and k for k in range(3)}
+    finally:
+        gc.enable()
+    assert found == {0, 1, 2}
+
+
+def test_results_never_share_the_memory_of_residuals(rank):
+    """The caller may change values and cotangents in place."""
+    compiled = mpiad.jit(lambda x: anp.exp(x), strict=True)  # the adjoint reads the result
+    x = np.linspace(0.0, 1.0, 2000) + rank
+    vjp, value = mpiad.make_vjp(compiled)(x)
+    value[:] = 0.0
+    vjp(np.ones(2000))[:] = 0.0
+    np.testing.assert_allclose(vjp(np.ones(2000)), np.exp(x), rtol=1e-14)
