@@ -69,7 +69,11 @@ def _called_as_operation(cache: ProgramCache, given: Arguments, boxed: Sequence[
     is_on_host = all(isinstance(getval(given.leaves[k]), (np.ndarray, np.generic)) for k in boxed)
     found = cache.program(given, boxed) if is_on_host else None
     # An exception has left messages in flight on a channel with a fault.
-    if found is None or found.program.has_open_shapes or any(channel.fault for channel, _ in found.program.recorder.channels):
+    if (
+        found is None
+        or found.program.has_open_shapes
+        or any(channel.fault for channel, _ in found.program.recorder.channels)
+    ):
         return cache.run(given)
     if found.admits is not None and not found.admits([getval(given.leaves[k]) for k in given.traced]):
         return cache.run(given)
@@ -239,5 +243,3 @@ def _traced_on_tape(cache: ProgramCache, key: Hashable, given: Arguments, boxed:
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
     return run.build(tape.record_call(run.recording.channels, out, inside, places, pull, recorder.communicates))
-
-

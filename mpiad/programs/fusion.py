@@ -379,7 +379,9 @@ class Schedule:
             n = self.program.outputs[place]
             node, whole = self.nodes[n], self._whole(n)
             is_kept = place in self.program.kept
-            is_own = whole is not None and self.buffers[whole].kind == "result" and whole not in map(self._root, found.values())
+            is_own = (
+                whole is not None and self.buffers[whole].kind == "result" and whole not in map(self._root, found.values())
+            )
             if node.dtype not in COMPUTED or (is_kept and whole is not None) or (last and is_own):
                 found[place] = whole  # type: ignore[assignment]  # loops copy no integers: the replay does
                 continue

@@ -81,6 +81,8 @@ _SHAPED_BY_INTEGERS = frozenset(
     getattr(np, name)
     for name in "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split()
 )
+
+
 def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the reason why a call can't be recorded, as a relative clause; "" if the call can be recorded."""
     further = *args[1:], *kwargs.values()

@@ -99,10 +99,16 @@ def test_plain_autograd_runs_the_program(length, rank):
     curved = weights * (2.0 * np.cos(2 * x) * x + 2.0 * np.sin(2 * x)) + 3.0 * np.exp(-x)
     derivatives = {
         "reverse": (lambda of: autograd.grad(weighted(of))(x), slope),
-        "reverse over reverse": (lambda of: autograd.grad(lambda x: anp.sum(autograd.grad(weighted(of))(x) * v))(x), curved * v),
+        "reverse over reverse": (
+            lambda of: autograd.grad(lambda x: anp.sum(autograd.grad(weighted(of))(x) * v))(x),
+            curved * v,
+        ),
         "forward": (lambda of: autograd.make_jvp(weighted(of))(x)(v)[1], slope @ v),
         "forward over reverse": (lambda of: autograd.make_jvp(autograd.grad(weighted(of)))(x)(v)[1], curved * v),
-        "around this library": (lambda of: autograd.grad(lambda x: anp.sum(mpiad.grad(weighted(of))(x) * v))(x), curved * v),
+        "around this library": (
+            lambda of: autograd.grad(lambda x: anp.sum(mpiad.grad(weighted(of), objective="sum")(x) * v))(x),
+            curved * v,
+        ),
     }
     for derivative, expected in derivatives.values():
         for number in range(2):
