@@ -102,7 +102,7 @@ class _Compiler:
 
 _here = 0  # the number of modules that this process has compiled
 _compiler: _Compiler | None = None
-_can_start = True
+_can_start = bool(sys.executable) and not hasattr(sys, "frozen")  # by a Python interpreter
 
 
 def object_file(texts: Sequence[tuple[str, str]], level: int) -> tuple[bytes, list[str]]:
@@ -114,13 +114,12 @@ def object_file(texts: Sequence[tuple[str, str]], level: int) -> tuple[bytes, li
     if _here >= MOST_HERE and _can_start:
         try:
             if _compiler is None:
-                _can_start = bool(sys.executable) and not hasattr(sys, "frozen")  # a program that isn't a Python interpreter
                 _compiler = _Compiler()
             made = _compiler.compiled(texts, level)
             if _compiler.modules >= _MOST_THERE:
                 _end_compiler()
             return made
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError if another program answers
             # A process that never answered, such as one without access to llvmlite, would fail again.
             _can_start = _compiler is not None and _compiler.modules > 0
             _end_compiler()

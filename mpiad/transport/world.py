@@ -85,6 +85,7 @@ def start(call: str, comm: Comm = None) -> None:
     A CommunicatorError is raised after the end of MPI, in a task pool, if the library has been started on another
     communicator, or if a rank ends without calling this or calls it for another communicator; collective.
     """
+    lookup.refuse_fork(call)
     if MPI.Is_finalized():
         raise CommunicatorError(f"{call}: called after mpi_finalize. MPI can't be started again in this process.")
     if not MPI.Is_initialized():
@@ -293,6 +294,7 @@ def finalized() -> bool:
 
 def finalize() -> None:
     """Complete pending sends and finalize MPI; collective over the world. A second call does nothing."""
+    lookup.refuse_fork("mpi_finalize")
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
         _announce_end()
