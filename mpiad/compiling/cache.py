@@ -78,8 +78,8 @@ def code_of(sources: Sequence[Source], fast: str = "") -> tuple[bytes, list[str]
 
 def loaded(file: bytes, outside: Sequence[str], signatures: Sequence[str]) -> list[Callable[..., None]]:
     """Return the functions of an object file; raise an OSError if it can't be loaded on this machine."""
-    # Each checks its arguments and releases the GIL. The function of a linked kernel takes the address of a block, unchecked;
-    # its attribute `address` is that of its machine code.
+    # Each checks its arguments and releases the GIL. The function of a linked kernel takes the address of a block,
+    # unchecked; its attribute `address` is that of its machine code.
     import llvmlite.binding as llvm
 
     c_library = ctypes.CDLL(None)

@@ -35,8 +35,8 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_start import shared_start
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.core.agreement import Failure
-from mpiad.transport.core.channels import is_fork
 from mpiad.transport.core.calls import Site
+from mpiad.transport.core.channels import is_fork
 from mpiad.transport.core.fault_tolerance import is_interruption
 from mpiad.transport.core.polling import wait_gently
 from mpiad.transport.core.rank_groups import RankGroups

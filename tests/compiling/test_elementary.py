@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from one_kernel import one_kernel
 
-
 pytestmark = pytest.mark.serial
 LOOP = """
 def run(x, out):

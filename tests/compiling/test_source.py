@@ -10,8 +10,8 @@ from itertools import count
 
 import numpy as np
 import pytest
-from one_kernel import one_kernel
 from kernels_on_cpu import COMPILER
+from one_kernel import one_kernel
 from traced_right_hand_sides import SYSTEMS
 
 from mpiad.compiling import source

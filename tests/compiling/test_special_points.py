@@ -12,8 +12,8 @@ import autograd.numpy as np
 import autograd.scipy.special as special
 import numpy as onp
 import pytest
-from one_kernel import one_kernel
 from autograd.core import make_jvp
+from one_kernel import one_kernel
 
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Builder, copy_program
