@@ -19,20 +19,23 @@ def cache_folder() -> Path | None:
     if setting is None:
         return None
     try:
-        folder = Path(setting).expanduser() if setting else _default_folder()
-        # Mode 700, since with a umask of 002 the group could write into new folders.
-        for missing in [f for f in (*reversed(folder.parents), folder) if not f.exists()]:
-            missing.mkdir(mode=0o700, exist_ok=True)
-        # The parents of the path, before and after symbolic links are resolved.
-        parents = (*folder.absolute().parents, *folder.resolve().parents)
-        exposed = next(filter(_is_exposed, parents), None) if is_private(folder.stat()) else folder
-        if exposed is None and os.access(folder, os.W_OK | os.X_OK):
-            return folder
-        reason = f"other users can write into {exposed}" if exposed else "this user can't write into it"
+        return private_folder(Path(setting).expanduser() if setting else _default_folder())
     except (OSError, RuntimeError) as error:  # a RuntimeError if "~user" is the home directory of an unknown user
-        reason = str(error)
-    _log.info("nothing is cached in %s: %s.", setting or "the user's cache", reason)
+        _log.info("nothing is cached in %s: %s.", setting or "the user's cache", error)
     return None
+
+
+def private_folder(folder: Path) -> Path:
+    """Return a folder, created if necessary; raise an OSError if there can be none, or other users could write into it."""
+    # Mode 700, since with a umask of 002 the group could write into new folders.
+    for missing in [f for f in (*reversed(folder.parents), folder) if not f.exists()]:
+        missing.mkdir(mode=0o700, exist_ok=True)
+    # The parents of the path, before and after symbolic links are resolved.
+    parents = (*folder.absolute().parents, *folder.resolve().parents)
+    exposed = next(filter(_is_exposed, parents), None) if is_private(folder.stat()) else folder
+    if exposed is not None or not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"other users can write into {exposed}" if exposed else "this user can't write into it")
+    return folder
 
 
 def _default_folder() -> Path:
@@ -40,9 +43,14 @@ def _default_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or (home and os.path.join(home, ".cache"))
     if base:
         return Path(base) / "mpiad"
-    folder = Path(tempfile.gettempdir()) / f"mpiad-{os.getuid()}"
-    if folder.is_symlink():
-        raise OSError(f"{folder} is a symbolic link")
+    return own_folder(Path(tempfile.gettempdir()))
+
+
+def own_folder(shared: Path) -> Path:
+    """Return the path of this user's folder in one that all users share, such as ``/tmp``."""
+    folder = shared / f"mpiad-{os.getuid()}"
+    if folder.is_symlink() or not shared.is_dir():  # another user could have made a link
+        raise OSError(f"{folder} can't be a folder: it is a symbolic link, or {shared} doesn't exist")
     return folder
 
 

@@ -200,6 +200,12 @@ CALLS = {
     "einsum ones": lambda x: np.einsum("ij,kj->ik", x[:, :1], x),
     "einsum alone": lambda x: np.einsum("ij,k->k", x, x[0]),
     "einsum lists": lambda x: np.einsum(x, [0, 1], x, [2, 1], [0, 2]),
+    # functions and methods without a rule of autograd
+    "cumprod": lambda x: np.cumprod(x, axis=0),
+    "positive": lambda x: +x,
+    "divmod": lambda x: divmod(x, 0.7)[1],
+    "trace of axes": lambda x: np.trace(x[None] * x[:, :1, None], 1, 2, 1),
+    "transpose method": lambda x: x.transpose(1, 0).copy() @ x.conj().real,
 }
 
 
@@ -238,13 +244,13 @@ MATRICES = {
     "norm 3": lambda x: linalg.norm(x, ord=3, axis=0),
     "pinv": lambda x: linalg.pinv(x[:, :2]),
     "cholesky": lambda x: linalg.cholesky(x @ x.T),
-}
-# Functions of several results have no tangent, on the host neither.
-REVERSE_ONLY = {
     "slogdet": lambda x: linalg.slogdet(x)[1] * x,
     "eigh": lambda x: linalg.eigh(x + x.T)[0],
     "eigh vectors": lambda x: linalg.eigh(x @ x.T)[1] ** 2,
     "eigh U": lambda x: linalg.eigh(x @ x.T, "U")[0],
+}
+# Singular values have no tangent, on the host neither.
+REVERSE_ONLY = {
     "svd": lambda x: linalg.svd(x, compute_uv=False),
 }
 TRANSFORMS = {
@@ -268,6 +274,9 @@ TRANSFORMS = {
     "irfft n": lambda x: fft.irfft(fft.fft(x), 4, norm="ortho"),
 }
 INDEXED = {
+    "tuple index": lambda x: x[(0, 1, 0), (2, 2, 1)],
+    "take flat": lambda x: x.take([3, 1]),
+    "take": lambda x: np.take(x, [0, -1, 0], axis=1),
     "x[list]": lambda x: x[[0, 2, 0]],
     "x[pairs]": lambda x: x[[0, 1, 1], [2, 3, 3]],
     "x[host]": lambda x: x[:, onp.array([1, 1, 0])],

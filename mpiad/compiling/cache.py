@@ -27,12 +27,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpiad.cache_folder import cache_folder, is_private
 from mpiad.compiling.arguments import Argument, arguments_of, is_linked
+from mpiad.compiling.machine_code import object_file, symbol, target
 
 # llvmlite is imported only when it is needed, since the import takes 50 ms.
 
@@ -44,65 +45,63 @@ _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 # tests, compiling takes a seventh of the time.
 optimization_level = 2
 
-
-@cache
-def _target(level: int) -> Any:
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    cpu, features, opt = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), 3 if level else 0
-    triple = llvm.Target.from_triple(llvm.get_process_triple())
-    return triple.create_target_machine(cpu, features, opt=opt, reloc="pic", codemodel="jitdefault")
-
-
 _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 
 
-def code_of(text: str, name: str, signature: str, fast: str = "") -> tuple[bytes, tuple[str, ...]]:
-    """Compile the kernel `name` of a text; return the object file, and the functions of the C library that it calls."""
+class Source(NamedTuple):
+    """The kernel `name` of a text, and its signature."""
+
     # Signatures are, for example, ``void(int64, float64[:, ::1])``, or ``linked(float64[:, ::1])`` for a linked kernel. An
     # array that a linked kernel writes mustn't overlap other arrays.
-    import llvmlite.binding as llvm
+    text: str
+    name: str
+    signature: str
 
+
+def code_of(sources: Sequence[Source], fast: str = "") -> tuple[bytes, list[str]]:
+    """Compile kernels; return their object file, and the functions of the C library that it calls.
+
+    A NotImplementedError for a text outside the kernel language has its source as the second argument.
+    """
     # Imported late: a process that finds its kernels on disk doesn't need this module.
     from mpiad.compiling.translation import translated
 
-    machine = _target(optimization_level)
-    module = llvm.parse_assembly(translated(text, name, arguments_of(signature), fast, is_linked(signature)))
-    module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
-    options = llvm.create_pipeline_tuning_options(speed_level=optimization_level)
-    options.loop_vectorization = True
-    # SLP vectorization, of straight-line code, would take more compile time than it saves: loops are vectorized already.
-    options.slp_vectorization = False
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
-    outside = (f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm."))
-    return machine.emit_object(module), tuple(outside)
+    texts = []
+    for source in sources:
+        text, name, signature = source
+        try:
+            texts.append((translated(text, name, arguments_of(signature), fast, is_linked(signature)), name))
+        except NotImplementedError as error:
+            raise NotImplementedError(*error.args, source) from error
+    return object_file(texts, optimization_level)
 
 
-def function_of(file: bytes, outside: Sequence[str], name: str, signature: str) -> Callable[..., None]:
-    """Return the function `name` of an object file; raise an OSError if it can't be loaded on this machine."""
-    # It checks its arguments and releases the GIL. The function of a linked kernel takes the address of a block, unchecked;
-    # its attribute `address` is that of its machine code.
+def loaded(file: bytes, outside: Sequence[str], signatures: Sequence[str]) -> list[Callable[..., None]]:
+    """Return the functions of an object file; raise an OSError if it can't be loaded on this machine."""
+    # Each checks its arguments and releases the GIL. The function of a linked kernel takes the address of a block,
+    # unchecked; its attribute `address` is that of its machine code.
     import llvmlite.binding as llvm
 
     c_library = ctypes.CDLL(None)
     # LLVM would end the process if a function were missing.
     if not file.startswith(_OBJECT_FILES) or not all(hasattr(c_library, called) for called in outside):
         raise OSError("the file isn't machine code, or calls functions that the C library doesn't have")
-    _target(optimization_level)
-    # Each engine gets a new target, since the target is destroyed together with the engine. The address of the function is
-    # valid as long as the engine exists.
+    target(optimization_level)
+    # Each engine gets a new target, since the target is destroyed together with the engine. The addresses of the functions
+    # are valid as long as the engine exists.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
     try:
         engine.add_object_file(llvm.ObjectFileRef.from_data(file))
         engine.finalize_object()
-        address = engine.get_function_address(name)
+        addresses = [engine.get_function_address(symbol(k)) for k in range(len(signatures))]
     except RuntimeError as error:
         raise OSError(f"the machine code can't be loaded: {error}") from error
-    if not address:
-        raise OSError(f"there is no {name!r} in the machine code")
+    if not all(addresses):
+        raise OSError("a kernel isn't in the machine code")
+    return [_function(address, signature, engine) for address, signature in zip(addresses, signatures)]
+
+
+def _function(address: int, signature: str, engine: object) -> Callable[..., None]:
     if is_linked(signature):
         function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
         function.address, function.owner = address, engine
@@ -215,85 +214,94 @@ def _checksum(content: bytes) -> bytes:
 _log = logging.getLogger("mpiad")
 
 # The source files that determine a kernel's machine code; any change of these files changes all keys.
-_COMPILER = ("translation.py", "elementary.py", "block_builder.py", "arguments.py", "cache.py")
+_COMPILER = ("translation.py", "elementary.py", "block_builder.py", "arguments.py", "machine_code.py", "cache.py")
 
 _lock = threading.RLock()
 # The least recently used kernels are removed, since functions that change at each call would otherwise fill the memory.
-_MAX_LOADED = 256
-# Kernels by the level of optimization, text, name, signature and fast-math flags. A lookup is fast, since a string caches
-# its hash.
-_loaded: dict[tuple[int, str, str, str, str], Kernel] = {}
+_MAX_LOADED = 128
+_Known: TypeAlias = "tuple[int, str, Source]"
+# Kernels by the level of optimization, fast-math flags and source. A lookup is fast, since a string caches its hash.
+_loaded: dict[_Known, Kernel] = {}
 
 
 class Kernel(NamedTuple):
     """A compiled function."""
 
-    function: Callable[..., None]  # releases the GIL; see `function_of`
-    seconds: float  # the time in which this process compiled or loaded the kernel
+    function: Callable[..., None]  # releases the GIL; see `loaded`
+    seconds: float  # the time in which this process compiled or loaded the kernel, with those of the same object file
     origin: str  # "compiled", or "disk" if the kernel was loaded from the disk
 
 
-def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
-    """Return the compiled function `name` of a text (see `code_of`), logged as INFO for a public `call`, else DEBUG."""
+def kernels_of(sources: Sequence[Source], fast: str = "", call: str = "") -> list[Kernel]:
+    """Return compiled functions (see `code_of`), logged as INFO for a public `call`, else DEBUG."""
     # If two threads need a kernel, the second thread waits for the first.
     with _lock:
-        known = optimization_level, text, name, signature, fast
-        if known not in _loaded:
-            key = _source_key(*known) + _checksum(_machine().encode()).decode()[:_KEY]
-            started = time.perf_counter()
-            function, origin = _from_disk_or_compiled(key, *known[1:])
-            _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
-            action, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
-            level = logging.INFO if call else logging.DEBUG
-            _log.log(level, "%s: the %s kernel was %s in %.2f s.", call or key[:12], name, action, seconds)
-            if len(_loaded) > _MAX_LOADED:
-                del _loaded[next(iter(_loaded))]
-        kernel = _loaded[known] = _loaded.pop(known)
-        return kernel
+        known = [(optimization_level, fast, source) for source in sources]
+        # Those that no earlier program has are compiled together.
+        missing = list(dict.fromkeys(each for each in known if each not in _loaded))
+        if missing:
+            _loaded.update(_from_disk_or_compiled(missing, call))
+        for each in known:
+            _loaded[each] = _loaded.pop(each)
+        kernels = [_loaded[each] for each in known]
+        while len(_loaded) > _MAX_LOADED:
+            del _loaded[next(iter(_loaded))]
+        return kernels
 
 
-def is_cached(text: str, name: str, signature: str, fast: str = "") -> bool:
+def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
+    """Return the compiled function `name` of a text; see `kernels_of`."""
+    return kernels_of([Source(text, name, signature)], fast, call)[0]
+
+
+def is_cached(text: str, name: str, signature: str) -> bool:
     """Return whether a kernel is in memory, or in the cache on disk as compiled by the same compiler for any machine."""
     # LLVM, which knows the machine, isn't imported.
-    known = optimization_level, text, name, signature, fast
+    known = optimization_level, "", Source(text, name, signature)
     if known in _loaded:
         return True
-    folder, key = cache_folder(), _source_key(*known)
+    folder, key = cache_folder(), _source_key([known])
     return folder is not None and any(file.startswith(key) and file.endswith(_SUFFIX) for file in os.listdir(folder))
 
 
 def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> list[Callable[..., None]]:
-    """Return compiled functions from the source of a module, given their names and signatures; see `kernel_of`."""
+    """Return compiled functions from the source of a module, given their names and signatures; see `kernels_of`."""
     text = inspect.getsource(sys.modules[module])
-    return [kernel_of(text, name, signature, fast).function for name, signature in signatures.items()]
+    return [made.function for made in kernels_of([Source(text, *each) for each in signatures.items()], fast)]
 
 
-def _from_disk_or_compiled(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Callable[..., None], str]:
-    """Return the function of a kernel and its origin; a kernel that is compiled is written to the disk."""
-    folder = cache_folder()
-    path = None if folder is None else folder / f"{key}{_SUFFIX}"
-    content = None if path is None else find(path)
+def _from_disk_or_compiled(known: Sequence[_Known], call: str) -> dict[_Known, Kernel]:
+    """Return kernels from one object file; if it is compiled, it is written to the disk."""
+    started = time.perf_counter()
+    key = _source_key(known) + _checksum(_machine().encode()).decode()[:_KEY]
+    folder, fast, sources = cache_folder(), known[0][1], [source for *_, source in known]
+    path, signatures = None if folder is None else folder / f"{key}{_SUFFIX}", [each.signature for each in sources]
+    content, functions, origin = None if path is None else find(path), None, "disk"
     if content is not None:
         header, _, file = content.partition(b"\n")
-        source, outside = json.loads(header)
+        texts, outside = json.loads(header)
         try:
-            if source == text:
-                return function_of(file, outside, name, signature), "disk"
+            functions = loaded(file, outside, signatures) if texts == [list(each) for each in sources] else None
         except OSError as error:
             _log.info("the compiled kernel of %s can't be used: %s", key, error)
-    file, outside = code_of(text, name, signature, fast)
-    if path is not None:
-        keep(path, json.dumps([text, outside]).encode() + b"\n" + file)
-    return function_of(file, outside, name, signature), "compiled"
+    if functions is None:
+        (file, outside), origin = code_of(sources, fast), "compiled"
+        if path is not None:
+            keep(path, json.dumps([sources, outside]).encode() + b"\n" + file)
+        functions = loaded(file, outside, signatures)
+    seconds, action = time.perf_counter() - started, "compiled" if origin == "compiled" else "loaded"
+    names = f"{sources[0].name} kernel was" if len(sources) == 1 else f"{len(sources)} kernels were"
+    _log.log(logging.INFO if call else logging.DEBUG, f"{call or key[:12]}: the {names} {action} in {seconds:.2f} s.")
+    return {each: Kernel(function, seconds, origin) for each, function in zip(known, functions)}
 
 
 # The length of each half of a kernel's key.
 _KEY = 32
 
 
-def _source_key(level: int, text: str, name: str, signature: str, fast: str) -> str:
-    """Return the first half of a kernel's key, which depends on the arguments of `kernel_of` and on the compiler."""
-    return _checksum(f"{_compiler()}\n{level} {name} {signature} {fast}\n{text}".encode()).decode()[:_KEY]
+def _source_key(known: Sequence[_Known]) -> str:
+    """Return the first half of the key of an object file, which depends on its kernels and on the compiler."""
+    return _checksum(f"{_compiler()}\n{json.dumps(known)}".encode()).decode()[:_KEY]
 
 
 @cache

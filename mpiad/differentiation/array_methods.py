@@ -72,7 +72,10 @@ for _name in "device flags itemsize nbytes strides".split():
     _PARTS[_name] = lambda x, name=_name: getattr(getval(x), name)
 for _name, _function in _PARTS.items():
     setattr(ArrayBox, _name, TracedAttribute(_name, _function))
-for _name, _function in {"floordiv": anp.floor_divide, "divmod": anp.divmod}.items():
+for _name, _function in {
+    "floordiv": anp.floor_divide,
+    "divmod": lambda x, y: (anp.floor_divide(x, y), anp.mod(x, y)),
+}.items():
     setattr(ArrayBox, f"__{_name}__", _operator(_function))
     setattr(ArrayBox, f"__r{_name}__", _operator(_function, swapped=True))
 ArrayBox.__contains__ = lambda x, item: item in (getval(x) if isinstance(x._node, _NODES) else iter(x))

@@ -18,7 +18,6 @@ ranks of a group agree on failures first, then all ranks do.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,6 +37,7 @@ from mpiad.optimize.root_start import shared_start
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.core.agreement import FAILURES, Failure
 from mpiad.transport.core.calls import Site
+from mpiad.transport.core.channels import is_fork
 from mpiad.transport.core.fault_tolerance import is_interruption
 from mpiad.transport.core.polling import wait_gently
 from mpiad.transport.core.rank_groups import RankGroups
@@ -119,7 +119,7 @@ class RootDriven(Solve):
         self.evaluation: Any = None  # of the function that was defined last
         self._message: Any = np.zeros(_HEADER + _SHORT)
         self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
-        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._lock = threading.RLock()
         self._by_main = threading.current_thread() is threading.main_thread()
         self._thread: int | None = None  # the thread that executes an instruction
         # Raised by further requests: the failure of an instruction, after which the other ranks wait for none, or the end.
@@ -140,7 +140,7 @@ class RootDriven(Solve):
     def request(self, method: str, *vectors: np.ndarray, function: int = 0, start: Tree = None) -> Any:
         """Execute an instruction on all ranks, and return its result; the root calls this, in any thread."""
         thread = threading.get_ident()
-        if os.getpid() != self._pid:  # in a forked process, in which the lock may be held forever
+        if is_fork():  # the lock may be held forever
             raise RuntimeError(f"{self._call}: {ELSEWHERE}")
         with self._lock:
             if self._thread == thread:

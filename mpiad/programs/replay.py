@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned
-from mpiad.compiling.cache import Kernel, kernel_of
+from mpiad.compiling.cache import Kernel, Source, kernels_of
 from mpiad.compiling.source import indented
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
@@ -47,7 +47,7 @@ class Replays:
             for at, step in enumerate(schedule.steps)
         ]
         overwrite(schedule, self.texts)
-        self.kernels = list(map(self._kernel, schedule.steps, self.texts))
+        self.kernels = self._kernels()
         self.uses = spans_of(schedule, self.texts)
         self.allocations, self.own_bytes, scratch_bytes = allocate(schedule, self.uses)
         self.scratch = Scratch(scratch_bytes)
@@ -60,13 +60,16 @@ class Replays:
         self.actions = {False: actions, True: tiled(schedule, self.texts, self.allocations, overlapping)}
         self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays
 
-    def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
+    def _kernels(self) -> list[Kernel | None]:
+        sources = [None if text is None else Source(text.text, NAME, text.signature) for text in self.texts]
         try:
-            return None if text is None else kernel_of(text.text, NAME, text.signature)
+            made = iter(kernels_of([source for source in sources if source is not None]))
         except NotImplementedError as error:  # its message refers to the kernel's text, which the user doesn't know
+            step: Any = self.schedule.steps[sources.index(error.args[1])]
             nodes = [self.schedule.program.nodes[item.node] for item in step.items]
             operations = ", ".join(dict.fromkeys(map(described, nodes)))
             raise NotImplementedError(f"no kernel can compute {operations}") from error
+        return [None if source is None else next(made) for source in sources]
 
     def take(self) -> Replay:
         """Return an unused replay."""

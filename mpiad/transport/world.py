@@ -2,9 +2,10 @@
 
 The import makes no call of MPI that waits for other ranks. Ranks that wait in their first call detect whether the other
 ranks have also made their first call, or have ended without one. Messages or collectives of MPI can't be used for this,
-since the program's own ones could match them. So each rank binds an abstract socket (a socket of Linux without a file),
-whose name contains the job, the rank and its state. The other ranks of the node check which names exist. The system
-removes the names with the process.
+since the program's own ones could match them. So each rank binds a socket, whose name contains the job, the rank and its
+state. The other ranks of the node check which sockets can be reached; those of an ended process can't. The sockets are
+files in a folder of shared memory to which only this user has access: other users could otherwise bind the name of a rank.
+Without such a folder, ranks don't see each other, as on different nodes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 
 from mpi4py import MPI
 
 from mpiad._typing import Comm, Rank
+from mpiad.cache_folder import own_folder, private_folder
 from mpiad.errors import CommunicationMismatchError, CommunicatorError, DeadlockError
 from mpiad.transport.core import lookup
 from mpiad.transport.core.channels import base, live_channels, world_ranks
@@ -86,6 +89,7 @@ def start(call: str, comm: Comm = None) -> None:
     A CommunicatorError is raised after the end of MPI, in a task pool, if the library has been started on another
     communicator, or if a rank ends without calling this or calls it for another communicator; collective.
     """
+    lookup.refuse_fork(call)
     if MPI.Is_finalized():
         raise CommunicatorError(f"{call}: called after mpi_finalize. MPI can't be started again in this process.")
     if not MPI.Is_initialized():
@@ -120,6 +124,8 @@ def _start(call: str, comm: Comm) -> None:
     node = private.Split_type(MPI.COMM_TYPE_SHARED)
     _local = node.rank, node.size
     node.Free()
+    if _local[0] == 0:
+        _remove_old_sockets()
     if ends_job:
         prepare_await_others()
     limit_threads(private, _local[1])
@@ -214,6 +220,9 @@ def _listed(ranks: Sequence[Rank]) -> str:
 
 
 _STARTS, _ENDED = "starts", "ended"  # states of a rank
+# The same for all ranks of a node, unlike a folder named by an environment variable: MPI's shared memory is there, too.
+_SHARED_MEMORY = Path("/dev/shm")
+_UNTIL_BOUND = 60.0  # seconds
 
 # Names of launchers' processes from which all ranks of a job on a node descend, and variables that differ between jobs.
 _LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
@@ -225,14 +234,18 @@ def _announce(state: str) -> None:
     """Make the state of this rank visible to the other ranks of its node."""
     if MPI.COMM_WORLD.size > 1 and _job():
         found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError):  # it is visible already, or the system has no such sockets
+        with contextlib.suppress(OSError):  # it is visible already, or there is no folder
             found.bind(_socket_name(MPI.COMM_WORLD.rank, state))
         found.detach()  # so that it stays open in MPI_Finalize, which mpi4py calls after the end of Python
 
 
 def _is_in(state: str, rank: Rank) -> bool:
+    return _is_bound(_socket_name(rank, state))
+
+
+def _is_bound(name: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks, contextlib.suppress(OSError):
-        asks.connect(_socket_name(rank, state))
+        asks.connect(name)
         return True
     return False
 
@@ -243,7 +256,25 @@ def _ranks_in(state: str, ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _socket_name(rank: Rank, state: str) -> str:
-    return f"\0mpiad-{_job()}-{rank}-{state}"
+    return f"{_folder()}/{_job()}-{rank}-{state}"  # at most 107 bytes
+
+
+@cache
+def _folder() -> str:
+    """Return the folder of this user's sockets on this node; one that doesn't exist if other users could write into it."""
+    try:
+        return str(private_folder(own_folder(_SHARED_MEMORY)))
+    except OSError as error:
+        _log.info(f"ranks don't see which others have started, since there is no folder for their sockets: {error}.")
+        return os.devnull
+
+
+def _remove_old_sockets() -> None:
+    """Remove the sockets of ended processes, but for those of the last minute, which may be about to be bound."""
+    with contextlib.suppress(OSError), os.scandir(_folder()) as entries:  # another job may remove them, too
+        for entry in entries:
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNTIL_BOUND and not _is_bound(entry.path):
+                os.unlink(entry.path)
 
 
 @cache
@@ -258,7 +289,7 @@ def _job() -> str:
             if name in _LAUNCHERS:
                 variables = [os.environ.get(variable, "") for variable in _OF_JOB]
                 text = repr((os.getuid(), number, fields[19], MPI.COMM_WORLD.size, variables))
-                return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # names of sockets have at most 107 bytes
+                return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
             number = int(fields[1])
     return ""
 
@@ -299,6 +330,7 @@ def finalized() -> bool:
 
 def finalize() -> None:
     """Complete pending sends and finalize MPI; collective over the world. A second call does nothing."""
+    lookup.refuse_fork("mpi_finalize")
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
         _announce_end()

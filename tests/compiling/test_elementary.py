@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from mpiad.compiling.cache import code_of, function_of
+from one_kernel import one_kernel
 
 pytestmark = pytest.mark.serial
 LOOP = """
@@ -25,7 +24,7 @@ def run(x, out):
 
 def computed(text, name, x):
     signature, out = f"void({x.dtype}[::1], {x.dtype}[::1])", np.empty_like(x)
-    function_of(*code_of(text.format(name), "run", signature, "contract arcp"), "run", signature)(x, out)
+    one_kernel(text.format(name), "run", signature, "contract arcp")(x, out)
     return out
 
 

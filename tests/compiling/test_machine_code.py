@@ -17,7 +17,7 @@ from machine_load import slowdown
 
 from mpiad.compiling import cache, translation
 from mpiad.compiling.arguments import Argument, arguments_of
-from mpiad.compiling.cache import code_of, function_of
+from mpiad.compiling.cache import Source, code_of, loaded
 from mpiad.compiling.translation import translated
 from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
 
@@ -113,12 +113,11 @@ def test_the_next_process_compiles_nothing(folder):
 
 
 def test_what_is_no_machine_code_is_an_error():
-    file, _ = code_of(TEXT.format(more=""), "run", SIGNATURE)
-    function_of(file, ("exp",), "run", SIGNATURE)
-    wrong = (b"no object file", (), "run"), (b"", (), "run"), (file, ("no_such_function",), "run"), (file, (), "no")
-    for code in wrong:
+    file, _ = code_of([Source(TEXT.format(more=""), "run", SIGNATURE)])
+    loaded(file, ["exp"], [SIGNATURE])
+    for code in (b"no object file", [], 1), (b"", [], 1), (file, ["no_such_function"], 1), (file, [], 2):
         with pytest.raises(OSError, match="machine code"):
-            function_of(*code, SIGNATURE)
+            loaded(*code[:2], [SIGNATURE] * code[2])
 
 
 def test_types_of_a_signature():

@@ -8,9 +8,9 @@ from functools import reduce
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from one_kernel import one_kernel
 
 from mpiad.compiling import rerolling
-from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Builder, evaluated
 from mpiad.compiling.rerolling import Stored
@@ -172,6 +172,6 @@ def run(x: {real}[::1], a: {real}[::1], out: {real}[:, ::1]):
 """
     signature = f"void({real}[::1], {real}[::1], {real}[:, ::1])"
     x, a, out = np.arange(16, dtype=dtype), np.array([1, 2, 3], dtype), np.zeros((4, 16), dtype)
-    function_of(*code_of(text, "run", signature), "run", signature)(x, a, out)
+    one_kernel(text, "run", signature)(x, a, out)
     np.testing.assert_array_equal(out[:2], [2 - 2 * x, 4 * x + 3])
     np.testing.assert_array_equal(out[2:, 0], [2, 3])

@@ -11,11 +11,11 @@ from itertools import count
 import numpy as np
 import pytest
 from kernels_on_cpu import COMPILER
+from one_kernel import one_kernel
 from traced_right_hand_sides import SYSTEMS
 
 from mpiad.compiling import source
 from mpiad.compiling.arguments import arguments_of
-from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.program import OPERATIONS, Builder, evaluated
 from mpiad.compiling.rerolling import Stored
@@ -71,7 +71,7 @@ def test_compiled_each_operation_is_numpys(dtype):
     program = all_operations()
     name = np.dtype(dtype).name
     text, signature = function_text(program, dtype), f"void({name}[::1], {name}[::1])"
-    f = function_of(*code_of(text, "f", signature), "f", signature)
+    f = one_kernel(text, "f", signature)
     for u in np.array(STATES, dtype):
         out = np.empty(len(program.outputs), dtype)
         f(u, out)

@@ -13,8 +13,8 @@ import autograd.scipy.special as special
 import numpy as onp
 import pytest
 from autograd.core import make_jvp
+from one_kernel import one_kernel
 
-from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Builder, copy_program
 from mpiad.compiling.source import lines
@@ -120,7 +120,7 @@ def compiled(program, d):
     names = {"state": [f"x[{i}]" for i in range(d)]}
     body = lines(program, names, [f"o[{i}]" for i in range(len(program.outputs))])
     signature = "void(float64[::1], float64[::1])"
-    return function_of(*code_of("\n    ".join(["def f(x, o):", *body]), "f", signature), "f", signature)
+    return one_kernel("\n    ".join(["def f(x, o):", *body]), "f", signature)
 
 
 def autograds(function, u):

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from one_kernel import one_kernel
 
 from mpiad.compiling import translation
-from mpiad.compiling.cache import code_of, function_of
 
 pytestmark = pytest.mark.serial
 
@@ -116,7 +116,7 @@ def as_python(text, given):
 def both(text, signature, *given):
     """Return the arrays that the text leaves, compiled and as Python."""
     compiled, python = ([x.copy() if isinstance(x, np.ndarray) else x for x in given] for _ in range(2))
-    function_of(*code_of(text, "run", signature), "run", signature)(*compiled)
+    one_kernel(text, "run", signature)(*compiled)
     as_python(text, python)
     return [(a, b) for a, b in zip(compiled, python) if isinstance(a, np.ndarray)]
 
@@ -154,7 +154,7 @@ def test_arguments_that_overlap():
     """A loop reads what it has just written through another argument, except in linked kernels."""
     text = "def run(x, y):\n    for i in range(x.size):\n        y[i] = 0.5 * x[i] + 1.0"
     signature = "void(float64[::1], float64[::1])"
-    function = function_of(*code_of(text, "run", signature), "run", signature)
+    function = one_kernel(text, "run", signature)
     for distance in (0, 1, 3):
         found, expected = np.arange(1000.0), list(range(1000))
         function(found[: 1000 - distance], found[distance:])
@@ -179,7 +179,7 @@ def test_lanes_are_computed_as_vectors(dtype, most, monkeypatch):
 def test_vectors_have_no_branches():
     text = "def run(x):\n    for l in lanes(8):\n        if x[l] > 0.0:\n            x[l] = 1.0"
     with pytest.raises(NotImplementedError, match="line 3 of a kernel"):
-        code_of(text, "run", "void(float64[::1])")
+        one_kernel(text, "run", "void(float64[::1])")
 
 
 def test_sums_are_reordered_only_where_that_is_allowed():
@@ -187,7 +187,7 @@ def test_sums_are_reordered_only_where_that_is_allowed():
     signature, x, found = "void(float64[::1], float64[::1])", np.full(4096, 0.1), []
     for fast in ("", "reassoc"):
         out = np.zeros(1)
-        function_of(*code_of(text, "run", signature, fast), "run", signature)(x, out)
+        one_kernel(text, "run", signature, fast)(x, out)
         found.append(out[0])
     in_order = 0.0
     for value in x.tolist():
@@ -203,4 +203,4 @@ def test_sums_are_reordered_only_where_that_is_allowed():
 ])  # fmt: skip
 def test_what_is_not_of_the_language_is_refused_with_its_line(line):
     with pytest.raises(NotImplementedError, match="line 2 of a kernel"):
-        code_of(f"def run(x):\n    {line}", "run", "void(float64[::1])")
+        one_kernel(f"def run(x):\n    {line}", "run", "void(float64[::1])")

@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "buffer": (received, TypeError, "expecting buffer", PRIMITIVE),
     "buffer and type": (lambda x: COMM.Bcast([x, MPI.DOUBLE]), TypeError, "bytes-like object", PRIMITIVE),
     "buffer of objects": (lambda x: COMM.Bcast(np.array(x)), KeyError, "cannot map 'O'", PRIMITIVE),
-    "method": (lambda x: x.dot(x), AttributeError, "no attribute 'dot'", r"np\.dot\(x"),
+    "method": (lambda x: x.sort(), AttributeError, "no attribute 'sort'", r"np\.sort\(x"),
     "method of plain values": (
         lambda x: x.tolist()[0],
         AttributeError,

@@ -196,13 +196,13 @@ def test_strict_raises_with_the_line_and_the_reason(fun):
 
 
 def test_a_kernel_that_fails_is_reported_by_the_users_operation_and_line(monkeypatch):
-    def refuse(*given):
-        raise NotImplementedError("line 3 of a kernel: np.float64(a1[0])")
+    def refuse(sources, *options):
+        raise NotImplementedError("line 3 of a kernel: np.float64(a1[0])", sources[0])
 
     def fun(x):
         return anp.sin(x) * 2.0
 
-    monkeypatch.setattr("mpiad.programs.replay.kernel_of", refuse)
+    monkeypatch.setattr("mpiad.programs.replay.kernels_of", refuse)
     line = fun.__code__.co_firstlineno + 1
     with pytest.raises(TypeError, match=f"can't be compiled: .* no kernel can compute multiply at .*py:{line} in") as error:
         mpiad.jit(fun, strict=True)(X)

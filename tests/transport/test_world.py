@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+
 import pytest
 
 # The last rank makes its first call after the others have said that they wait, in messages on the program's communicator.
@@ -99,3 +105,119 @@ def test_a_start_that_was_refused_can_be_repeated(mpirun):
     done = mpirun(2, REFUSED, env={"MPIAD_TIMEOUT": None})
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["2.0"] * 2 + ["refused"] * 4
+
+
+# Rank 0 waits; rank 1 makes its first call after another user has tried to bind and to remove names of both ranks.
+OTHER_USER = """
+import os, socket, subprocess, sys, time
+from mpi4py import MPI
+import mpiad
+from mpiad.transport import world
+comm = MPI.COMM_WORLD
+if comm.rank == 1:
+    time.sleep(0.5)  # rank 0 is in its first call
+    names = [world._socket_name(rank, state) for rank in (0, 1) for state in ("starts", "ended")]
+    program = '''
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+held = []
+for name in eval(sys.stdin.read()):
+    for action in (lambda: held[0].bind(name), lambda: held[0].connect(name), lambda: os.unlink(name)):
+        try:
+            held.insert(0, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            action()
+            print("done:", name)
+        except (OSError, ValueError) as error:
+            pass
+print("ready", flush=True)
+sys.stdin.close()
+import time
+time.sleep(60)
+'''
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other.stdin.write(repr(names))
+    other.stdin.close()
+    while (line := other.stdout.readline()) not in ("", "ready\\n"):
+        print(line, end="", flush=True)
+    time.sleep(2.0)  # rank 0 looks for ranks that have ended
+try:
+    print(mpiad.mpi_allreduce(1.0), flush=True)
+finally:
+    if comm.rank == 1:
+        other.kill()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_end_a_starting_job(mpirun):
+    done = mpirun(2, OTHER_USER, env={"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "2.0\n2.0\n"
+
+
+IN_FOLDER = """
+import os, sys, time
+from pathlib import Path
+from mpi4py import MPI
+from mpiad.transport import world
+world._SHARED_MEMORY = Path(sys.argv[1])
+import mpiad
+comm = MPI.COMM_WORLD
+if comm.rank == 1:
+    time.sleep(1.0)
+print(mpiad.mpi_allreduce(1.0))
+"""
+
+
+def own(folder):
+    return folder / f"mpiad-{os.getuid()}"
+
+
+@pytest.fixture
+def place():
+    """Return a folder whose path is as short as that of the system's shared memory: those of sockets are limited."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.mark.launches
+def test_sockets_of_ended_processes_are_removed(mpirun, place):
+    folder = own(place)
+    for _ in range(2):
+        done = mpirun(2, IN_FOLDER, place, env={"OMP_NUM_THREADS": "1"})
+        assert (done.returncode, done.stdout) == (0, "2.0\n2.0\n"), done.stderr
+        assert folder.stat().st_mode & 0o777 == 0o700
+    names = {path.name for path in folder.iterdir()}
+    assert len(names) == 2 * 4  # two of each rank; those of the last minute stay
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+        bound.bind(str(folder / "bound"))
+        for path in folder.iterdir():
+            os.utime(path, (time.time() - 61.0,) * 2)
+        done = mpirun(2, IN_FOLDER, place, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0
+    left = {path.name for path in folder.iterdir()}
+    assert not names & left and "bound" in left
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("kind", ["missing", "writable", "link", "of another user"])
+def test_without_a_folder_of_its_own_a_job_starts(kind, mpirun, place):
+    shared, env = place / "shared", {"OMP_NUM_THREADS": "1"}
+    if kind != "missing":
+        shared.mkdir()
+    if kind == "writable":
+        own(shared).mkdir()
+        own(shared).chmod(0o777)
+    elif kind == "link":
+        own(shared).symlink_to(place)
+    elif kind == "of another user":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        own(shared).mkdir()
+        os.chown(own(shared), 65534, 65534)
+    done = mpirun(2, IN_FOLDER, shared, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n2.0\n", "")
+    assert kind == "missing" or kind == "link" or not list(own(shared).iterdir())

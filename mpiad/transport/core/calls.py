@@ -201,13 +201,13 @@ _sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
 
 @cache
 def _kind(code: CodeType) -> int:
-    """Return 0 for the user's code, 1 for this library, 2 for other libraries."""
+    """Return 0 for the user's code, 1 for this library, 2 for other libraries, 3 for `jit` and compiled programs."""
     name = code.co_filename
     if name.startswith("<frozen"):
         return 2
     path = os.path.realpath(name) if os.path.exists(name) else name
     if path.startswith(_OURS):
-        return 2 if path.startswith(_PROGRAMS) else 1
+        return 3 if path.startswith(_PROGRAMS) else 1
     # Other installed packages may be the user's own.
     installed = any(mark in path for mark in _INSTALLED)
     return 2 if (any(mark in path for mark in _PACKAGES) if installed else path.startswith(_STANDARD)) else 0
@@ -267,14 +267,14 @@ def _drops_result(caller: FrameType, frame: FrameType | None) -> bool:
 
 def site_of_trace(trace: TracebackType | None) -> Site:
     """Return the innermost line of user code in a traceback; its `entry` is the library's function that has called it."""
-    found, called, before = _NOWHERE, None, 0
+    found, called, before = _NOWHERE, "", 0
     while trace is not None:
         code = trace.tb_frame.f_code
         kind = _kind(code)
         if kind == 0:
-            found = Site(code.co_filename, trace.tb_lineno, code.co_name, entry(called))
-        elif kind == 1 and before != 1 and found is not _NOWHERE:
-            called = code
+            found = Site(code.co_filename, trace.tb_lineno, code.co_name, called)
+        elif kind != 2 and before in (0, 2) and found is not _NOWHERE:
+            called = entry(code) if kind == 1 else "jit"
         trace, before = trace.tb_next, kind
     return found
 

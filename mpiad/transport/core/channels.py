@@ -11,6 +11,7 @@ them, even if an exception drops the requests.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -374,8 +375,18 @@ class Channel:
             drain(self.headers, self.tag_limit)  # of messages that were received after debug mode
             self.headers.Free()
         _live.pop(self._order, None)
-        self.data = self.reverse = self._backwards = _Freed()
+        self._disable(_FREED)
         self._separate, self.derived = None, []
+
+    def _disable(self, reason: str) -> None:
+        self.data = self.reverse = self._backwards = _Unusable(reason)
+
+    def refuse_in_child(self) -> None:
+        """Make all calls on this copy of a rank's channel raise an error, those by its holders and requests, too."""
+        self._disable(FORKED)
+        self.fault, self._separate = FORKED, None
+        for _, requests, _ in self.started.values():
+            requests[:] = [_Unusable(FORKED)] * len(requests)
 
 
 class Refusing:
@@ -471,14 +482,20 @@ def world_ranks(comm: Comm, world: Comm = None) -> list[int]:
     return ranks
 
 
-class _Freed:
-    """Placeholder for a freed duplicate: an adjoint may still refer to its channel."""
+class _Unusable:
+    """Placeholder for a duplicate or request that can't be used."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
 
     def __getattr__(self, name: str) -> Any:
-        raise CommunicatorError(
-            "a communicator was freed before the reverse pass that runs its communication backwards. "
-            "Free it after the gradient."
-        )
+        raise CommunicatorError(self._reason)
+
+
+# An adjoint may still refer to the channel.
+_FREED = (
+    "a communicator was freed before the reverse pass that runs its communication backwards. Free it after the gradient."
+)
 
 
 def on_any_rank(comm: Comm, here: bool) -> bool:
@@ -491,3 +508,27 @@ def on_any_rank(comm: Comm, here: bool) -> bool:
 def live_channels() -> list[Channel]:
     """Return the open channels in the order of their creation, which agrees between ranks for the channels they share."""
     return [found for reference in _live.valuerefs() if (found := reference()) is not None]
+
+
+# A forked process has copies of the channels, but MPI knows only the rank: both would take messages from the same queues.
+FORKED = (
+    "this process was forked from a rank, and can't communicate: MPI would mix its messages with those of the rank. "
+    "Communicate in the rank; forked processes, such as those of a pool, may only compute."
+)
+_is_fork = False
+
+
+def is_fork() -> bool:
+    """Return whether this process was forked from a rank."""
+    return _is_fork
+
+
+def _refuse_in_child() -> None:
+    global _is_fork
+    _is_fork = True
+    for channel in live_channels():
+        channel.refuse_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_child)

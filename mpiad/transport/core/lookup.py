@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import NoReturn
 
@@ -9,7 +10,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
-from mpiad.transport.core.channels import Channel, base, set_base, world_ranks
+from mpiad.transport.core.channels import FORKED, Channel, base, is_fork, set_base, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_revoked
 from mpiad.transport.core.tracing import once, tracing
 
@@ -80,9 +81,16 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
 def _started(call: str) -> Channel:
     """Return the world's channel; start the library if it isn't started."""
     if _world is None or MPI.Is_finalized():
+        refuse_fork(call)
         _require_mpi(call)
         start_world(call)
     return _world or open_world()
+
+
+def refuse_fork(call: str) -> None:
+    """Raise a CommunicatorError if this process was forked from a rank."""
+    if is_fork():
+        raise CommunicatorError(f"{call}: {FORKED}")
 
 
 def _require_mpi(call: str) -> None:
@@ -162,3 +170,12 @@ def renew(comm: Comm, call: str) -> None:
     for division in found.divisions:
         if division != MPI.COMM_NULL:  # unless it has been freed
             prepare(division, call).renew()
+
+
+def _forget_world() -> None:
+    global _world
+    _world = None  # so that each lookup of a channel ends in `refuse_fork`
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_world)

@@ -26,19 +26,19 @@ from mpi4py import MPI
 from mpiad.environment_variables import switch
 from mpiad.transport.core.agreement import code_of
 from mpiad.transport.core.calls import Site
+from mpiad.transport.core.channels import is_fork
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, exit_process, flush_streams, lost_ranks
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
 before_abort: list[Callable[[], object]] = []  # called before a rank ends the job; they mustn't wait for other ranks
 
-_process = os.getpid()
 _ending = threading.Lock()
 
 
 def is_rank() -> bool:
     """Return whether this process can communicate: MPI is initialized, and this is no fork of a rank."""
-    return os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized()
+    return not is_fork() and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def at(site: Site) -> str:
