@@ -43,8 +43,8 @@ from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import operation as operations
 from mpiad.programs import calls_on_tape, function, playback, program_cache, recorder, traced_array, transforms
+from mpiad.programs import operation as operations
 from mpiad.transport import channel
 from mpiad.transport.core import calls, channels, collectives, messages, tracing
 from mpiad.transport.exits import signals

@@ -1,9 +1,9 @@
 """Calls of compiled functions in a derivative: each call is one node of the tape.
 
 The rule of all derivatives is that of `operation`. In a first derivative, the forward and the backward program are compiled
-as two parts of one program, so that the backward part reads the buffers of the forward part. If the function can't be traced
-from the shapes of its arguments alone, it is traced while it runs, and its reverse pass is traced while it first runs; in
-second derivatives such a function is interpreted, without a warning.
+as two parts of one program, so that the backward part reads the buffers of the forward part. If the function can't be
+traced from the shapes of its arguments alone, it is traced while it runs, and its reverse pass is traced while it first
+runs; in second derivatives such a function is interpreted, without a warning.
 """
 
 from __future__ import annotations

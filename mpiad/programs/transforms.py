@@ -35,7 +35,7 @@ from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_call, suspended
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
-from mpiad.programs.recorder import Recorder, ShapeRecorder, like
+from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.traced_array import Constant, Ref, Step, TracedArray, hides_traced, mapped, on_host, take
 from mpiad.pytrees import flatten, is_variable
