@@ -50,6 +50,7 @@ from mpiad.programs.traced_array import (
     mapped,
     on_host,
     plain,
+    quotient,
     reason_of_conversion,
     scale_of,
     with_entries,
@@ -349,10 +350,10 @@ class Recorder:
             # A power of two keeps the reciprocal of any number in the range of normal numbers.
             scale = self.call(scale_of, (c, real), {})
             x, inverse = scale * x, self.call(np.true_divide, (real.type(1), scale * c), {})
-            return np.multiply, (x, inverse)
+            return quotient, (x, inverse)
         with np.errstate(all="ignore"):
             inverse = real.type(1) / real.type(c)
-        return (np.multiply, (x, inverse)) if np.finfo(real).tiny <= abs(inverse) < math.inf else (fun, args)
+        return (quotient, (x, inverse)) if np.finfo(real).tiny <= abs(inverse) < math.inf else (fun, args)
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and record it."""
@@ -628,7 +629,7 @@ class ShapeRecorder(Recorder):
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if fun is np.full:
             return _placeholder(args[0], args[2])
-        by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun is np.where
+        by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun in (np.where, quotient)
         if by_entries and not kwargs and any(map(is_large, args)):
             shape = np.broadcast_shapes(*[np.shape(x) for x in args])
             made = fun(*[np.ones(1, x.dtype) if isinstance(x, np.ndarray) else x for x in args])

@@ -400,6 +400,11 @@ def scale_of(x: Array, dtype: np.dtype) -> np.floating:
     return dtype.type(1 / 16 if abs(x) > large else 2.0**64 if abs(x) < small else 1)
 
 
+def quotient(x: Array, inverse: Array, out: Array | None = None, **kwargs: Any) -> Array:
+    """Return the quotient of x by a scalar, given the inverse of the scalar; the arguments are those of `np.multiply`."""
+    return np.multiply(x, inverse, out, **kwargs)
+
+
 def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
     """Return `numpy.array` of an argument; in a trace, the argument holds traced arrays."""
     return np.array(x, *args, **kwargs)
