@@ -82,6 +82,8 @@ _SHAPED_BY_INTEGERS = frozenset(
     getattr(np, name)
     for name in "array_split broadcast_to diag expand_dims pad repeat reshape resize split squeeze tile".split()
 )
+
+
 def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the reason why a call can't be recorded, as a relative clause; "" if the call can be recorded."""
     further = *args[1:], *kwargs.values()
@@ -547,7 +549,7 @@ class Recorder:
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
         self._check_writing(target)
-        if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
+        if fun(*[np.ones((1, 1), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             args = self.call(fun, args, {}), target.dtype
             fun, references = cast, self.referenced(args)
             np.copyto(target.value, args[0].value, casting="same_kind")
