@@ -125,14 +125,14 @@ class EventWatch:
         return screened & step.accepted
 
     def bracketed(self, step: Step, columns: Array, screened: Array, sides: Mapping[int, Array] = {}) -> CrossedSteps:
-        """Return the steps of some columns, with the parts in which conditions change signs; `sides`: see `Event.crossed`."""
+        """Return the steps of some columns, and the parts in which conditions change signs (`sides`: `Event.crossed`)."""
         own, points, count = step.at(columns), self._x, len(self._events)
         x = np.zeros_like(own.t, shape=(count, len(points), len(columns))) + points[:, None]
         values, crossed = np.zeros_like(x), np.zeros_like(x[:, 1:], dtype=bool)
         for e, event in enumerate(self._events):
             values[e, 0], values[e, -1] = self._before[e, columns], self._after[e, columns]
             values[e, 1:-1] = self._inside(event, own, x[e, 1:-1])
-            # A point moves to the vertex of the parabola through it and its neighbors if the condition changes its sign there.
+            # A point moves to the vertex of the parabola through it and its neighbors if the condition changes signs there.
             before, at, after = values[e, :-2], values[e, 1:-1], values[e, 2:]
             slope, curvature = 0.5 * (after - before), before - 2 * at + after
             near = (before * at > 0) & (after * at > 0) & (curvature * at > 0)
@@ -149,6 +149,8 @@ class EventWatch:
 
     def _inside(self, event: Event, step: Step, x: Array) -> Array:
         """Return the values of a condition at the fractions x of a step, shape (points, n)."""
+        if not x.size:
+            return x
         real = self._coefficients.real
         terms = polynomials(self._coefficients, step.u, step.h.astype(real, copy=False), step.k)
         u = np.moveaxis(states_at(terms, x[:, None].astype(real, copy=False)), 1, 0).reshape(len(step.u), -1)
@@ -268,7 +270,7 @@ class EventWatch:
 
 
 def _time_of(step: Step, x: Array, columns: Array | slice = slice(None)) -> Array:
-    """Return the times at fractions x of the steps of some columns, in the direction of the solve; their ends for x >= 1."""
+    """Return the times at fractions x of steps, in the direction of the solve; the ends of the steps for x >= 1."""
     # Rounding mustn't move an event beyond the step, nor an event at its end, maybe a given time, before it.
     return np.minimum(np.where(x < 1, step.t[columns] + x * step.h[columns], np.inf), step.t_new[columns])
 
