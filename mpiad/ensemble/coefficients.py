@@ -81,7 +81,7 @@ class Coefficients:
         return x
 
     def weights_inside(self, x: np.ndarray) -> Array:
-        """Return the weights of the stages times h, and of the state before the step, in states at fractions x of the step."""
+        """Return the weights of the stages, and of the state before the step, in states at fractions x of the step."""
         weights = self.weights(self.placed(x))[self._used]
         return np.concatenate([weights, np.ones_like(weights[:1])]).T.astype(self._dtype)
 
