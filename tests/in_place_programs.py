@@ -10,6 +10,7 @@ an array that it is given. The loss and its derivative along a direction are Num
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections import Counter
@@ -36,21 +37,39 @@ def scaled(f):
 
 def program(x):
 """
-FRESH = """np.sin({a}) * 0.5 + {b}|{a} * {b} + 0.3|np.exp(-{a} * {a})|np.sum({a}) * {b} * 0.2|np.where({a} > {b}, {a}, 0.5 * {b})
-np.maximum({a}, {b}) - 0.1|{a} / (1.5 + {b} * {b})|-{a}|{a} + 0.0|np.cumsum({a}, 0) * 0.3|np.stack([{a}, {b}])[1]
-np.concatenate([{a}, {b}])[:{n}] * 0.9|{a} - np.mean({b})|np.tanh({a}) ** 2|2.0 - {a}|np.array({a})""".replace("\n", "|").split("|")
-VIEWS = """{a}[1:]|{a}[::2]|{a}[::-1]|{a}[:2]|np.ravel({a})|{a}.T|np.reshape({a}, (-1,))|{a}.reshape((2, -1))|np.real({a})
-np.transpose({a})|np.atleast_1d({a})|np.expand_dims({a}, 0)|np.squeeze({a})|np.split({a}, 2)[1]|{a}[0]|{a}[...]|np.atleast_2d({a})
-np.swapaxes({a}, 0, -1)|np.moveaxis({a}, 0, -1)|np.flip({a}, 0)|{a}[None]|{a}[-1:]|np.rot90(np.atleast_2d({a}))""".replace("\n", "|").split("|")  # fmt: skip
-CHANGES = """{a} += 0.5 * {b}|{a} -= np.sin({b})|{a} *= 0.9|{a} *= {b}|{a} /= 1.5 + {b} * {b}|{a} //= 0.7|{a} %= 1.3|{a} **= 2
-{a} += 1.0|{a} -= {b}|{a} /= 3|{a} += {a}|relax({a}, {b})|{a} @= np.eye({n}) * 0.5 + 0.1|{a} -= np.mean({b})|{a} **= 3
-{a} = scaled({a})""".replace("\n", "|").split("|")  # fmt: skip
-SCALARS = "s += np.sum({a})|s *= 0.5|s -= np.max({a}) * s|s /= 2.0 + np.sum({a} * {a})|s = np.mean({a}); s += 1.0".split("|")
+
+
+def forms(text: str) -> list[str]:
+    """Return the forms of lines in a text."""
+    return text.strip().replace("\n", "|").split("|")
+
+
+FRESH = forms("""
+np.sin({a}) * 0.5 + {b}|{a} * {b} + 0.3|np.exp(-{a} * {a})|np.sum({a}) * {b} * 0.2
+np.where({a} > {b}, {a}, 0.5 * {b})|np.maximum({a}, {b}) - 0.1|{a} / (1.5 + {b} * {b})|-{a}|{a} + 0.0
+np.cumsum({a}, 0) * 0.3|np.stack([{a}, {b}])[1]|np.concatenate([{a}, {b}])[:{n}] * 0.9|{a} - np.mean({b})
+np.tanh({a}) ** 2|2.0 - {a}|np.array({a})
+""")
+VIEWS = forms("""
+{a}[1:]|{a}[::2]|{a}[::-1]|{a}[:2]|np.ravel({a})|{a}.T|np.reshape({a}, (-1,))|{a}.reshape((2, -1))
+np.real({a})|np.transpose({a})|np.atleast_1d({a})|np.expand_dims({a}, 0)|np.squeeze({a})|np.split({a}, 2)[1]
+{a}[0]|{a}[...]|np.atleast_2d({a})|np.swapaxes({a}, 0, -1)|np.moveaxis({a}, 0, -1)|np.flip({a}, 0)|{a}[None]
+{a}[-1:]|np.rot90(np.atleast_2d({a}))
+""")
+CHANGES = forms("""
+{a} += 0.5 * {b}|{a} -= np.sin({b})|{a} *= 0.9|{a} *= {b}|{a} /= 1.5 + {b} * {b}|{a} //= 0.7|{a} %= 1.3
+{a} **= 2|{a} += 1.0|{a} -= {b}|{a} /= 3|{a} += {a}|relax({a}, {b})|{a} @= np.eye({n}) * 0.5 + 0.1
+{a} -= np.mean({b})|{a} **= 3|{a} = scaled({a})
+""")
+SCALARS = "s += np.sum({a})|s *= 0.5|s -= np.max({a}) * s|s /= 2.0 + np.sum({a} * {a})|s = np.mean({a}); s += 1.0".split(
+    "|"
+)
 SINGLE = "{c} = {a}.astype(np.float32)|{c} = np.float32(0.5) * {a}.astype(np.float32); {c} += {a}".split("|")
-WRITES = """np.add({a}, 1.0, out=k)|np.multiply({a}, {a}, k)|np.sum({a}[None], 0, out=k)|np.sum({a}[None], 0, None, k)
-{a}.clip(-0.5, 0.5, out=k)|np.cumsum({a}, 0, None, k)|np.floor({a}, out=k)|np.round({a}, 1, k)|np.copyto(k, {a})""".replace(
-    "\n", "|"
-).split("|")
+WRITES = forms("""
+np.add({a}, 1.0, out=k)|np.multiply({a}, {a}, k)|np.sum({a}[None], 0, out=k)|np.sum({a}[None], 0, None, k)
+{a}.clip(-0.5, 0.5, out=k)|np.cumsum({a}, 0, None, k)|np.floor({a}, out=k)|np.round({a}, 1, k)
+np.copyto(k, {a})
+""")
 
 
 class Program(NamedTuple):
@@ -109,7 +128,9 @@ class Drawing:
     def similar(self, a: str) -> str:
         """Return the name of an array that can be combined with another one in place."""
         shape = np.shape(self.names[a])
-        found = [name for name in self.handles if np.shape(self.names[name]) == shape and self.handles[name] not in self.outdated]
+        found = [
+            name for name in self.handles if np.shape(self.names[name]) == shape and self.handles[name] not in self.outdated
+        ]
         return self.choice(found or [a])
 
     def line(self) -> None:
@@ -167,7 +188,9 @@ class Drawing:
             return
         self.lines.append(text)
         self.stale |= any(self.handles[name] in self.outdated for name in used)
-        if kind == 6 and self.handles[used[-1]] != self.handles[a]:  # the second pass of the loop reads a view of what it changed
+        if (
+            kind == 6 and self.handles[used[-1]] != self.handles[a]
+        ):  # the second pass of the loop reads a view of what it changed
             self.stale |= np.shares_memory(self.names[used[-1]], self.names[a])
         self.single |= kind == 4
         self.views |= kind == 1
@@ -253,7 +276,11 @@ def _differences(program: Program, compiled: bool, second: bool) -> list[str]:
             compare("hvp", product, (gradients[0] - gradients[1]) / 2e-6, 1e-4)
     if compiled:
         jitted = mpiad.jit(fun)
-        for way, call in {"jit": jitted, "jit again": jitted, "jit(fun) traced": lambda x: mpiad.value_and_grad(jitted)(x)[0]}.items():
+        for way, call in {
+            "jit": jitted,
+            "jit again": jitted,
+            "jit(fun) traced": lambda x: mpiad.value_and_grad(jitted)(x)[0],
+        }.items():
             compare(way, call(X.copy()), expected, max(exact, 1e-9))
         for what, taken in {"of jit": mpiad.grad(mpiad.jit(fun)), "jit of": mpiad.jit(mpiad.grad(fun))}.items():
             compare(f"{what} gradient", taken(X.copy()), g, max(exact, 1e-9))
@@ -273,7 +300,15 @@ def check(count: int, seed: int, compiled: int = 5, report: Callable[[str], Any]
         program = Drawing(seed * 1_000_003 + number).program()
         found = differences(program, number % compiled == 0, number % 3 == 0)
         assert not found, f"program {number} of seed {seed}\n{program.text}\n" + "\n".join(found or [])
-        kind = "with errors of NumPy" if program.error else "stale" if program.stale else "writing" if program.writes else "plain"
+        kind = (
+            "with errors of NumPy"
+            if program.error
+            else "stale"
+            if program.stale
+            else "writing"
+            if program.writes
+            else "plain"
+        )
         counts[kind, "refused" if found is None else "equal"] += 1
         if number % 250 == 249:
             report(f"{number + 1} of {count} programs: {dict(counts)}")
@@ -282,6 +317,7 @@ def check(count: int, seed: int, compiled: int = 5, report: Callable[[str], Any]
 
 def main() -> None:
     """Run many programs."""
+    logging.getLogger("mpiad").setLevel(logging.ERROR)  # programs that aren't compiled
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--programs", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)

@@ -53,7 +53,7 @@ def plan_of(f, p, u0, alg, events=(), **options):
     spec = KernelSpec(
         len(u0), len(packing.varying), len(packing.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
         inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), jacobian=jacobian,
-        slopes=slopes, tables=traced.tables, **options,
+        slopes=slopes, tables=traced.tables, points=8, reads=tuple(range(len(u0))), **options,
     )  # fmt: skip
     return Plan(traced, spec)
 

@@ -11,6 +11,8 @@ from autograd.extend import defvjp, primitive
 from mpi4py import MPI
 
 import mpiad
+from mpiad import ensemble
+from mpiad.ensemble import EnsembleProblem, ODEProblem
 
 LENGTH = 100_000
 ARRAY_BYTES = 8 * LENGTH
@@ -206,3 +208,32 @@ def test_the_trace_of_a_program_holds_no_memory_for_its_values():
     found = gradient(x)
     assert (resident_bytes() - before) / ARRAY_BYTES < 70
     np.testing.assert_allclose(found, mpiad.grad(polynomials)(x), rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.thorough
+@pytest.mark.one_rank
+@pytest.mark.limit(600)
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
+def test_ensembles_of_new_functions_leave_nothing():
+    """After the first kernel, which loads LLVM: 80 MB, of which all but 10 MB are pages of its library's file."""
+
+    def private():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1e3
+
+    def solve(k):
+        c = 1.0 + 1e-3 * k
+        problem = ODEProblem(
+            lambda u, p, t: anp.array([p[0] * u[1] * c, -u[0] * c]), np.array([1.0, 0.0]), (0.0, 1.0), np.ones(1)
+        )
+        p = np.linspace(0.5, 1.5, 8)[:, None]
+        mpiad.grad(lambda p: anp.sum(ensemble.solve(EnsembleProblem(problem, p=p)).u_end ** 2), comm=MPI.COMM_SELF)(p)
+
+    for k in range(100):
+        solve(k)
+    gc.collect()
+    before, objects = private(), len(gc.get_objects())
+    for k in range(100, 600):
+        solve(k)
+    gc.collect()
+    assert private() - before < 10.0 and len(gc.get_objects()) - objects < 8000  # caches of 64 to 256 entries

@@ -78,8 +78,8 @@ class _Compiler:
         packages = str(Path(llvmlite.__file__).parents[1])
         # Isolated, since the modules of this file's folder and of the working directory may have names of Python's own.
         command = [sys.executable, "-IS", __file__, packages]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process: Any = subprocess.Popen(command, **pipes)
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL
+        self.process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none)
         self.modules = 0
 
     def compiled(self, texts: Sequence[tuple[str, str]], level: int) -> tuple[bytes, list[str]]:

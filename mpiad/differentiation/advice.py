@@ -18,8 +18,8 @@ from mpiad.differentiation.rules import VJP_RULES
 
 _STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
 _NO_ASSIGNMENT = (
-    "Traced arrays can't be changed, and other arrays can't hold traced values: make a new array by np.concatenate, "
-    "np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
+    "Elements of traced arrays can't be assigned, and other arrays can't hold traced values: make a new array by "
+    "np.concatenate, np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
 )
 _NO_PLAIN_NUMPY = (
     "Plain NumPy, SciPy, math and float() don't accept traced values: call the functions of autograd.numpy (import "

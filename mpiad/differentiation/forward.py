@@ -17,8 +17,8 @@ from autograd.tracer import Box, getval, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.advice import itself, refuse_pickling
-from mpiad.differentiation.in_place import is_unusual, note_sharing, noted, raise_stale, register
 from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.in_place import is_unusual, note_sharing, noted, raise_stale, register
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.protocol import (
     Argnums,

@@ -22,7 +22,6 @@ from weakref import ref
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.core import VJPNode
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval, notrace_primitives
 
@@ -56,7 +55,9 @@ def _outputs(fun: Callable) -> tuple[tuple[str, int], ...]:
         return (("out", _KEYWORD_ONLY),)
     names = [(x.name, _KEYWORD_ONLY if x.kind is x.KEYWORD_ONLY else k) for k, x in enumerate(parameters)]
     copies = fun is np.nan_to_num
-    return tuple([(name, k) for name, k in names if name == "out" or name.startswith("overwrite_") or copies and name == "copy"])
+    return tuple(
+        [(name, k) for name, k in names if name == "out" or name.startswith("overwrite_") or copies and name == "copy"]
+    )
 
 
 def writes_into_argument(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -82,7 +83,17 @@ def refuse_writing(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 # Functions that read shapes and dtypes only, so their arguments may be stale.
 _OF_SHAPES = frozenset(
-    [anp.shape, anp.ndim, anp.size, anp.result_type, anp.iscomplexobj, anp.isscalar, anp.zeros_like, anp.ones_like, anp.empty_like]
+    [
+        anp.shape,
+        anp.ndim,
+        anp.size,
+        anp.result_type,
+        anp.iscomplexobj,
+        anp.isscalar,
+        anp.zeros_like,
+        anp.ones_like,
+        anp.empty_like,
+    ]
 )
 
 
@@ -123,7 +134,13 @@ def is_unusual(value: Any, args: tuple) -> bool:
 
 
 def noted(
-    node: Any, value: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: Sequence[int], parents: Sequence[Any]
+    node: Any,
+    value: Any,
+    fun: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+    parents: Sequence[Any],
 ) -> tuple:
     """Check a call that is recorded, and note whether its result shares memory; return the arguments for the record."""
     if kwargs or len(args) > 2 or value is args[-1] or value is None:
@@ -240,9 +257,9 @@ class Reads:
             for checksum, line in read:
                 if checksum != present:
                     return (
-                        f"{line} reads an array of shape {x.shape} and dtype {x.dtype} that was changed in place afterwards, "
-                        "but the derivative needs the values that were read. Write c = c * 2 instead of c *= 2, or pass a "
-                        "copy of the array."
+                        f"{line} reads an array of shape {x.shape} and dtype {x.dtype} that was changed in place "
+                        "afterwards, but the derivative needs the values that were read. Write c = c * 2 instead of "
+                        "c *= 2, or pass a copy of the array."
                     )
         return ""
 

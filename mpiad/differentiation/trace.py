@@ -13,10 +13,9 @@ from mpiad._typing import Argnum, Array, Shape, Shared, Tree
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.in_place import as_it_is
 from mpiad.differentiation.objective import PendingError
-from mpiad.differentiation.tape import OrderedTape, Recording, trace_list, unboxed, without_ended_traces
+from mpiad.differentiation.tape import LibraryTape, OrderedTape, Recording, trace_list, unboxed, without_ended_traces
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conformed, spec_like
-from mpiad.primitives.operation import Tape
 from mpiad.pytrees import flatten, is_variable, refuse_objects
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import discover, is_device_array

@@ -20,12 +20,16 @@ from mpiad.transport.devices.device_arrays import arrays_of
 # Lists of arrays on the host, one block on a device.
 StageArrays: TypeAlias = Sequence[Array] | Array
 
+# Up to this number of multiplications, BLAS computes a matrix product in one thread.
+_ONE_THREAD = 1 << 18
+
 
 class Coefficients:
     """The table of a method in the precision of the states `like`; f gets times and step sizes of the dtype `real`."""
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
+        self._used, self._dtype = np.flatnonzero(tableau.dense.any(axis=1)).tolist(), like.dtype
         self.dense = tableau.dense  # shape (stages, degree), in double precision, on the device of the states
         # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
         # omitted, since zero times a stage that isn't finite would be NaN.
@@ -72,6 +76,27 @@ class Coefficients:
             weights *= x
         return weights
 
+    def placed(self, x: np.ndarray) -> Array:
+        """Return a host array on the device of the states."""
+        return x
+
+    def weights_inside(self, x: np.ndarray) -> Array:
+        """Return the weights of the stages, and of the state before the step, in states at fractions x of the step."""
+        weights = self.weights(self.placed(x))[self._used]
+        return np.concatenate([weights, np.ones_like(weights[:1])]).T.astype(self._dtype)
+
+    def write_inside(self, out: Array, u: Array, h: Array, k: StageArrays, rows: slice, weights: Array) -> None:
+        """Write components `rows` of the states inside a step to `out`, (rows, points, n), given `weights_inside`."""
+        # BLAS isn't used elsewhere, since its order of summation may depend on the number of columns. It takes one thread
+        # for products of this size.
+        stages, h = np.empty((len(out), weights.shape[1], len(h)), u.dtype), h.astype(self.real, copy=False)
+        for i, j in enumerate(self._used):
+            np.multiply(k[j][rows], h, stages[:, i])
+        stages[:, -1] = u[rows]
+        width = max(1, _ONE_THREAD // max(1, weights.size))
+        for first in range(0, len(h), width):
+            np.matmul(weights, stages[..., first : first + width], out[..., first : first + width])
+
 
 class DeviceCoefficients(Coefficients):
     """`Coefficients` for states on a device."""
@@ -79,6 +104,7 @@ class DeviceCoefficients(Coefficients):
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
         parts = [*tableau.sums, tableau.dense.reshape(-1)]
+        self._used, self._dtype = np.flatnonzero(tableau.dense.any(axis=1)).tolist(), like.dtype
         offsets = np.cumsum([0, *[len(part) for part in parts]]).tolist()
         # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
@@ -105,6 +131,16 @@ class DeviceCoefficients(Coefficients):
     def powers(self, k: Array) -> Array:
         """Return the interpolant's coefficients of x, x², …, divided by h."""
         return np.tensordot(self._powers, k, 1)
+
+    def placed(self, x: np.ndarray) -> Array:
+        """Return a host array on the device of the states."""
+        xp: Any = arrays_of(self.dense)
+        return xp.to_device(x)
+
+    def write_inside(self, out: Array, u: Array, h: Array, k: Array, rows: slice, weights: Array) -> None:
+        """Write components of the states inside a step: see `Coefficients.write_inside`."""
+        stages = np.concatenate([k[self._used][:, rows] * h.astype(self.real), u[None, rows]])
+        out[...] = np.moveaxis(np.tensordot(weights, stages, 1), 0, 1)
 
     def times(self, t: Array, h: Array) -> StageArrays:
         """Return the times of all stages."""

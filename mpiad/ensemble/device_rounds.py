@@ -173,26 +173,26 @@ class DeviceObservers:
             first = on_device_of(self._saves.initial.sum(axis=1), u)[new.ids] if len(new.ids) else None
             self._place = joined(self._place, first)
         if self._watch is not None:
-            self._watch.enter(u, p, t if sign is None else t * sign)
+            self._watch.enter(u, ids, t if sign is None else t * sign)
         if self._record is not None:
             self._record.blocks.append(Block(ids, sign))
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array) -> Stopped:
         """Process a step: see `StepObservers.process`; `moving`: a mask of the columns that continue if no event occurs."""
-        crossed = [] if self._watch is None else self._watch.crossed(step, p)
+        crossed = None if self._watch is None else self._watch.screened(step)
         place = self._place if self._examines_steps else step.number
-        alive, most, count, column_counts = self._read_counts(step, place, moving, crossed)
+        alive, most, count, crossings = self._read_counts(step, place, moving, crossed)
         t_new, located, terminated = step.t_new, [], None
-        if any(column_counts):
-            columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, column_counts)]
-            found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
-            located, terminated = found.located, found.ended
-            if terminated is not None:  # events shorten steps
-                t_new = step.t_new.copy()
-                reached = step.t + np.where(terminated, found.part, 0.0) * (t_new - step.t)
-                np.copyto(step.t_new, reached, where=terminated)
-                np.copyto(step.new, found.states)
-                alive, most, count, _ = self._read_counts(step, place, moving & ~terminated, [])
+        if crossings:
+            columns = np.flatnonzero(crossed.any(axis=0))  # type: ignore[union-attr]
+            kept = self._watch.bracketed(step, columns, crossed)  # type: ignore[union-attr]
+            found = self._watch.cut(kept)  # type: ignore[union-attr]
+            located = [event._replace(columns=columns[event.columns]) for event in found.located]
+            if found.ended is not None:  # events shorten steps
+                t_new, terminated = step.t_new.copy(), np.zeros_like(step.accepted)
+                terminated[columns] = found.ended
+                step.t_new[columns], step.new[:, columns] = kept.step.t_new, kept.step.new
+                alive, most, count, _ = self._read_counts(step, place, moving & ~terminated, None)
         if self._record is not None:
             reached = None if terminated is None else step.t_new
             saves = count if most else None
@@ -202,17 +202,15 @@ class DeviceObservers:
             self._place = place + count
         return Stopped(terminated, alive=alive)
 
-    def _read_counts(
-        self, step: Step, place: Array, moving: Array, crossed: list[Array]
-    ) -> tuple[int, int, Any, list[int]]:
-        """Return the numbers of active trajectories, of saved times (largest; per column), and of columns per event."""
+    def _read_counts(self, step: Step, place: Array, moving: Array, crossed: Array | None) -> tuple[int, int, Any, int]:
+        """Return the numbers of active trajectories, of saved times (largest; per column), and of columns with events."""
         numbers, count = [np.sum(moving)], None
         if self._examines_steps:
             count = np.where(step.accepted, self._saves.passed(step.ids, step.t_new) - place, 0)
             numbers.append(np.max(count))
-        numbers += [np.sum(mask) for mask in crossed]
+        numbers += [] if crossed is None else [np.sum(crossed)]
         counts = self._xp.to_host(np.stack(numbers) if len(numbers) > 1 else numbers[0]).reshape(-1).tolist()
-        return counts[0], counts[1] if self._examines_steps else 0, count, counts[1 + self._examines_steps :]
+        return counts[0], counts[1] if self._examines_steps else 0, count, sum(counts[1 + self._examines_steps :])
 
     def _save(self, step: Step, count: Array, most: int) -> None:
         due = self._saves.due(step.ids, self._place, count, most, step.t, step.h, step.t_new)

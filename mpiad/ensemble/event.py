@@ -19,6 +19,7 @@ from mpiad.compiling.closure import with_own_variables
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.derivative import locked, refuse_traced
 from mpiad.ensemble.problem import check_order
+from mpiad.primitives.checks import positive_count
 from mpiad.transport.devices.device_arrays import is_device_array
 
 
@@ -70,6 +71,10 @@ class Event:
     times : list of numbers, or callable, optional
         Instead of a condition: the times at which `affect` acts, in any order; ``times(p)`` returns them as functions of
         the parameters, each a number or an array with one entry per column. Times outside tspan are ignored.
+    interior_points : int
+        Number of equidistant points inside each step at which the condition is tested, in addition to both ends; 8 by
+        default. Two sign changes between neighboring points are missed, unless the parabola through three values predicts
+        them. All conditions of a solve are tested at the same points, whose number is the largest given one.
 
     Raises
     ------
@@ -78,7 +83,7 @@ class Event:
     TypeError
         If the condition or the affect isn't a function of (u, p, t), or times aren't numbers.
     ValueError
-        If both a condition and times are given, or times without an affect.
+        If both a condition and times are given, or times without an affect, or `interior_points` is below zero.
 
     Examples
     --------
@@ -97,12 +102,14 @@ class Event:
     direction: int = 0
     affect: Function | None = None
     times: Any = None
+    interior_points: int = 8
 
     def __post_init__(self) -> None:
         if self.terminal is None:
             object.__setattr__(self, "terminal", self.affect is None)
         if self.affect is not None and not callable(self.affect):
             raise TypeError(f"Event: affect must be a function, but got {type(self.affect).__name__}.")
+        positive_count(self.interior_points, "Event: interior_points", 0)
         for name in ("condition", "affect"):
             check_order(f"Event: {name}", getattr(self, name))
         if self.times is not None:
@@ -166,11 +173,24 @@ class Event:
         """The condition as the user wrote it."""
         return self.condition.written if isinstance(self.condition, _ScalarCondition) else self.condition
 
+    def rows(self, u: Array, p: Tree, t: Array) -> slice:
+        """Return a range of components of u that contains all that the condition reads."""
+        reads = _Reads(u)
+        try:
+            self.condition(reads, p, t)
+        except Exception:  # noqa: BLE001 the condition uses u as an array
+            return slice(0, len(u))
+        return slice(min(reads.rows, default=0), max(reads.rows, default=-1) + 1)
+
     def value(self, u: Array, p: Tree, t: Array) -> Array:
         """Return the value of the condition for each column, shape (n,); raise the errors of `_require_numbers`."""
-        value = self.condition(locked(u), p, locked(t.copy()))
+        return self.checked(u, p, t.copy()).astype(float)
+
+    def checked(self, u: Array, p: Tree, t: Array) -> Array:
+        """Return what the condition returns, which may be a view of an argument; raise the errors of `_require_numbers`."""
+        value = self.condition(locked(u), p, locked(t))
         _require_numbers(value, t.shape)
-        return (value if is_device_array(value) else np.asarray(value)).astype(float)
+        return value if is_device_array(value) else np.asarray(value)
 
     @property
     def sided(self) -> bool:
@@ -209,6 +229,20 @@ def _require_numbers(value: Array, shape: Shape) -> None:
             f"Event: condition returned {getattr(value, 'dtype', type(value).__name__)}, but a real number, which changes "
             "its sign at the event, was expected. Take its np.real, np.imag or np.abs."
         )
+
+
+class _Reads:
+    """A state that notes in `rows` which components are read; the columns are those of u."""
+
+    def __init__(self, u: Array):
+        self._u, self.rows = u, set[int]()
+
+    def __len__(self) -> int:
+        return len(self._u)
+
+    def __getitem__(self, i: Any) -> Array:
+        self.rows.update([i % len(self)] if isinstance(i, int) else range(len(self)))
+        return self._u[i]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Tree
 from mpiad.device.assembly import concatenate
+from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
@@ -25,6 +26,21 @@ TRUNCATION = 0.2
 _MANY = 2048
 
 
+class Roots(NamedTuple):
+    """The roots of one condition in some columns, in order of the columns; a column may occur again."""
+
+    event: int
+    columns: Array
+    x: Array  # the fractions of the step
+    signs: Array  # of the condition before the root
+    ends: Array  # the fractions of the step at which the parts end in which the condition changes its sign
+
+    def at(self, part: Array) -> tuple[Array, Array]:
+        """Return the columns whose roots are in the last parts of steps that end at `part`, and the signs before them."""
+        last = (self.x <= part[self.columns]) & (self.ends >= np.minimum(part, 1.0)[self.columns])
+        return self.columns[last], self.signs[last]
+
+
 class StepEvents(NamedTuple):
     """The events of one step of several columns."""
 
@@ -32,15 +48,15 @@ class StepEvents(NamedTuple):
     ended: Array | None  # bool, shape (n,); whether an event ended the step; None if no event ended the step in any column
     part: Array  # shape (n,); the fraction of the step at which an event ended the step, otherwise infinity
     states: Array  # shape (d, n); the states at the ends of the steps
-    found: list[tuple[int, Array, Array]]  # per event: the index, the columns, and the fractions of the step
+    roots: list[Roots]
 
 
 class CrossedSteps(NamedTuple):
     """Steps in which conditions may have changed their signs, stored until the events are located."""
 
-    crossed: Array  # bool, shape (events, n); whether each condition has changed its sign
-    before: Array  # shape (events, n); the values of the conditions before the step
-    after: Array  # shape (events, n); the values after the step
+    crossed: Array  # bool, shape (events, points - 1, n); whether each condition has changed its sign between two points
+    x: Array  # shape (events, points, n); the points, from 0 to 1, at which the conditions were tested
+    values: Array  # shape (events, points, n); the values of the conditions
     step: Step
 
     @staticmethod
@@ -55,43 +71,96 @@ class CrossedSteps(NamedTuple):
         found: list[Any] = [np.concatenate(table, axis=-1) for table in tables]
         return CrossedSteps._make([*found, Step._make(fields)])
 
+    def at(self, columns: Array) -> CrossedSteps:
+        """Return the steps of some columns."""
+        return CrossedSteps(*(table[..., columns] for table in self[:3]), self.step.at(columns))  # type: ignore[arg-type]
+
 
 class EventWatch:
     """The detection and location of the events of a working set, and their table."""
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
         self._events, self._coefficients, self._select = events, coefficients, select
-        self.values: list[Array] = []  # values of the conditions at the current states, each of shape (n,)
-        self.pairs: list[tuple[Array, Array]] = []  # values of the conditions before and after the last step
+        self._points = np.linspace(0.0, 1.0, 2 + max([event.interior_points for event in events], default=0))
+        self._x, self._weights = coefficients.placed(self._points), coefficients.weights_inside(self._points[1:-1])
+        self._reads = slice(0)  # the components of the states that the conditions read
+        # States, parameters and times of all columns, repeated for all points but the first: (d, points - 1, n), ....
+        self._repeated: tuple[Array, Tree, Array] = np.empty(0), None, np.empty(0)
+        # Values of the conditions before and after the last step, and at the current states; each of shape (events, n).
+        self._before = self._after = self.values = np.empty((0, 0))
         # Trajectory, event, step, fraction of the step (infinite if another event has ended the step earlier), and time.
         self._rows: list[Array] = []
         self._count = 0
         self._postponed: list[CrossedSteps] = []
         self._postponed_count = 0  # number of columns
 
-    def enter(self, u: Array, p: Tree, t: Array) -> None:
+    def enter(self, u: Array, ids: Array, t: Array) -> None:
         """Evaluate the conditions of a new working set, given its states and actual times."""
-        self.values = [event.value(u, p, t) for event in self._events]
+        if not self._events:
+            return
+        self.values = np.stack([event.value(u, self._select(ids), t) for event in self._events])
+        rows = [rows for rows in (event.rows(u, self._select(ids), t) for event in self._events) if rows.stop]
+        self._reads = slice(min([r.start for r in rows], default=0), max([r.stop for r in rows], default=0))
+        count = len(self._points) - 1
+        self._repeated = np.tile(u[:, None], (count, 1)), self._select(np.tile(ids, count)), np.tile(t, (count, 1))
 
-    def crossed(self, step: Step, p: Tree, sides: Mapping[int, Array] = {}) -> list[Array]:
-        """Update `values`, and return each event's mask of sign changes; `sides`: signs with which some left roots."""
-        time = step.actual(step.t_new)
-        self.pairs = [(old, event.value(step.new, p, time)) for event, old in zip(self._events, self.values)]
-        self.values = [np.where(step.accepted, new, old) for old, new in self.pairs]
-        changed = (event.crossed(*pair, sides.get(e)) for e, (event, pair) in enumerate(zip(self._events, self.pairs)))
-        return [step.accepted & mask for mask in changed]
+    def screened(self, step: Step) -> Array:
+        """Evaluate the conditions in a step; return masks, (events, n), that contain all columns with sign changes."""
+        (u, p, t), before = self._repeated, self.values
+        u[:, -1] = step.new
+        self._coefficients.write_inside(u[self._reads, :-1], step.u, step.h, step.k, self._reads, self._weights)
+        np.multiply(self._x[1:, None], step.actual(step.h), out=t)
+        t += step.actual(step.t)
+        t[-1] = step.actual(step.t_new)
+        after, screened, margin = np.empty_like(before), np.empty_like(before, dtype=bool), len(self._points) ** 2
+        for e, event in enumerate(self._events):
+            values = event.checked(u.reshape(len(u), -1), p, t.reshape(-1)).reshape(t.shape)
+            after[e] = values[-1]
+            # If a parabola has two roots between neighboring points, its least absolute value at the points is below the
+            # largest one over the square of their number. The margin also exceeds rounding errors of sums by BLAS.
+            low, high = np.minimum(before[e], np.min(values, axis=0)), np.maximum(before[e], np.max(values, axis=0))
+            screened[e] = ~((margin * low > high) | (margin * high < low))  # also if a value is NaN
+        self._before, self._after = before, after
+        self.values = np.where(step.accepted, after, before)
+        return screened & step.accepted
 
-    def extracted(self, step: Step, columns: Array, crossed: Sequence[Array]) -> CrossedSteps:
-        """Return the step of some columns, and the sign changes of conditions."""
-        shape = len(self._events), len(columns)
-        rows = [(changed[columns], old[columns], new[columns]) for changed, (old, new) in zip(crossed, self.pairs)]
-        found = [np.array(part).reshape(shape) for part in zip(*rows)] or 3 * [np.empty(shape)]
-        return CrossedSteps._make([*found, step.at(columns)])
+    def bracketed(self, step: Step, columns: Array, screened: Array, sides: Mapping[int, Array] = {}) -> CrossedSteps:
+        """Return the steps of some columns, and the parts in which conditions change signs (`sides`: `Event.crossed`)."""
+        own, points, count = step.at(columns), self._x, len(self._events)
+        x = np.zeros_like(own.t, shape=(count, len(points), len(columns))) + points[:, None]
+        values, crossed = np.zeros_like(x), np.zeros_like(x[:, 1:], dtype=bool)
+        for e, event in enumerate(self._events):
+            values[e, 0], values[e, -1] = self._before[e, columns], self._after[e, columns]
+            values[e, 1:-1] = self._inside(event, own, x[e, 1:-1])
+            # A point moves to the vertex of the parabola through it and its neighbors if the condition changes signs there.
+            before, at, after = values[e, :-2], values[e, 1:-1], values[e, 2:]
+            slope, curvature = 0.5 * (after - before), before - 2 * at + after
+            near = (before * at > 0) & (after * at > 0) & (curvature * at > 0)
+            near &= (np.abs(slope) < np.abs(curvature)) & (slope * slope >= 2 * curvature * at)
+            if type(near) is not np.ndarray or near.any():
+                vertex = x[e, 1:-1] - self._points[1] * np.where(near, slope, 0.0) / np.where(near, curvature, 1.0)
+                value = self._inside(event, own, vertex)
+                near &= value * at < 0
+                near[1:] &= ~near[:-1]
+                x[e, 1:-1], values[e, 1:-1] = np.where(near, vertex, x[e, 1:-1]), np.where(near, value, at)
+            side = sides[e][columns] if e in sides else None
+            crossed[e] = event.crossed(values[e, :-1], values[e, 1:], side) & screened[e, columns]
+        return CrossedSteps(crossed, x, values, own)
 
-    def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
+    def _inside(self, event: Event, step: Step, x: Array) -> Array:
+        """Return the values of a condition at the fractions x of a step, shape (points, n)."""
+        if not x.size:
+            return x
+        real = self._coefficients.real
+        terms = polynomials(self._coefficients, step.u, step.h.astype(real, copy=False), step.k)
+        u = np.moveaxis(states_at(terms, x[:, None].astype(real, copy=False)), 1, 0).reshape(len(step.u), -1)
+        t = step.actual(step.t + x * step.h)
+        return self._called(event, u, np.tile(step.ids, len(x)), t.reshape(-1)).reshape(x.shape)
+
+    def postpone(self, steps: CrossedSteps) -> None:
         """Store steps of some columns that don't end at events, to locate the events of many columns together."""
-        self._postponed.append(self.extracted(step, columns, crossed))
-        self._postponed_count += len(columns)
+        self._postponed.append(steps)
+        self._postponed_count += len(steps.step.ids)
         if self._postponed_count > _MANY:
             self._cut_postponed()
 
@@ -102,38 +171,45 @@ class EventWatch:
 
     def cut(self, steps: CrossedSteps) -> StepEvents:
         """Locate and store the events of steps, and end the steps at events that are terminal or act."""
-        step, crossed = steps.step, [np.flatnonzero(row) for row in steps.crossed]
-        pairs = list(zip(steps.before, steps.after))
-        found = self.located(step, [rows if rows.size else None for rows in crossed], pairs)
+        step, roots = steps.step, []
+        part, ending_event, states = np.full_like(step.t, np.inf), np.full_like(step.ids, -1), step.new
+        for e in sorted(range(len(self._events)), key=lambda e: not self._events[e].stops):
+            event, crossed, x, values = self._events[e], steps.crossed[e], steps.x[e], steps.values[e]
+            if states is not step.new and not event.stops:
+                end = self._called(event, states, step.ids, step.actual(_time_of(step, part)))
+                x, values = np.minimum(x, part), np.where(x < part, values, end)
+                crossed = event.crossed(values[:-1], values[1:]) & crossed.any(axis=0)
+            number, turn = np.cumsum(crossed, axis=0), 0
+            # Columns mustn't occur twice in a group: see `LocatedEvent`.
+            while (columns := np.flatnonzero((chosen := crossed & (number == (turn := turn + 1))).any(axis=0))).size:
+                j = np.argmax(chosen[:, columns], axis=0)
+                ends = [table[k, columns] for table in (x, values) for k in (j, j + 1)]
+                place, at = self._located(event, step.at(columns), *ends)
+                roots.append(Roots(e, columns, place, np.sign(ends[2]), ends[1]))
+                if event.stops:  # at its first root
+                    states = states.copy() if states is step.new else states
+                    earlier = place <= part[columns]  # if two events coincide, the later one in the list ends the step
+                    part[columns] = np.where(earlier, place, part[columns])
+                    ending_event[columns] = np.where(earlier, np.full_like(columns, e), ending_event[columns])
+                    states[:, columns] = np.where(earlier, at, states[:, columns])
+                    break
+        located = [self._written(step, root, part, ending_event, len(roots) > 1) for root in roots]
+        found = StepEvents(
+            [event for event in located if event], None if states is step.new else part < np.inf, part, states, roots
+        )
         if found.ended is not None:
-            ended = np.flatnonzero(found.ended)
-            # Rounding mustn't move the event beyond the step, nor an event at its end, maybe a given time, before it.
-            at = np.where(found.part[ended] < 1, step.t[ended] + found.part[ended] * step.h[ended], np.inf)
-            step.t_new[ended] = np.minimum(at, step.t_new[ended])
-            step.new[:, ended] = found.states[:, ended]
+            step.t_new[:], step.new[...] = _time_of(step, part), states
         return found
 
-    def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
-        """Locate and store the events of a step; `crossed`: the columns of each event; `pairs`: values before and after."""
-        part, ending_event = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
-        states, found = step.new, []
-        for e, (event, columns) in enumerate(zip(self._events, crossed)):
-            if columns is None:
-                continue
-            x, at = self._located(event, step.at(columns), *(values[columns] for values in pairs[e]))
-            found.append((e, columns, x))
-            if event.stops:
-                states = states.copy() if states is step.new else states
-                earlier = x <= part[columns]  # if two events coincide, the later one in the list ends the step
-                part[columns] = np.where(earlier, x, part[columns])
-                ending_event[columns] = np.where(earlier, np.full_like(columns, e), ending_event[columns])
-                states[:, columns] = np.where(earlier, at, states[:, columns])
-        located = [self._written(step, e, columns, x, part, ending_event, len(found) > 1) for e, columns, x in found]
-        ended = None if states is step.new else part < np.inf
-        return StepEvents([event for event in located if event], ended, part, states, found)
+    def _called(self, event: Event, u: Array, ids: Array, t: Array) -> Array:
+        """Return the values of a condition, which on the host is called with at least two columns."""
+        twice = two_at_least(len(t)) if type(t) is np.ndarray else slice(None)
+        return event.value(u[:, twice], self._select(ids[twice]), t[twice])[: len(t)]
 
-    def _located(self, event: Event, step: Step, before: Array, after: Array) -> tuple[Array, Array]:
-        """Return the fractions of the step at which a condition vanishes, and the states there.
+    def _located(
+        self, event: Event, step: Step, low: Array, high: Array, before: Array, after: Array
+    ) -> tuple[Array, Array]:
+        """Return the fractions of the step at which a condition vanishes, and the states there, given brackets and values.
 
         References
         ----------
@@ -143,17 +219,19 @@ class EventWatch:
         count, ids, real = len(before), step.ids, self._coefficients.real
         on_host = type(before) is np.ndarray
         if count == 1 and on_host:  # conditions are called with at least two columns
-            step, before, after = step.at(np.zeros(2, int)), np.repeat(before, 2), np.repeat(after, 2)
+            step, low, high, before, after = (
+                step.at(np.zeros(2, int)),
+                *(np.repeat(x, 2) for x in (low, high, before, after)),
+            )
             ids = step.ids
-        p, signs = self._select(ids), np.sign(before)
+        p, signs, width = self._select(ids), np.sign(before), high - low
         terms = polynomials(self._coefficients, step.u, step.h.astype(real, copy=False), step.k)
-        low, high = np.zeros_like(before), np.ones_like(before)
         for evaluation in range(EVALUATIONS):
             wide = high - low > RESOLUTION
             if on_host and not wide.any():
                 break
             # On a device, bisection with a fixed number of evaluations needs no copies to the host.
-            x = _projected(low, high, before, after, 0.5**evaluation) if on_host else 0.5 * (low + high)
+            x = _projected(low, high, before, after, width * 0.5**evaluation) if on_host else 0.5 * (low + high)
             value = event.value(states_at(terms, x.astype(real, copy=False)), p, step.actual(step.t + x * step.h))
             same = np.sign(value) == signs
             moves_low, moves_high = wide & same, wide & ~same
@@ -163,11 +241,11 @@ class EventWatch:
         return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
     def _written(
-        self, step: Step, e: int, columns: Array, x: Array, end_part: Array, ending_event: Array, several: bool
+        self, step: Step, roots: Roots, end_part: Array, ending_event: Array, several: bool
     ) -> LocatedEvent | None:
         """Write an event to the table; return it without the columns in which another event ended the step earlier."""
-        # As in `cut`.
-        time = np.minimum(np.where(x < 1, step.t[columns] + x * step.h[columns], np.inf), step.t_new[columns])
+        e, columns, x = roots[:3]
+        time = _time_of(step, x, columns)
         time = time if step.sign is None else time * step.sign[columns]
         occurred, stops = x <= end_part[columns], self._events[e].stops
         part = np.where(occurred, x, np.inf)
@@ -191,8 +269,14 @@ class EventWatch:
         return np.concatenate(self._rows, axis=1) if self._rows else None
 
 
-def _projected(low: Array, high: Array, before: Array, after: Array, radius: float) -> Array:
-    """Return the next point of the method ITP (interpolate, truncate, project); `radius` is 1, halved at each point."""
+def _time_of(step: Step, x: Array, columns: Array | slice = slice(None)) -> Array:
+    """Return the times at fractions x of steps, in the direction of the solve; the ends of the steps for x >= 1."""
+    # Rounding mustn't move an event beyond the step, nor an event at its end, maybe a given time, before it.
+    return np.minimum(np.where(x < 1, step.t[columns] + x * step.h[columns], np.inf), step.t_new[columns])
+
+
+def _projected(low: Array, high: Array, before: Array, after: Array, radius: Array) -> Array:
+    """Return the next point of the method ITP; `radius` is the width of the first bracket, halved at each point."""
     # The root of the secant is moved towards the middle of the bracket, and its distance from the middle is limited.
     # The method needs about as few evaluations as the secant method, and at most one more than bisection.
     width, middle = high - low, 0.5 * (low + high)

@@ -180,8 +180,11 @@ class SortedSweep(StepSweep):
         found = []
         for crossings in (self._run.crossings, self._run.stops):
             indices, columns = columns_of(self, crossings.ids)
-            visits = self.visit_of(columns, crossings.number[indices])
-            found.append(grouped(visits, crossings.event[indices], indices, columns))
+            visits, event = self.visit_of(columns, crossings.number[indices]), crossings.event[indices]
+            # A condition may vanish several times in one step, but `+=` with an index array adds only once per column.
+            order, turn = np.lexsort((event, columns, visits)), np.zeros_like(event)
+            turn[order] = turns(visits[order], columns[order], event[order])
+            found.append(grouped(visits, event + len(self._run.settings.events) * turn, indices, columns))
         return found
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -224,22 +224,16 @@ class ActingEvents:
             side = joined(side, np.full(len(new.t), np.nan))
             self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)
 
-    def crossed(self, step: Step, p: Tree) -> list[Array]:
-        """Return for each event a mask of the columns in which its condition changed sign."""
-        watch = self._watch
-        near = [np.abs(value) <= LEAST for value in watch.values]
-        if not any(map(np.count_nonzero, near)):
-            return watch.crossed(step, p, self.sides)
-        unresolved = step.t_new - step.t <= UNRESOLVED * self._span(step.ids)
-        crossed, ignored = watch.crossed(step, p, self.sides), [mask & unresolved for mask in near]
-        for e, (mask, (before, _)) in enumerate(zip(ignored, watch.pairs)):
-            watch.values[e] = np.where(mask, before, watch.values[e])
-        return [changed & ~mask for changed, mask in zip(crossed, ignored)]
-
-    def at_roots(self, crossed: Sequence[Array]) -> Array:
-        """Return the columns whose steps end at a root of a condition; `crossed`: see the method `crossed`."""
-        masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
-        return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
+    def screened(self, step: Step) -> Array:
+        """Return masks, (events, n), that contain all columns in which a condition changes its sign."""
+        watch, before = self._watch, self._watch.values
+        ignored = np.abs(before) <= LEAST
+        screened = watch.screened(step)
+        if not np.count_nonzero(ignored):
+            return screened
+        ignored &= step.t_new - step.t <= UNRESOLVED * self._span(step.ids)
+        watch.values = np.where(ignored, before, watch.values)
+        return screened & ~ignored
 
     def at_given_times(self, step: Step, done: Array) -> Array:
         """Return the columns of the mask `done` in which the step ends at a given time of an event."""
@@ -250,10 +244,9 @@ class ActingEvents:
         due = self._acting.times[self._slots[ids], ids]
         return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
 
-    def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
+    def suspend(self, columns: Array, h: Array, steps: CrossedSteps, at_roots: bool = False) -> None:
         """Store the steps of some columns, which end at given times or, with `at_roots`, at roots of conditions."""
-        # `h`, the sizes of the next steps, and `crossed` are for all columns.
-        self._suspended[at_roots].append((columns, h[columns], self._watch.extracted(step, columns, crossed)))
+        self._suspended[at_roots].append((columns, h[columns], steps))  # `h`: the sizes of the next steps of all columns
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
         """Apply events at the ends of suspended steps; yield the columns, and their steps with the changed states."""
@@ -269,22 +262,22 @@ class ActingEvents:
         span, every = self._span(step.ids), np.arange(len(columns))
         at = step.ids, step.new, step.actual(step.t_new), step.number + 1
         at_event = EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
-        reached = kept.after
+        reached = kept.values[:, -1]
         if found is not None:
             reached = np.array([at_event.condition(event, every) for event in self._events])
         # Values assigned to conditions that are still near their roots after the affects; NaN for other conditions.
-        signs, near = np.sign(kept.before), np.abs(kept.before) <= LEAST
+        signs, near = np.sign(kept.values[:, 0]), np.abs(kept.values[:, 0]) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
         assigned = np.where(unresolved & (near | (np.sign(reached) != signs)), LEAST * signs, np.nan)
         if found is None:  # the sign changes have been stored, and mustn't be detected again
-            assigned = np.where(kept.crossed, -LEAST * signs, assigned)
+            assigned = np.where(kept.crossed[:, -1], -LEAST * np.sign(kept.values[:, -2]), assigned)
         else:
             occurred = self._occurred(columns, kept, found, reached, unresolved & near)
-            for e, rows in occurred:
-                assigned[e, rows] = -LEAST * signs[e, rows]
+            for e, (rows, before) in enumerate(occurred):
+                assigned[e, rows] = -LEAST * before
                 if e in self.sides:
-                    self.sides[e][columns[rows]] = -signs[e, rows]
-            self._apply_at_roots(at_event, columns, occurred, span)
+                    self.sides[e][columns[rows]] = -before
+            self._apply_at_roots(at_event, columns, [rows for rows, _ in occurred], span)
         at_event.meet_given_times()
         goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
         codes, moving = at_event.codes, at_event.codes == MOVING
@@ -300,34 +293,32 @@ class ActingEvents:
 
     def _occurred(
         self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, ignored: Array
-    ) -> list[tuple[int, Array]]:
-        """Return for each event the rows of `kept` in which it occurs, for steps that end at roots of conditions."""
+    ) -> list[tuple[Array, Array]]:
+        """Return for each event the rows of `kept` in which it occurs at the end of the step, and its signs before that."""
         # The roots of several conditions may be closer than the resolution of the search. If another condition has also
         # changed sign (`reached`: its values), its event also occurs, since the sign change couldn't be detected later.
         step, occurred = kept.step, []
-        located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
         for e, event in enumerate(self._events):
-            side = self.sides[e][columns] if e in self.sides else None
-            missed = event.crossed(kept.before[e], reached[e], side) & ~ignored[e]
-            rows = located.get(e, NONE)
-            missed[rows] = False
-            if missed.any():
+            located = [roots.at(found.part) for roots in found.roots if roots.event == e]
+            rows, before = map(np.concatenate, zip((NONE, np.empty(0)), *located))
+            if event.stops:
+                side = self.sides[e][columns] if e in self.sides else None
+                missed = event.crossed(kept.values[e, 0], reached[e], side) & ~ignored[e]
+                missed[rows] = False
                 more = np.flatnonzero(missed)
                 self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])
-                rows = np.union1d(rows, more)
-            occurred.append((e, rows))
+                rows, before = np.append(rows, more), np.append(before, np.sign(kept.values[e, 0, more]))
+            order = np.argsort(rows)
+            occurred.append((rows[order], before[order]))
         return occurred
 
     def _span(self, ids: Array) -> Array:
         return np.abs(self._batch.end[ids] - self._batch.start[ids])
 
-    def _apply_at_roots(
-        self, at_event: EventColumns, columns: Array, occurred: list[tuple[int, Array]], span: Array
-    ) -> None:
+    def _apply_at_roots(self, at_event: EventColumns, columns: Array, occurred: list[Array], span: Array) -> None:
         now = at_event.t * self._initialization.signs[at_event.ids]
         ending = np.zeros(len(columns), bool)
-        for e, rows in occurred:
-            event = self._events[e]
+        for e, (event, rows) in enumerate(zip(self._events, occurred)):
             if event.acts:
                 rows = rows[at_event.codes[rows] == MOVING]
                 before = at_event.condition(event, rows)
@@ -397,6 +388,7 @@ class StepObservers:
         self._outcome, self._batch, self._settings = outcome, batch, settings
         self._log = Log(settings.checkpoints) if settings.record else None
         self._saves = self._acting = None
+        self._stops = np.array([event.stops for event in settings.events], bool)
         self._events = EventWatch(settings.events, coefficients, batch.parameters)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, initialization.signs, batch.start, outcome, coefficients)
@@ -407,7 +399,7 @@ class StepObservers:
         """Add the next working set: its new trajectories, and the arrays of all of its trajectories."""
         if self._saves is not None:
             self._saves.enter(new.ids, new.u, joined)
-        self._events.enter(u, p, t if sign is None else t * sign)
+        self._events.enter(u, ids, t if sign is None else t * sign)
         if self._acting is not None:
             self._acting.enter(new, joined)
 
@@ -416,23 +408,37 @@ class StepObservers:
         # `done`: the columns that reach the end of tspan or a given time. `moving` is used on a device.
         if self._log is not None:
             self._log.note(step)
-        acting = self._acting
-        crossed = (self._events if acting is None else acting).crossed(step, p) if self._settings.events else []
-        at_roots = at_times = NONE
-        terminated = None
+        acting, watch, sides = self._acting, self._events, {} if self._acting is None else self._acting.sides
+        at_roots, at_times, terminated = NONE, NONE, None
+        screened = np.empty((0, len(step.ids)), bool)
+        if self._settings.events:
+            screened = (watch if acting is None else acting).screened(step)
+            columns = np.flatnonzero(screened.any(axis=0))
+            if columns.size:
+                kept = watch.bracketed(step, columns, screened, sides)
+                crossed = kept.crossed.any(axis=1)
+                ends = crossed[self._stops].any(axis=0)
+                rest = np.flatnonzero(crossed.any(axis=0) & ~ends)
+                if rest.size:
+                    watch.postpone(kept.at(rest))
+                if ends.any():
+                    at_roots, kept = columns[ends], kept.at(np.flatnonzero(ends))
+                    if acting is not None:
+                        acting.suspend(at_roots, h, kept, at_roots=True)
+                    else:
+                        watch.cut(kept)
+                        # The step now ends at the terminal event, so that no states at later times are saved.
+                        step.t_new[at_roots], step.new[:, at_roots] = kept.step.t_new, kept.step.new
+                        terminated = np.zeros(len(step.ids), bool)
+                        terminated[at_roots] = True
         if acting is not None:
-            at_roots = acting.at_roots(crossed)
             if at_roots.size:
-                acting.suspend(at_roots, step, h, crossed, at_roots=True)
                 others = np.ones(len(step.ids), bool)
                 others[at_roots] = False
-                step, crossed = step._replace(accepted=step.accepted & others), [mask & others for mask in crossed]
-                done = done & others
+                step, done = step._replace(accepted=step.accepted & others), done & others
             at_times = acting.at_given_times(step, done)
             if at_times.size:
-                acting.suspend(at_times, step, h, crossed)
-        if crossed and (columns := np.flatnonzero(np.any(crossed, axis=0))).size:
-            terminated = self._located(step, columns, crossed)
+                acting.suspend(at_times, h, watch.bracketed(step, at_times, screened, sides))
         if self._saves is not None:
             self._saves.save(step, at_times)
         return Stopped(terminated, np.concatenate([at_roots, at_times]) if acting is not None else NONE)
@@ -445,24 +451,6 @@ class StepObservers:
                 self._saves.save_inside(step, rows, resumed.columns)
                 self._saves.save_at_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
-
-    def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array | None:
-        """Store the events of some columns, and shorten steps that end at terminal events; return a mask of them."""
-        watch = self._events
-        ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
-        ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
-        if not ended.all():
-            watch.postpone(step, columns[~ended], crossed)
-        terminated = columns[ended]
-        if not terminated.size:
-            return None
-        kept = watch.extracted(step, terminated, crossed)
-        watch.cut(kept)
-        # The step now ends at the terminal event, so that no states at later times are saved.
-        step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
-        mask = np.zeros(len(step.ids), bool)
-        mask[terminated] = True
-        return mask
 
     def close(self, results: Array) -> None:
         """Write the recorded steps and the sorted table of events to the outcome; `results` is used on a device."""

@@ -11,7 +11,7 @@ import scipy
 
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
-from mpiad.optimize.evaluated_points import Point, Points
+from mpiad.optimize.evaluated_points import Ending, EndMethod, Point, Points
 from mpiad.optimize.history import Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
@@ -24,7 +24,7 @@ def result_like_x0(solve: RootDriven, method: Callable[[RootDriven], dict[str, A
     """Run a method on the root; return its result on all ranks, with variables and gradient in the structure of x0."""
     outcome = solve.run(method)
     result = scipy.optimize.OptimizeResult(outcome, x=solve.packing.unpack(outcome["x"]))
-    for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac
+    for name in ("jac", "grad"):  # "trust-constr" also calls the gradient grad
         gradient = outcome.get(name)
         if isinstance(gradient, np.ndarray) and gradient.shape == (solve.packing.size,):
             result[name] = solve.packing.unpack_gradient(gradient)
@@ -100,6 +100,9 @@ class IteratesOfPoints(Iterates):
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Record an iterate and call the user's callback."""
+        first = self._points.first
+        if first is not None and not first.finite:  # "trust-constr" would continue up to `maxiter`
+            raise EndMethod(Ending(3, "ABNORMAL: the objective or its gradient isn't finite at x0. Choose another x0."))
         row = self._add_row(self._points.at(np.ascontiguousarray(x, dtype=float)))
         self.checkpoint.write_if_due(self.record, self._points.last_or_best, self._points.counts, ended=False)
         return self.call_callback(x, row)

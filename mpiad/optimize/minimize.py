@@ -135,11 +135,12 @@ def minimize(
     Returns
     -------
     scipy.optimize.OptimizeResult
-        SciPy's fields, with `x` and `jac` in the structure of x0, and
+        SciPy's fields, with `x` and `jac`, the gradient at `x`, in the structure of x0, and
 
         - `history`: arrays with an entry for the starting point and each iterate: `loss`, `gradient_norm` (largest entry),
           `step` (length of the step), `evaluations` and `seconds` since the start;
-        - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product".
+        - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product";
+        - `constr_jac`: with "trust-constr", the Jacobians of the constraints, which SciPy calls `jac`.
 
         If a limit is reached, the result is the best point found, with ``success=False``. The same holds if a method ends
         at a point at which the objective isn't finite, or is higher than at an earlier point. In the latter case `success`

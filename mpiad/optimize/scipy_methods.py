@@ -6,6 +6,7 @@ best point is returned instead. With constraints, other rules apply (see `correc
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import scipy
 
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint, fingerprint, problem_of
-from mpiad.optimize.constraints import as_list, box_of, constraint_of
+from mpiad.optimize.constraints import Box, as_list, box_of, constraint_of
 from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
@@ -78,6 +79,12 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         value = points.at(np.ascontiguousarray(result.x, dtype=float)).value
         result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
         result = corrected(result, points, constrained=bool(constraints))
+        if method.name == "trust-constr":  # SciPy calls the gradient `grad`, and the constraints' Jacobians `jac`
+            result.constr_jac = result.jac
+            result.grad = _gradient_at(result.x, points)
+        result.jac = _gradient_at(result.x, points)
+        if method.name == "trust-constr" and box is not None and not constraints:
+            _check_projected_gradient(result, box, options.get("gtol", arguments.tol) or _GTOL)
         if iterates.resumed:  # SciPy counts from the restart
             result.update(nit=iterates.record.iterations, nfev=points.count("value"), njev=points.count("gradient"))
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
@@ -145,6 +152,21 @@ def method_named(name: object) -> Method | None:
     return _METHODS.get(lower)
 
 
+_GTOL = 1e-8  # SciPy's default for "trust-constr"
+
+
+def _check_projected_gradient(result: scipy.optimize.OptimizeResult, box: Box, gtol: float) -> None:
+    """Correct a result of "trust-constr" in place: with `keep_feasible` no variable leaves a bound at which it starts."""
+    # Variables between their bounds are as accurate as the barrier that the method follows.
+    steps = np.abs(box.projected_step(result.x, result.jac))[~box.inside(result.x, slice(None))]
+    if result.success and np.max(steps, initial=0.0) > gtol**0.5:
+        result.success, result.status = False, 3
+        result.message = (
+            "ABNORMAL: x isn't a minimum, since the largest entry of the projected gradient of variables at bounds is "
+            f"{np.max(steps):.1e}. Pass an x0 inside of the bounds, or use 'L-BFGS'. SciPy's message: {result.message}"
+        )
+
+
 # Values with at most this relative difference are treated as equal.
 _ROUNDING = 4.0 * sys.float_info.epsilon
 
@@ -152,7 +174,7 @@ _ROUNDING = 4.0 * sys.float_info.epsilon
 def partial_result(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
     """Return the result of a method that ended early."""
     point: Point = (points.best or points.iterate) if at_best else points.last_or_best  # type: ignore[assignment]
-    result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_copy_or_nan(point.gradient, point.x))
+    result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_gradient_at(point.x, points))
     result.update(nit=iterations, nfev=points.count("value"), njev=points.count("gradient"))
     result.update(success=False, status=ending.status, message=ending.message)
     if points.counts["product"]:
@@ -160,8 +182,13 @@ def partial_result(ending: Ending, points: Points, iterations: int, at_best: boo
     return result
 
 
-def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
-    return np.full_like(x, np.nan) if gradient is None else gradient.copy()
+def _gradient_at(x: np.ndarray, points: Points) -> np.ndarray:
+    """Return the gradient at x, evaluated if the limits allow it, otherwise NaN."""
+    point = points.at(np.ascontiguousarray(x, dtype=float))
+    if point.gradient is None:
+        with contextlib.suppress(EndMethod):
+            points.gradient(point.x)
+    return np.full_like(point.x, np.nan) if point.gradient is None else point.gradient.copy()
 
 
 def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
@@ -169,8 +196,7 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.count("value"))
     best, value = points.best, float(result.fun)
-    # In results of "trust-constr", `grad` is the gradient, and `jac` contains the Jacobians of the constraints.
-    gradient = np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
+    gradient = _gradient_at(result.x, points)
     if best is None:
         result.success = False
         result.message = "ABNORMAL: the objective wasn't finite at any point. Choose an x0 at which it is finite."
@@ -190,7 +216,6 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
 
 def _set_x(result: scipy.optimize.OptimizeResult, best: Point, reason: str, success: bool = False) -> None:
     result.x, result.fun = best.x.copy(), best.value
-    result["grad" if "grad" in result else "jac"] = _copy_or_nan(best.gradient, best.x)
     if result.success and not success:
         result.success, result.status = False, 2
     result.message = f"{result.message} But {reason}"

@@ -50,6 +50,7 @@ from mpiad.programs.traced_array import (
     mapped,
     on_host,
     plain,
+    quotient,
     reason_of_conversion,
     scale_of,
     with_entries,
@@ -350,10 +351,10 @@ class Recorder:
             # A power of two keeps the reciprocal of any number in the range of normal numbers.
             scale = self.call(scale_of, (c, real), {})
             x, inverse = scale * x, self.call(np.true_divide, (real.type(1), scale * c), {})
-            return np.multiply, (x, inverse)
+            return quotient, (x, inverse)
         with np.errstate(all="ignore"):
             inverse = real.type(1) / real.type(c)
-        return (np.multiply, (x, inverse)) if np.finfo(real).tiny <= abs(inverse) < math.inf else (fun, args)
+        return (quotient, (x, inverse)) if np.finfo(real).tiny <= abs(inverse) < math.inf else (fun, args)
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and record it."""
@@ -547,7 +548,7 @@ class Recorder:
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
         self._check_writing(target)
-        if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
+        if fun(*[np.ones((1, 1), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             args = self.call(fun, args, {}), target.dtype
             fun, references = cast, self.referenced(args)
             np.copyto(target.value, args[0].value, casting="same_kind")
@@ -629,7 +630,7 @@ class ShapeRecorder(Recorder):
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if fun is np.full:
             return _placeholder(args[0], args[2])
-        by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun is np.where
+        by_entries = isinstance(fun, np.ufunc) and fun.signature is None or fun in (np.where, quotient)
         if by_entries and not kwargs and any(map(is_large, args)):
             shape = np.broadcast_shapes(*[np.shape(x) for x in args])
             made = fun(*[np.ones(1, x.dtype) if isinstance(x, np.ndarray) else x for x in args])

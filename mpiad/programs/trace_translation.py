@@ -40,6 +40,7 @@ from mpiad.programs.traced_array import (
     array_of,
     cast,
     mapped,
+    quotient,
     scale_of,
     take,
     with_entries,
@@ -298,6 +299,11 @@ def _scale(t: _Translation, x: Array, dtype: np.dtype) -> Value:
     return t.elementwise("scale", scale, x)
 
 
+def _quotient(t: _Translation, x: Array, inverse: Array) -> Value:
+    # Its name makes it as expensive as a quotient in `fusion`, so that it isn't computed again.
+    return t.elementwise("divide", scalar_function(np.multiply), x, inverse)  # type: ignore[arg-type]
+
+
 def _take(t: _Translation, x: Array, key: Index) -> Value:
     axis, index = _array_in(key)
     if isinstance(index, Value) and index.shape:
@@ -452,7 +458,7 @@ _RESHAPING = np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
     take: _take, added_at: _added_at, summed_by_segment: _segment_sum, cast: _cast, with_entries: _with_entries,
-    scale_of: _scale, array_of: lambda t, x, *_, **__: t.array(x),
+    scale_of: _scale, quotient: _quotient, array_of: lambda t, x, *_, **__: t.array(x),
     np.dot: _matrix_product, np.matmul: _matrix_product, np.inner: _product, np.vdot: _conjugate_product,
     np.copy: lambda t, x, *_, **__: _value(x), np.broadcast_to: lambda t, x, *_: t.full(x),
     np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad, np.roll: _roll, np.diff: _diff,

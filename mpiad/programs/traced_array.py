@@ -355,7 +355,7 @@ class TracedArray:
     __ifloordiv__, __imod__ = map(_in_place, (np.floor_divide, np.remainder))
     __iand__, __ior__, __ixor__ = map(_in_place, (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
     __pow__, __rpow__, __ipow__ = _binary(np.power), _binary(np.power, True), _in_place(np.power)
-    __matmul__, __rmatmul__ = _binary(np.matmul), _binary(np.matmul, True)
+    __matmul__, __rmatmul__, __imatmul__ = _binary(np.matmul), _binary(np.matmul, True), _in_place(np.matmul)
     __and__, __rand__ = _binary(np.bitwise_and), _binary(np.bitwise_and, True)
     __or__, __ror__ = _binary(np.bitwise_or), _binary(np.bitwise_or, True)
     __xor__, __rxor__ = _binary(np.bitwise_xor), _binary(np.bitwise_xor, True)
@@ -398,6 +398,11 @@ def scale_of(x: Array, dtype: np.dtype) -> np.floating:
     """Return the power of two by which x is multiplied before its reciprocal is computed; 1 unless x is huge or tiny."""
     small, large = np.finfo(dtype).tiny, 1 / np.finfo(dtype).tiny
     return dtype.type(1 / 16 if abs(x) > large else 2.0**64 if abs(x) < small else 1)
+
+
+def quotient(x: Array, inverse: Array, out: Array | None = None, **kwargs: Any) -> Array:
+    """Return the quotient of x by a scalar, given the inverse of the scalar; the arguments are those of `np.multiply`."""
+    return np.multiply(x, inverse, out, **kwargs)
 
 
 def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -50,8 +51,13 @@ def check(constant):
     return machine_code._here > before
 
 
+def the_process():
+    assert machine_code._compiler is not None
+    return machine_code._compiler
+
+
 def number():
-    return machine_code._compiler.process.pid
+    return the_process().process.pid
 
 
 def is_running(pid):
@@ -78,7 +84,7 @@ def test_the_first_modules_are_compiled_here(monkeypatch):
 def test_the_machine_code_is_the_same():
     sources = [Source(TEXT.format(constant=c), "run", SIGNATURE) for c in (2.0, 3.0)]
     there = cache.code_of(sources)
-    assert machine_code._compiler.modules == 1
+    assert the_process().modules == 1
     machine_code._can_start = False
     assert cache.code_of(sources) == there and machine_code._here == 1
 
@@ -189,7 +195,7 @@ def start(*arguments):
 @pytest.mark.launches
 @pytest.mark.parametrize("how", ["end", "SIGKILL", "SIGKILL with a fork"])
 def test_it_ends_with_its_rank(how):
-    rank = start(*([] if how == "end" else ["wait"]), *(["fork"] if "fork" in how else []))
+    rank: Any = start(*([] if how == "end" else ["wait"]), *(["fork"] if "fork" in how else []))
     pid = int(rank.stdout.readline())
     if "fork" in how:
         others = {int(rank.stdout.readline()) for _ in range(2)}

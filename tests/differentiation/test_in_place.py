@@ -300,7 +300,10 @@ def test_steps_that_change_their_state() -> None:
                 return anp.sum(scan(each, x, 7, V, checkpoints=checkpoints) ** 2)
 
             x = X.copy()
-            for (J, g), J_expected in ((mpiad.value_and_grad(loop)(x), loop(x)), (mpiad.value_and_grad(mpiad.jit(loop))(x), loop(x))):
+            for (J, g), J_expected in (
+                (mpiad.value_and_grad(loop)(x), loop(x)),
+                (mpiad.value_and_grad(mpiad.jit(loop))(x), loop(x)),
+            ):
                 np.testing.assert_allclose(J_expected, expected[0], rtol=1e-13)
                 np.testing.assert_allclose(J, expected[0], rtol=1e-13)
                 np.testing.assert_allclose(g, expected[1], rtol=1e-12)
@@ -339,14 +342,17 @@ def test_a_constant_that_is_passed_through_is_not_changed() -> None:
 BUFFERS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lambda x, k: anp.sum(x, 0, out=k), "sum, positional": lambda x, k: anp.sum(x, 0, None, k),
     "mean": lambda x, k: anp.mean(x, 0, out=k), "prod": lambda x, k: anp.prod(x, 0, out=k),
-    "max": lambda x, k: anp.max(x, 0, k), "min": lambda x, k: anp.min(x, 0, out=k), "std": lambda x, k: anp.std(x, 0, out=k),
+    "max": lambda x, k: anp.max(x, 0, k), "min": lambda x, k: anp.min(x, 0, out=k),
+    "std": lambda x, k: anp.std(x, 0, out=k),
     "var": lambda x, k: anp.var(x, 0, None, k), "clip": lambda x, k: anp.clip(x[0], 0.0, 1.0, k),
     "einsum": lambda x, k: anp.einsum("ij->j", x, out=k), "cumsum": lambda x, k: anp.cumsum(x[0], 0, None, k),
     "fft": lambda x, k: fft(x[0], out=k.astype(complex)), "outer": lambda x, k: anp.outer(x[0], x[0], np.zeros((2, 2))),
     "trace": lambda x, k: anp.trace(x, out=np.zeros(())), "add": lambda x, k: anp.add(x[0], 1.0, k),
-    "exp": lambda x, k: anp.exp(x[0], k), "where": lambda x, k: anp.multiply(x[0], 2.0, out=k, where=np.array([True, False])),
+    "exp": lambda x, k: anp.exp(x[0], k),
+    "where": lambda x, k: anp.multiply(x[0], 2.0, out=k, where=np.array([True, False])),
     "dot": lambda x, k: anp.dot(x, x[0], k), "take": lambda x, k: anp.take(x[0], [0, 1], None, k),
-    "method": lambda x, k: x.sum(0, None, k), "max, method": lambda x, k: x.max(0, k), "numpy": lambda x, k: np.sum(x, 0, out=k),
+    "method": lambda x, k: x.sum(0, None, k), "max, method": lambda x, k: x.max(0, k),
+    "numpy": lambda x, k: np.sum(x, 0, out=k),
     "floor": lambda x, k: anp.floor(x[0], out=k), "round": lambda x, k: anp.round(x[0], 1, k),
     "sign": lambda x, k: anp.sign(x[0], k), "copyto": lambda x, k: anp.copyto(k, x[0]),
     "fill_diagonal": lambda x, k: anp.fill_diagonal(x, 0.0), "put": lambda x, k: anp.put(k, [0, 1], x[0]),
@@ -397,9 +403,14 @@ def changed_after(read: Callable) -> Callable:
 @pytest.mark.serial
 def test_debug_mode_reports_a_plain_array_that_changes_after_it_was_read() -> None:
     late = changed_after(lambda x, c: x * c)
-    text = rf"test_in_place\.py:{test_debug_mode_reports_a_plain_array_that_changes_after_it_was_read.__code__.co_firstlineno + 2} in .* reads an array of shape \(4,\) .* changed in place afterwards"
+    line = late.__closure__[0].cell_contents.__code__.co_firstlineno
+    text = rf"test_in_place\.py:{line} in .* reads an array of shape \(4,\) .* changed in place afterwards"
     with mpiad.debug.checked():
-        for derivative in (mpiad.grad, lambda f: lambda x: mpiad.make_vjp(f)(x)[0](1.0), lambda f: lambda x: mpiad.hvp(f)(x, x)):
+        for derivative in (
+            mpiad.grad,
+            lambda f: lambda x: mpiad.make_vjp(f)(x)[0](1.0),
+            lambda f: lambda x: mpiad.hvp(f)(x, x),
+        ):
             with pytest.raises(RuntimeError, match=text):
                 derivative(late)(X)
         np.testing.assert_array_equal(mpiad.grad(changed_after(lambda x, c: x + c))(X), np.ones(4))  # isn't needed

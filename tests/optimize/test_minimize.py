@@ -268,3 +268,50 @@ def test_solve_inside_a_trace_is_constant(rank: int) -> None:
 
     value, gradient = mpiad.value_and_grad(outer)(3.0)
     assert gradient == pytest.approx(2.0)
+
+
+def _rosenbrock(x: Any) -> Any:
+    return anp.sum(100.0 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"maxiter": 7}, {"maxfun": 9}])
+@pytest.mark.parametrize("method", METHODS)
+def test_jac_is_the_gradient_at_x(method: str, options: dict, rank: int, size: int) -> None:
+    start = np.array([-1.2, 1.0, 0.5])
+    result = minimize(lambda x: mpiad.mpi_allreduce(_rosenbrock(x)) / size, start, method=method, options=options)
+    np.testing.assert_allclose(result.jac, scipy.optimize.rosen_der(result.x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("start", [[0.0, 0.0], [1.0, 0.0], [0.0, 0.5], [1.0, 1.0], [0.5, 0.4]])
+@pytest.mark.parametrize("center", [[0.3, 0.6], [-1.0, 0.5], [2.0, 2.0], [0.0, 0.0]])
+@pytest.mark.parametrize("feasible", [False, True])
+def test_trust_constr_has_no_false_success_at_bounds(start: list, center: list, feasible: bool) -> None:
+    """With `keep_feasible` it returned a start in a corner as the solution."""
+    bounds = scipy.optimize.Bounds([0.0, 0.0], [1.0, 1.0], keep_feasible=feasible)
+    result = minimize(
+        lambda x: anp.sum((x - np.array(center)) ** 2 * np.array([1.0, 3.0])), np.array(start), method="trust-constr",
+        bounds=bounds,
+    )  # fmt: skip
+    solved = bool(np.allclose(result.x, np.clip(center, 0.0, 1.0), atol=2e-3))
+    assert solved or not result.success
+    assert result.success or feasible
+    if start == center == [0.0, 0.0] or (start, center) == ([1.0, 1.0], [2.0, 2.0]):
+        assert solved and result.success  # the corner is the solution
+    elif feasible and 0.0 in start and start == [0.0, 0.0]:
+        assert "isn't a minimum" in result.message and result.status == 3
+
+
+@pytest.mark.parametrize("objective", ["value", "gradient"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_start_that_is_not_finite_ends_all_methods(method: str, objective: str) -> None:
+    calls = []
+
+    def fun(x: Any) -> Any:
+        calls.append(1)
+        return anp.sum(x) * np.nan if objective == "value" else anp.sum(anp.sqrt(0.0 * x))
+
+    with np.errstate(all="ignore"):
+        result = minimize(fun, np.zeros(2), method=method)
+    assert not result.success and result.status and "finite" in result.message and "at x0: on rank 0" in result.message
+    assert len(calls) < 10 and result.nit <= 1

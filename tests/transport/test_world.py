@@ -195,7 +195,7 @@ def test_sockets_of_ended_processes_are_removed(mpirun, place):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
         bound.bind(str(folder / "bound"))
         for path in folder.iterdir():
-            os.utime(path, (time.time() - 61.0,) * 2)
+            os.utime(path, (0.0, time.time() - 61.0))
         done = mpirun(2, IN_FOLDER, place, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0
     left = {path.name for path in folder.iterdir()}

@@ -107,12 +107,12 @@ when by_lanes:
 """
 
 # Locates the events of a step and stores them in a table. The first event that is terminal or acts ends the step at the
-# fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends.
+# fraction `first` of the step. `@screened` has selected the conditions that may have changed their signs.
 _EVENTS = """
 h = $sign * $size
 @rounded_step
 each p: p{p} = $p{p}
-@locate
+@locate_stops
 when stops:
     if first < np.inf:
         x = first
@@ -120,55 +120,91 @@ when stops:
         @cut
         tn = min($now + x * $size, tn) if x < 1.0 else tn
         $ahead = tn
-        when affected:
-            each c: y_{c} = $new[{c}]
-            @conditions_at_cut
-            # If another condition has also changed its sign at or before `first`, its event is assigned the fraction
-            # `first`: the next step wouldn't detect the sign change (see `ActingEvents`).
-            @coinciding
-when acts: event_row = event_count
-@store
+        each c: y_{c} = $new[{c}]
+        @conditions_at_cut
+        # If another condition has also changed its sign at or before `first`, its event is assigned the fraction `first`:
+        # the next step wouldn't detect the sign change (see `ActingEvents`).
+        when affected: @coinciding
+    when acts: event_row = event_count
+    @store
+@locate_others
 """
 
-# Finds the fraction of the step at which a condition vanishes, as in `EventWatch`; `high` is at or after the sign change.
+# Finds the roots of a condition, or the first root of one whose event ends the step, as in `EventWatch`, between the points
+# `left` and `middle`, of which the second may have moved to the vertex of a parabola. If the last part of the step has a
+# root, `crossed` is the value before it, otherwise 0.
 _LOCATE = """
 $fraction[{e}] = np.inf
 if $crossed[{e}] > 0.0:
-    value_before = $condition[{e}]
-    value_after = $condition_new[{e}]
-    low = 0.0
-    high = 1.0
-    value = 0.0
-    radius = 1.0
-    value_low = value_before
-    value_high = value_after
-    for evaluation in range({EVALUATIONS}):
-        width = high - low
-        if width <= {RESOLUTION}:
-            break
-        middle = 0.5 * (low + high)
-        # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from the
-        # middle is limited so that the search takes at most one more evaluation than bisection.
-        x = (value_high * low - value_low * high) / (value_high - value_low)
-        offset = middle - x
-        shift = max({TRUNCATION} * width * width, 0.5 * {RESOLUTION})
-        allowed = radius - 0.5 * width
-        x = middle if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)
-        x = x if abs(x - middle) <= allowed else (middle - allowed if offset > 0.0 else middle + allowed)
-        radius = 0.5 * radius
-        @weights
-        @at_x
-        @value
-        if (value > 0.0) if value_before > 0.0 else (value < 0.0):
-            low = x
-            value_low = {doubled}
-        else:
-            high = x
-            value_high = {doubled}
-    $fraction[{e}] = high
-    when ending:
-        if ({ending}) and high < first:
-            first = high
+    $crossed[{e}] = 0.0
+    bound = {bound}
+    left = 0.0
+    middle = 0.0
+    right = 0.0
+    value_left = $condition[{e}]
+    value_middle = value_left
+    value_right = value_left
+    for part in range({points+2}):
+        left = middle
+        value_left = value_middle
+        middle = right
+        value_middle = value_right
+        if right < bound:
+            right = (part + 1.0) * {spacing}
+            right = right if right < bound and part < {points} else bound
+            value_right = $condition_new[{e}]
+            if right < bound:
+                x = right
+                @value_at_x
+                value_right = {doubled}
+            if left < middle and value_left * value_middle > 0.0 and value_right * value_middle > 0.0:
+                slope = (value_middle - value_left) / (middle - left)
+                curvature = ((value_right - value_middle) / (right - middle) - slope) / (right - left)
+                slope = slope + curvature * (middle - left)
+                x = middle - 0.5 * slope / curvature
+                depth = slope * slope - 4.0 * curvature * value_middle
+                if curvature * value_middle > 0.0 and depth >= 0.0 and x > left and x < right:
+                    @value_at_x
+                    if {doubled} * value_middle < 0.0:
+                        middle = x
+                        value_middle = {doubled}
+        @changed
+        if left < middle and changed > 0.0:
+            # `high` is at or after the sign change.
+            low = left
+            high = middle
+            radius = high - low
+            value_low = value_left
+            value_high = value_middle
+            for evaluation in range({EVALUATIONS}):
+                width = high - low
+                if width <= {RESOLUTION}:
+                    break
+                between = 0.5 * (low + high)
+                # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from
+                # the middle is limited so that the search takes at most one more evaluation than bisection.
+                x = (value_high * low - value_low * high) / (value_high - value_low)
+                offset = between - x
+                shift = max({TRUNCATION} * width * width, 0.5 * {RESOLUTION})
+                allowed = radius - 0.5 * width
+                x = between if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)
+                x = x if abs(x - between) <= allowed else (between - allowed if offset > 0.0 else between + allowed)
+                radius = 0.5 * radius
+                @value_at_x
+                if (value > 0.0) if value_left > 0.0 else (value < 0.0):
+                    low = x
+                    value_low = {doubled}
+                else:
+                    high = x
+                    value_high = {doubled}
+            $fraction[{e}] = high
+            when stopping:
+                $crossed[{e}] = value_left
+                first = high if high < first else first
+                break
+            when not stopping:
+                $crossed[{e}] = value_left if middle >= bound else 0.0
+                @store_root
 """
 
 # `row`: the next row of the table of events. See `kernel_spec` for the table of CPU kernels, and `cuda_kernels`.
@@ -189,20 +225,23 @@ if $fraction[{e}] < np.inf and $fraction[{e}] <= first{stored}:
 
 def _output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, list[str]]:
     """Return the lines for output and for the end of a trajectory; `names`: the values of the placeholders."""
-    saved, cut, coinciding = [], [], []
+    saved, cut, coinciding = [], [], list[str]()
+    names = names | {"stopping_events": [e for e, (stops, _) in enumerate(spec.events) if stops]}
     if spec.inside:
         saved += steps.interpolated("saved[i, time_index[l], {c}]", "$k{i}[{c}]", "$u[{c}]")
         cut += steps.interpolated("$new[{c}]", "$k{i}[{c}]", "$u[{c}]")
         for j in range(len(spec.directions)):
             target = f"dsaved[{j}, i, time_index[l], {{c}}]"
             saved += steps.interpolated(target, f"$l{j}_{{i}}[{{c}}]", f"$du{j}[{{c}}]", fused=True)
-    for e in range(len(spec.events)):
+    for e in names["stopping_events"]:
         near_root = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
+        changed = _changed(spec, e, f"$condition[{e}]", f"$condition_new[{e}]")
         coinciding += [
-            f"if $fraction[{e}] > first and {_changed(spec, e)} and not ({near_root}):",
+            f"if $fraction[{e}] > first and {changed} and not ({near_root}):",
             f"    $fraction[{e}] = first",
+            f"    $crossed[{e}] = $condition[{e}]",
         ]
-    names = names | {"coinciding": coinciding, "stops": any(stops for stops, _ in spec.events)}
+    names = names | {"coinciding": coinciding, "stops": bool(names["stopping_events"])}
     names |= {"cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
     names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
     names |= _event_lines(spec, steps, names) | {"saving": filled(_SAVING, names)}
@@ -214,26 +253,59 @@ def _output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, 
 
 def _event_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, list[str]]:
     """Return the lines that locate and store events."""
-    values = [steps.condition(e, "value", "y", "$sign * ($now + x * $size)") for e in names["e"]]
-    events = [{"e": e, "value": [values[e]], "ending": "True" if ends else ""} for e, (ends, _) in enumerate(spec.events)]
-    if names["by_lanes"] and events:
-        value = [line for e in names["e"] for line in (f"{'el' if e else ''}if e == {e}:", f"    {values[e]}")]
-        ending = " or ".join(f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends)
-        events = [{"e": "e", "value": value, "ending": ending}]
-    names = vars(event_location) | names | {"doubled": steps.doubled("value")}
-    names["at_x"] = steps.interpolated("y_{c}", "$k{i}[{c}]", "$u[{c}]") if events else []
-    locate, store = ([line for event in events for line in filled(part, names | event)] for part in (_LOCATE, _STORE))
-    if names["by_lanes"] and events:
-        # A loop over the events, since a copy of these lines for each event would take longer to compile.
-        locate, store = ([f"for e in range({len(spec.events)}):", *indented(lines)] for lines in (locate, store))
-    return {"locate": locate, "store": store}
+    values = [steps.condition(e, "value", "y", "$sign * ($now + x * $size)", "$u[{c}]") for e in names["e"]]
+    changed = [f"changed = 1.0 if {_changed(spec, e, 'value_left', 'value_middle')} else 0.0" for e in names["e"]]
+    names = vars(event_location) | names | {"doubled": steps.doubled("value"), "spacing": repr(1 / (spec.points + 1))}
+    at_x = [*steps.weights(), *steps.interpolated("y_{c}", "$k{i}[{c}]", "$u[{c}]", spec.reads)] if spec.reads else []
+    result: dict[str, list[str]] = {"store": []}
+    for name, stopping in (("locate_stops", True), ("locate_others", False)):
+        chosen = [e for e in names["e"] if (e in names["stopping_events"]) == stopping]
+        looped = names["by_lanes"] and bool(chosen)
+        result[name] = []
+        for e in ["e"] if looped else chosen:
+            own = names | {"e": e, "stopping": stopping, "bound": "1.0" if stopping else "min(first, 1.0)"}
+            own["value_at_x"] = at_x + (_by_event(values, chosen) if looped else [values[e]])
+            own["changed"] = _by_event(changed, chosen) if looped else [changed[e]]
+            own["store_root"] = filled(_STORE, own)
+            lines = filled(_LOCATE, own)
+            if looped:
+                # A loop over the events, since a copy of these lines for each event would take longer to compile.
+                lines = _over(chosen, lines)
+            result[name] += lines
+            result["store"] += [] if not stopping else _over(chosen, own["store_root"]) if looped else own["store_root"]
+    return result
 
 
-def _crossed(spec: KernelSpec) -> list[str]:
-    """Return lines that compute whether conditions have changed their signs in the directions of their events."""
-    lines = []
-    for e in range(len(spec.events)):
-        lines += [f"crossed{e} = where({_changed(spec, e)}, accepted, 0.0)"]
+def _by_event(lines: list[str], chosen: list[int]) -> list[str]:
+    """Return the line of the event `e`."""
+    return [line for i, e in enumerate(chosen) for line in (f"{'el' if i else ''}if e == {e}:", f"    {lines[e]}")]
+
+
+def _over(chosen: list[int], lines: list[str]) -> list[str]:
+    """Return a loop over the chosen events `e`."""
+    condition = " or ".join(f"e == {e}" for e in chosen)
+    return [f"for e in range({chosen[0]}, {chosen[-1] + 1}):", f"    if {condition}:", *indented(indented(lines))]
+
+
+def _screened(spec: KernelSpec, steps: Steps) -> list[str]:
+    """Return lines that compute whether conditions may have changed signs, from their values at points, as `EventWatch`."""
+    events, margin, lines = range(len(spec.events)), float((spec.points + 2) ** 2), []
+    for e in events:
+        before, after = f"$condition[{e}]", f"$condition_new[{e}]"
+        lines += [f"low{e} = where({before} < {after}, {before}, {after})"]
+        lines += [f"high{e} = where({before} < {after}, {after}, {before})"]
+    for j in range(1, spec.points + 1):
+        x = j / (spec.points + 1)
+        weights = [sum(w * x ** (power + 1) for power, w in enumerate(row)) for row in spec.tableau.dense.tolist()]
+        for c in spec.reads:
+            total = steps.weighted(weights, "k", fused=True).format(c=c)
+            lines += [f"total = {total}", f"y_{c} = fma(total, {steps.h}, u_{c})"]
+        for e in events:
+            lines += [steps.condition(e, "value", "y", f"{x!r} * h + t", "u_{c}"), f"value = {steps.doubled('value')}"]
+            lines += [f"low{e} = where(value < low{e}, value, low{e})"]
+            lines += [f"high{e} = where(value > high{e}, value, high{e})"]
+    for e in events:
+        lines += [f"crossed{e} = where(({margin} * low{e} > high{e}) | ({margin} * high{e} < low{e}), 0.0, accepted)"]
         if spec.affects is not None:
             # After a very short step near a root, rounding may determine the sign, so a sign change isn't counted.
             near_root = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
@@ -242,9 +314,9 @@ def _crossed(spec: KernelSpec) -> list[str]:
     return lines
 
 
-def _changed(spec: KernelSpec, e: int) -> str:
+def _changed(spec: KernelSpec, e: int, before: str, after: str) -> str:
     """Return an expression for whether a condition has changed its sign in its event's direction, as in `Event.crossed`."""
-    before, after, direction = f"$condition[{e}]", f"$condition_new[{e}]", spec.events[e][1]
+    direction = spec.events[e][1]
     up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
     if e in spec.sided:
         # A sign change counts only if it starts on the side to which the condition left its last root.
@@ -462,7 +534,7 @@ when not adaptive:
     accepted = where(q2 == 0.0, live, 0.0)
     small = live - accepted
 @conditions_new
-@crossed
+@screened
 tries = $tries + live
 $tries = tries
 $accepted = accepted
@@ -507,7 +579,9 @@ def forward_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
     fields, steps, names = layout_of(spec, FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
-    full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
+    full += (
+        f" or event_count + {spec.lanes * len(spec.events) * (spec.points + 1)} > crossings.shape[0]" if spec.events else ""
+    )
     names |= {"wide": are_simple(programs), "full": full, "stages": _stages(spec, steps)}
     names |= {"row": "event_count", "stored": ""}
     lines = filled(_KERNEL, names | parts_of(spec, steps, names, power_lines))
@@ -520,7 +594,7 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
     names["unit_tangents"] = [line for j in names["j"] for line in steps.each(f"$du{j}[{{c}}] = 0.0")]
     names["unit_tangents"] += [f"$du{j}[{i}] = 1.0" for j, (kind, i) in enumerate(spec.directions) if kind == "u"]
-    names |= {"crossed": _crossed(spec), "conditions": steps.conditions("condition", "u", "t")}
+    names |= {"screened": _screened(spec, steps), "conditions": steps.conditions("condition", "u", "t")}
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
     names["factor"] = steps.factor(power, "$q2_before", "$rejected") if names["adaptive"] else []
     names |= {"next_save_time": filled(_NEXT_SAVE_TIME, {}), "least": filled(_LEAST, {})}

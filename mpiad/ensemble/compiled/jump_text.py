@@ -71,9 +71,9 @@ _RESUME = """
 value_before = $condition[{e}]
 when both_directions: side = 1.0 if value > 0.0 else (-1.0 if value < 0.0 else 0.0)
 if value == $condition_new[{e}]:
-    if $fraction[{e}] < np.inf and $fraction[{e}] <= first:
-        value = -{least_value} if value_before > 0.0 else {least_value}
-        when both_directions: side = -1.0 if value_before > 0.0 else 1.0
+    if $fraction[{e}] < np.inf and $fraction[{e}] <= first and $crossed[{e}] != 0.0:
+        value = -{least_value} if $crossed[{e}] > 0.0 else {least_value}
+        when both_directions: side = -1.0 if $crossed[{e}] > 0.0 else 1.0
     elif tn - $now <= $unresolved and (abs(value_before) <= {least_value} or value * value_before <= 0.0):
         value = {least_value} if value_before > 0.0 else (-{least_value} if value_before < 0.0 else 0.0)
         when both_directions: side = $side[{e}]
@@ -158,7 +158,7 @@ def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[st
             adopted = filled(_ADOPT, names | {"following": _departure(spec, steps, e, names)})
             before = steps.condition(e, "condition_before", "u", "t")
             event |= {"adopt": adopted, "condition_before": before, "affect": _affect(steps, acts)}
-        at_conditions += filled(_AT_CONDITION, names | event)
+        at_conditions += filled(_AT_CONDITION, names | event) if spec.events[e][0] else []
     given = spec.affects or ()
     for k, e in enumerate(given):
         affects += [f"{'el' if k else ''}if kind == {e}:", f"    {_affect(steps, e)}"]

@@ -226,7 +226,7 @@ class _Launch:
         batch, progress = self._solver.batch, self._solver.settings.progress
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
-        state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
+        state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events) * (spec.points + 1)
         columns = EVENT_COLUMNS + (spec.d if spec.record and spec.acting else 0)
         crossings = np.empty((_EVENT_ROWS + most_events, columns))
         ids, time_index = aligned(2 * lanes, np.dtype(np.int64)).reshape(2, lanes)

@@ -59,6 +59,8 @@ class KernelSpec(NamedTuple):
     wanted_shared: int = 0
     timed: bool = False  # whether an adjoint differentiates with respect to the start and end of tspan
     events: tuple[tuple[bool, int], ...] = ()  # per event with a condition: whether it ends steps, and its direction
+    points: int = 0  # number of points inside a step at which conditions are tested
+    reads: tuple[int, ...] = ()  # the components that conditions read
     in_pairs: bool = False  # whether states are complex: components alternate between real and imaginary parts
     jacobian: tuple[tuple[int, int], ...] = ()  # for Rosenbrock methods: indices of the Jacobian's structural nonzeros
     slopes: tuple[int, ...] = ()  # for Rosenbrock methods: the components of f that depend explicitly on time
@@ -148,6 +150,9 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
         # One row is enough if all trajectories have the same tspan.
         rows = slice(1 if same_for_all(start) and same_for_all(end) else None)
         options["inside"] = not ((times == start[rows, None]) | (times == end[rows, None])).all()
+    options["points"] = max([event.interior_points for event in settings.events], default=0)
+    inputs = [x.value for g in traced.conditions for x in g.instructions if x.operation == "input"]
+    options["reads"] = tuple(sorted({value[1] for value in inputs if value[0] == "state"}))  # type: ignore[index]
     options["tolerances"] = options["relative"] or np.ndim(settings.atol) > 0
     options["mass"] = None if settings.mass is None else entries_of(settings.mass)
     return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)

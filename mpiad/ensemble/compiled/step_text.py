@@ -290,19 +290,26 @@ class Steps:
             lines += [f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}"] if rates else []
         return lines
 
-    def interpolated(self, target: str, stage: str, u: str, fused: bool = False) -> list[str]:
+    def interpolated(
+        self, target: str, stage: str, u: str, components: Sequence[int] | None = None, fused: bool = False
+    ) -> list[str]:
         """Return lines for the interpolated state; names contain ``{c}`` for the component, ``{i}`` for the stage."""
         (first, *others), fused = self.used(), fused and self.fused
         lines = [f"total = w{first} * {stage.replace('{i}', str(first))}"]
         lines += [f"total = total + w{i} * {stage.replace('{i}', str(i))}" for i in others]
         value = f"fma(total, {self.h}, {u})" if fused else f"total * {self.h} + {u}"
-        return self.each(*lines, f"{target} = {value}")
+        text = "\n".join(["each c:", *indented([*lines, f"{target} = {value}"])])
+        return filled(text, {"c": self.components if components is None else components})
 
     # ---- events
 
-    def condition(self, e: int, out: str, state: str, time: str) -> str:
-        """Return a line that computes the condition of event e."""
-        return self.called([out], f"condition{e}", state, self.rounded(time))
+    def condition(self, e: int, out: str, state: str, time: str, unread: str = "") -> str:
+        """Return a line that computes the condition of event e; `unread`: if given, replaces components it doesn't read."""
+        line = self.called([out], f"condition{e}", state, self.rounded(time))
+        if unread and not self.rolled:
+            components = [c for c in range(self.spec.d) if c not in self.spec.reads]
+            line = re.sub(rf"\b{state}_(\d+)\b", lambda m: unread.format(c=m[1]) if int(m[1]) in components else m[0], line)
+        return line
 
     def conditions(self, target: str, state: str, time: str) -> list[str]:
         """Return lines that store the values of all conditions in a field."""

@@ -98,7 +98,7 @@ def _receives(call: Call) -> bool:
     if len(given.members) < 2 or name in _NO_RESULT:
         return False
     if name in _TO_ROOT or name in _FROM_ROOT:
-        return (params.channel.rank == given.root) == (name in _TO_ROOT)
+        return (params.channel.rank == given.root) == (name in _TO_ROOT)  # type: ignore[attr-defined]
     if name in ("mpi_recv", "mpi_exchange", "mpi_sendrecv"):
         return getattr(params, "source", None) is not None
     return getattr(params, "call", "") != "mpi_isend"  # of a request

@@ -112,7 +112,7 @@ def test_statements(statement, names, caplog, rank, size):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("line", "how"),
-    enumerate(["plain", "value_and_grad", "jvp", "jit", "gradient of jit", "scan"], 2),
+    list(enumerate(["plain", "value_and_grad", "jvp", "jit", "gradient of jit", "scan"], 2)),
     ids=lambda x: str(x),
 )
 def test_lines_of_functions(line, how, caplog, rank):
