@@ -8,7 +8,7 @@ gives new numbers to the copies.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpiad.programs.traced_array import replaced
 from mpiad.transport import Channel, Envelope, Spec
@@ -21,17 +21,21 @@ class _Replacement(Envelope):
     __slots__ = ("origin",)
 
 
+# The envelopes of a call, by origin, and its numbers of halo exchanges, by id of the halo and number in the first trace.
+Numbers: TypeAlias = dict[Any, Any]
+
+
 class MessageNumbers:
     """The envelopes of a run, which replace those of the trace; `known`: those of programs that have run before.
 
-    The programs of a function and of its derivatives share their envelopes, by origin: forward messages are numbered by
-    the program that communicates them, and the messages of adjoints are in later programs.
+    The programs of a function and of its derivatives share their envelopes: forward messages are numbered by the program
+    that communicates them, and the messages of their adjoints are in later programs.
     """
 
-    def __init__(self, known: dict[Envelope, Envelope] | None = None) -> None:
+    def __init__(self, known: Numbers | None = None) -> None:
         self.known = known or {}
         self.made = dict(self.known)
-        self._received: dict[Envelope, Envelope] = {}  # copies of envelopes in `known`
+        self._received: dict[Envelope, Envelope] = {}  # copies of envelopes in `known`, by origin
 
     def begin(self) -> None:
         """Begin a run, whose messages have new numbers."""
@@ -43,12 +47,24 @@ class MessageNumbers:
             known = self.known[origin]
             made.number, made.peer, made.tag = known.number, known.peer, known.tag
 
-    def all(self) -> dict[Envelope, Envelope]:
-        """Return the envelopes of this run, for later programs."""
-        return {origin: made if origin in self.known else _copied(made, origin) for origin, made in self.made.items()}
+    def all(self) -> Numbers:
+        """Return the numbers of this run, for later programs."""
+        new = [(origin, made) for origin, made in self.made.items() if origin not in self.known]
+        return {**self.known, **{origin: _copied(x, origin) if isinstance(x, Envelope) else x for origin, x in new}}
 
-    def addressed(self, params: Any) -> Any:
-        """Return an operation's parameters with this run's envelopes."""
+    def addressed(self, params: Any, is_traced: bool = False) -> Any:
+        """Return an operation's parameters with this run's envelopes, or this run's number of a halo exchange.
+
+        `is_traced`: whether the parameters are those of a derived trace, in which halo exchanges keep their numbers.
+        """
+        if hasattr(params, "numbered"):
+            owner, number = params.numbered
+            if is_traced:
+                return params
+            key = id(owner), number
+            if key not in self.made:
+                self.made[key] = params.renumbered()
+            return params._replace(number=self.made[key])
         return replaced(params, Envelope, self._of)
 
     def _of(self, envelope: Envelope) -> Envelope:
@@ -100,7 +116,7 @@ def envelopes_of(params: Any) -> list[Envelope]:
 
 def is_numbered(params: Any) -> bool:
     """Return whether the parameters of an operation have message numbers."""
-    return bool(envelopes_of(params))
+    return bool(envelopes_of(params)) or hasattr(params, "numbered")
 
 
 def channels_of(params: Any) -> set[Used]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.core import JVPNode, VJPNode
@@ -27,18 +27,16 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, conformed, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.batching import Batched
-from mpiad.programs.message_numbers import MessageNumbers
+from mpiad.programs.message_numbers import MessageNumbers, Numbers
 from mpiad.programs.program_cache import Entry, count, entry_of_trace
 from mpiad.programs.recorder import Recorder, ShapeRecorder
 from mpiad.programs.traced_array import Abandoned, Ref
 from mpiad.programs.transforms import Evaluation, Program, jvp, linearized
 from mpiad.pytrees import is_variable
-from mpiad.transport import Envelope
 from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.tracing import note_channels, tracing
 
 _boxes = Box.types
-_Numbers: TypeAlias = dict[Envelope, Envelope]  # the envelopes of the call's earlier programs (see `MessageNumbers`)
 _MOST_BATCHES = 16  # maximum number of programs for several lanes; for further numbers of lanes there is no program
 
 
@@ -46,7 +44,7 @@ class Made(NamedTuple):
     """The results of a call, and the envelopes of its messages."""
 
     values: list[Any]
-    numbers: _Numbers
+    numbers: Numbers
 
 
 class CompiledOperation:
@@ -69,7 +67,7 @@ class CompiledOperation:
 
         return entry_of_trace(Watch(), traced, self.program.recorder.exact, self.program.kept)
 
-    def __call__(self, inputs: Sequence[Any], numbers: _Numbers | None = None) -> Made:
+    def __call__(self, inputs: Sequence[Any], numbers: Numbers | None = None) -> Made:
         """Call the operation, and record it on the current tape and the enclosing tapes."""
         tape, numbers = tracing.tape, numbers or {}
         level = max([x._trace for x in inputs if type(x) in _boxes], default=-1)
@@ -95,7 +93,7 @@ class CompiledOperation:
             return self._evaluated(inputs, numbers)
         return Made(made.recorded_on(tape, nodes) if is_ours else made.recorded_by_autograd(level, nodes), made.numbers)
 
-    def _run(self, inputs: Sequence[Any], numbers: _Numbers) -> Made:
+    def _run(self, inputs: Sequence[Any], numbers: Numbers) -> Made:
         entry = None if tracing.recorder is not None else self.entry
         if entry is None:
             return self._evaluated(inputs, numbers)
@@ -109,12 +107,12 @@ class CompiledOperation:
             entry.replays.give_back(replay)
         return made
 
-    def _evaluated(self, inputs: Sequence[Any], numbers: _Numbers) -> Made:
+    def _evaluated(self, inputs: Sequence[Any], numbers: Numbers) -> Made:
         """Call the functions of the program one by one, so that the tapes record each of them."""
         evaluation = self._evaluation(numbers)
         return Made(evaluation.run(inputs), evaluation.numbers.all())
 
-    def _evaluation(self, numbers: _Numbers) -> Evaluation:
+    def _evaluation(self, numbers: Numbers) -> Evaluation:
         used = tracing.channels if tracing.tape is None else tracing.tape.channels
         if used is not None:
             used |= self.channels
@@ -133,7 +131,7 @@ class CompiledOperation:
         return self._derived[key]
 
     def _with_tangents(
-        self, variables: list[int], inputs: list[Any], tangents: list[Any], numbers: _Numbers
+        self, variables: list[int], inputs: list[Any], tangents: list[Any], numbers: Numbers
     ) -> _WithTangents | None:
         derived = self._derive(jvp, variables)
         if derived is None or any(type(v) is list for v in tangents):
@@ -143,7 +141,7 @@ class CompiledOperation:
         made, n = operation([*inputs, *tangents], numbers), len(self.program.outputs)
         return _WithTangents(made.values[:n], dict(zip(places, made.values[n:])), made.numbers)
 
-    def _with_reverse_pass(self, variables: list[int], inputs: list[Any], numbers: _Numbers) -> _WithReversePass | None:
+    def _with_reverse_pass(self, variables: list[int], inputs: list[Any], numbers: Numbers) -> _WithReversePass | None:
         derived = self._derive(linearized, variables)
         if derived is None:
             return None
@@ -152,7 +150,7 @@ class CompiledOperation:
         inside = [type(x) is Ref for x, _ in forward.program.outputs[:n]]
         return _WithReversePass(made.values[:n], inside, backward, made.values[n:], made.numbers)
 
-    def lanes(self, residuals: list[Any], lanes: list[list[Array]], numbers: _Numbers) -> list[list[Array]] | None:
+    def lanes(self, residuals: list[Any], lanes: list[list[Array]], numbers: Numbers) -> list[list[Array]] | None:
         """Run several reverse passes by the backward program; return None if each of them must run alone."""
         is_plain = tracing.tape is None and tracing.recorder is None
         if is_plain and not any(type(x) in _boxes for part in (residuals, *lanes) for x in part):
@@ -183,7 +181,7 @@ class _WithTangents(NamedTuple):
 
     values: list[Any]
     tangents: dict[int, Any]
-    numbers: _Numbers
+    numbers: Numbers
 
     def recorded_on(self, tape: Any, nodes: Sequence[Any]) -> list[Any]:
         return [tape.variable(x, self.tangents[k]) if k in self.tangents else x for k, x in enumerate(self.values)]
@@ -204,7 +202,7 @@ class _WithReversePass(NamedTuple):
     inside: list[bool]
     backward: CompiledOperation
     residuals: list[Any]
-    numbers: _Numbers
+    numbers: Numbers
 
     def pull(self, gs: list[Array]) -> list[Array]:
         """Return the cotangents of the variables, given those of the results that are `inside`."""

@@ -219,7 +219,8 @@ class Evaluation:
         tracing.site = None if step is None else step.site
         if not isinstance(call.fun, Recorded):
             return call.fun(*args, **mapped(call.params, self._constant))
-        params = self.numbers.addressed(call.params) if is_numbered(call.params) else mapped(call.params, self._constant)
+        is_traced = recorder is not None
+        params = self.numbers.addressed(call.params, is_traced) if is_numbered(call.params) else mapped(call.params, self._constant)
         if recorder is None:
             next(communications)
         else:
