@@ -293,13 +293,14 @@ class ActingEvents:
             self._apply_at_roots(at_event, columns, [rows for rows, _ in occurred], span)
         slots = self._slots[step.ids]
         at_event.meet_given_times()
-        self._left[columns] = np.where(self._slots[step.ids] > slots, step.t_new, -np.inf)
+        met, real = self._slots[step.ids] > slots, self._batch.u0.real.dtype
+        self._left[columns] = np.where(met, step.t_new, -np.inf)
         goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
         codes, moving = at_event.codes, at_event.codes == MOVING
         continuing = moving & (step.t_new < goal)
         codes[moving & ~continuing] = ReturnCode.Success.code
         rows, k = np.flatnonzero(continuing), np.zeros_like(step.new)
-        begin = step.actual(self.limits(step.ids, step.t_new, step.t_new, -step.t_new)[0])
+        begin = step.actual(np.where(met, beside(step.t_new, 1.0, real), step.t_new))
         k[:, rows] = at_event.rate(rows, (at_event.u[:, rows], begin[rows]))
         self._continue_from(at_event, columns, rows, reached, assigned)
         limit = self._limit[columns] - step.t_new
