@@ -4,7 +4,7 @@
     python3 .ci/environment.py --mpi auto --extra test .venv
 
 What is installed is what the lock file beside this program names: versions and hashes, the same in a year. An environment
-of another lock file is made again. Other versions (`--versions`), in an environment that is made again if `setup.cfg` changes:
+of another lock file is made again, and so is one of other versions (`--versions`) if setup.cfg changes:
 
 - `oldest`: the lowest versions that `setup.cfg` allows. mpi4py is built if this version has no wheel.
 - `newest`: today's releases.
@@ -64,7 +64,7 @@ def requirements(extras: Iterable[str]) -> dict[str, str]:
 
 
 def in_versions(names: Iterable[str], versions: str) -> str:
-    """Return the requirements of these packages that pip gets: with the lowest version each, or as setup.cfg states them."""
+    """Return the requirements of these packages for pip: the lowest version of each, or those that setup.cfg states."""
     setup = configparser.ConfigParser()
     setup.read(SETUP)
     stated = requirements(setup["options.extras_require"])
@@ -87,7 +87,7 @@ def locked(names: set[str]) -> str:
 
 
 def make(folder: Path, made_of: Path) -> tuple[Path, bool]:
-    """Make the environment unless there is one of this lock file or setup.cfg; return its interpreter, and whether it is new."""
+    """Make the environment unless there is one of this file; return its interpreter, and whether it is new."""
     if sys.version_info < (3, 10):  # noqa: UP036 - the interpreter that this checks is the user's
         version = sys.version.split()[0]
         raise SystemExit(f"mpiad needs Python 3.10 or later; {sys.executable} is {version}: make PYTHON=...")

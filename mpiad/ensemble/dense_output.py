@@ -116,7 +116,7 @@ class DenseOutput:
         """Return the states at times inside steps, or at the ends of steps, shape (d, len(ids)); see `_numbers`."""
         outcome, (t, h), u = self._outcome, steps.times(rows, number), steps.states(rows, number)
         with np.errstate(all="ignore"):
-            value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (times - t) / h)
+            value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, number, u, t, h)[0], (times - t) / h)
         final = number == steps.counts[rows] - 1
         # At the end of a step the recorded state is returned, from which the interpolant differs by rounding.
         inner = np.flatnonzero(~final)

@@ -177,6 +177,10 @@ class DeviceObservers:
         if self._record is not None:
             self._record.blocks.append(Block(ids, sign))
 
+    def limits(self, ids: Array, t: Array, t_new: Array, end: Array) -> tuple[Array, Array]:
+        """Return the times of f at both ends of a step: see `StepObservers.limits`."""
+        return t, t_new
+
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array) -> Stopped:
         """Process a step: see `StepObservers.process`; `moving`: a mask of the columns that continue if no event occurs."""
         crossed = None if self._watch is None else self._watch.screened(step)

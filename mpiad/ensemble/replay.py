@@ -37,16 +37,27 @@ _ROOT_STEPS = 2
 class StepReplay:
     """One step of several columns."""
 
-    def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array, exact: bool):
-        # With `exact` the sums of the new state are those of the solve, and it has derivatives up to third order.
+    def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array, limits: Any, exact: bool):
+        # With `exact` the sums of the new state are those of the solve, and it has derivatives up to third order. `limits`:
+        # see `StepSweep.limits`.
+        self._limits = limits
         self._run, self._leaves, self._u, self.t, self.h, self._exact = run, leaves, u, t, h, exact
         self._size, self._k, self._arguments = _like(h, u), [], dict[int, Array]()
         self._rows = None if run.program is None else _numbers(run, leaves, getval(u))  # the parameters
         for i in range(run.tableau.stages - 1):
             self._k.append(self._stage(i))
 
+    def _time(self, i: int) -> Array:
+        """Return the times of stage i."""
+        c = self._run.tableau.c[i]
+        t = _like(self.t + c * self.h, self._u)
+        if self._limits is None or c not in (0.0, 1.0):
+            return t
+        limit = self._limits[int(c)].astype(t.dtype)
+        return t + np.where(np.isnan(limit), 0.0, limit - getval(t)).astype(t.dtype)
+
     def _stage(self, i: int) -> Array:
-        t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
+        t = self._time(i)
         if self._run.program is None:
             return self._run.field.array(self.argument(i), self._leaves, t)
         return values_of(self._run.program, self.argument(i), self._rows, t[None])
@@ -120,7 +131,7 @@ class RosenbrockReplay(StepReplay):
     def _stage(self, i: int) -> Array:
         table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
         if i == 0:
-            self._rate, entries, self._slope = self._linearized(_like(self.t, self._u))
+            self._rate, entries, self._slope = self._linearized(self._time(0))
             self._entries = entries * self._size
             self._lu = self._run.step_matrices.factorized(-getval(self._entries))
             return np.zeros_like(getval(self._u))
@@ -204,10 +215,11 @@ class Replay:
     def visited(self, sweep: StepSweep, visit: Visit, u: Array, inputs: Inputs) -> Visited:
         """Return the results of a visit, given the states before it and the inputs of its columns."""
         run, columns = self._run, self._run.doubled(len(visit.t))
-        (t, h), leaves = self._times(sweep, visit, inputs), inputs.leaves
+        (t, h), leaves, limits = self._times(sweep, visit, inputs), inputs.leaves, sweep.limits(visit)
         if type(columns) is not slice:
             u, t, h, leaves = u[:, columns], t[columns], h[columns], run.batch.p.chosen(columns, leaves)
-        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h, self._seeds is None)
+            limits = limits and tuple(limit[columns] for limit in limits)
+        step = (RosenbrockReplay if run.tableau.implicit else StepReplay)(run, u, leaves, t, h, limits, self._seeds is None)
         new, shift, times = step.argument(run.tableau.stages - 1), inputs.shift, []
         new = new if type(columns) is slice else new[:, : len(visit.t)]
         crossed = True if self._seeds is None else self._seeds.crossed

@@ -16,7 +16,7 @@ from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.field_jacobian import FieldJacobian, field_program, jacobian_of
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.jumps import Jumps
+from mpiad.ensemble.jumps import FOUND, Jumps, beside
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
@@ -148,7 +148,7 @@ class SortedSweep(StepSweep):
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
             if number + 1 < stop:  # the state at `stop` was stored
-                u = self._run.stages_of(self.ids[:width], u, t, h)[1]
+                u = self._run.stages_of(self.ids[:width], np.full(width, number), u, t, h)[1]
                 for rows, columns in self.jumps(visit):
                     u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
 
@@ -214,6 +214,11 @@ class SortedSweep(StepSweep):
     def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
         """Return the jumps after the step, in order, and their columns."""
         return self._jumps_at.get(visit.number, ())
+
+    def limits(self, visit: Visit) -> tuple[Array, Array] | None:
+        """Return the times of f at both ends of the step: see `Run.limits`."""
+        number = (len(self) if self._every else self.counts[: len(visit.t)]) - 1 - visit.number
+        return self._run.limits(self.ids[: len(visit.t)], np.broadcast_to(number, visit.t.shape))
 
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan."""
@@ -348,13 +353,31 @@ class Run:
         stages.compute(u, p, t, h, end, None)
         return stages
 
-    def stages_of(self, ids: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
-        """Return the stages of steps of some trajectories from states u, (d, n), and the states after them."""
+    def stages_of(self, ids: Array, number: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
+        """Return the stages of steps (`number`, from 0) of some trajectories from states u, (d, n), and the states after."""
         width = len(t)
         columns = two_at_least(width)  # as in the solve
+        end, limits = t + h, self.limits(ids, number)
+        if limits is not None:
+            t, end = (np.where(np.isnan(limit), x, limit) for x, limit in zip((t, end), limits))
         u, t, h = u[:, columns], t[columns], h[columns]
-        stages = self.stages(u, self.batch.parameters(ids[columns]), t, h, t + h)
+        stages = self.stages(u, self.batch.parameters(ids[columns]), t, h, end[columns])
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
+
+    def limits(self, ids: Array, number: Array) -> tuple[Array, Array] | None:
+        """Return the times of f at the starts and ends of steps that are given times of events, NaN elsewhere."""
+        jumps, directions = self.jumps, np.where(self.batch.end < self.batch.start, -1.0, 1.0)[ids]
+        given = () if jumps is None else np.flatnonzero((jumps.slot != FOUND) & (jumps.number > 0))
+        if jumps is None or not len(given):
+            return None
+        width = int(jumps.number.max()) + 2
+        keys, real = jumps.ids[given] * width + jumps.number[given], self.batch.u0.real.dtype
+        found = []
+        for before, direction in ((number, directions), (number + 1, -directions)):
+            key = ids * width + np.minimum(before, width - 1)
+            place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+            found.append(np.where(keys[place] == key, beside(jumps.time[given[place]], direction, real), np.nan))
+        return found[0], found[1]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
         """Return the cotangents of the results, from arrays for saved states, (N, n_saved, d), final states and times."""

@@ -21,6 +21,7 @@ from mpiad.ensemble.jumps import (
     SHORT,
     UNRESOLVED,
     Jump,
+    beside,
     departure,
     distance_ahead,
     mass_matrix_rhs,
@@ -212,6 +213,7 @@ class ActingEvents:
         self._last_acted = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
         self._last_root, self._short_count = np.empty(0), np.empty(0, int)
         self._limit = np.empty(0)  # upper bound on the end of the next step; ignored if it isn't in the future
+        self._left = np.empty(0)  # the last given time at which an event acted
         # The signs of conditions whose events act in both directions.
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
@@ -219,6 +221,7 @@ class ActingEvents:
         """Add the columns of the next working set, in which the watch has evaluated the conditions."""
         self._last_acted = {e: joined(last, new.t) for e, last in self._last_acted.items()}
         self._last_root, self._limit = joined(self._last_root, new.t), joined(self._limit, new.t)
+        self._left = joined(self._left, new.t - np.inf)
         self._short_count = joined(self._short_count, np.zeros(len(new.t), int))
         for e, side in self.sides.items():
             side = joined(side, np.full(len(new.t), np.nan))
@@ -234,6 +237,16 @@ class ActingEvents:
         ignored &= step.t_new - step.t <= UNRESOLVED * self._span(step.ids)
         watch.values = np.where(ignored, before, watch.values)
         return screened & ~ignored
+
+    def limits(self, ids: Array, t: Array, t_new: Array, end: Array) -> tuple[Array, Array]:
+        """Return the times of f at both ends of a step: see `StepObservers.limits`."""
+        starts, ends = self._left == t, t_new == end
+        if np.count_nonzero(starts):
+            t = np.where(starts, beside(t, 1.0, self._batch.u0.real.dtype), t)
+        if np.count_nonzero(ends):
+            ends &= self._acting.until(end + np.inf, self._slots, ids, self._initialization.signs[ids]) == t_new
+            t_new = np.where(ends, beside(t_new, -1.0, self._batch.u0.real.dtype), t_new)
+        return t, t_new
 
     def at_given_times(self, step: Step, done: Array) -> Array:
         """Return the columns of the mask `done` in which the step ends at a given time of an event."""
@@ -278,13 +291,17 @@ class ActingEvents:
                 if e in self.sides:
                     self.sides[e][columns[rows]] = -before
             self._apply_at_roots(at_event, columns, [rows for rows, _ in occurred], span)
+        slots = self._slots[step.ids]
         at_event.meet_given_times()
+        met, real = self._slots[step.ids] > slots, self._batch.u0.real.dtype
+        self._left[columns] = np.where(met, step.t_new, -np.inf)
         goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
         codes, moving = at_event.codes, at_event.codes == MOVING
         continuing = moving & (step.t_new < goal)
         codes[moving & ~continuing] = ReturnCode.Success.code
         rows, k = np.flatnonzero(continuing), np.zeros_like(step.new)
-        k[:, rows] = at_event.rate(rows, at_event.at(rows))
+        begin = step.actual(np.where(met, beside(step.t_new, 1.0, real), step.t_new))
+        k[:, rows] = at_event.rate(rows, (at_event.u[:, rows], begin[rows]))
         self._continue_from(at_event, columns, rows, reached, assigned)
         limit = self._limit[columns] - step.t_new
         h = np.maximum(np.where(limit > 0, np.minimum(h, limit), h), least_step(step.t_new))
@@ -402,6 +419,10 @@ class StepObservers:
         self._events.enter(u, ids, t if sign is None else t * sign)
         if self._acting is not None:
             self._acting.enter(new, joined)
+
+    def limits(self, ids: Array, t: Array, t_new: Array, end: Array) -> tuple[Array, Array]:
+        """Return the times of f at both ends of a step, which are `beside` given times of events; `end`: upper bounds."""
+        return (t, t_new) if self._acting is None else self._acting.limits(ids, t, t_new, end)
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array | None) -> Stopped:
         """Process a step, which may be shortened by events; return the columns whose steps end at an event."""

@@ -129,6 +129,10 @@ class StepSweep:
         """Return the indices of the jumps (state changes by events) after the step, in order, and their columns."""
         return ()
 
+    def limits(self, visit: Visit) -> tuple[Array, Array] | None:
+        """Return the times of f at both ends of the step if they are given times of events, NaN for other columns."""
+        return None
+
     @abstractmethod
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan, shape (width,)."""

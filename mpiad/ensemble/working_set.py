@@ -202,7 +202,8 @@ class WorkingSet:
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
         np.minimum(t_new, self.end, out=t_new)
         h = t_new - self.t
-        stages.compute(self.u, self._p, self.t, h, t_new, self._sign)
+        begin, end = self._observers.limits(self.ids, self.t, t_new, self.end)
+        stages.compute(self.u, self._p, begin, h, end, self._sign)
         accepted = self._accepted_columns(h)
         done = t_new == self.end
         done &= accepted

@@ -552,5 +552,5 @@ def least_squares(
         solve = RootDriven(used, root, [program], factory, _CALL, progress=bar)
         solve.define(0, start)
         with solve.ending(file, bar, on_signal):
-            options = keywords, loss, f_scale, tr_solver, program, callback, file, start
-            return result_like_x0(solve, partial(run_method, *options))
+            arguments = keywords, loss, f_scale, tr_solver, program, callback, file, start
+            return result_like_x0(solve, partial(run_method, *arguments))

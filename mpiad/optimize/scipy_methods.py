@@ -78,13 +78,12 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
         )
         value = points.at(np.ascontiguousarray(result.x, dtype=float)).value
         result.fun = result.fun if value is None or math.isfinite(value) else value  # SciPy's may be a substitute
+        jacobians = result.jac
         result = corrected(result, points, constrained=bool(constraints))
-        if method.name == "trust-constr":  # SciPy calls the gradient `grad`, and the constraints' Jacobians `jac`
-            result.constr_jac = result.jac
-            result.grad = _gradient_at(result.x, points)
-        result.jac = _gradient_at(result.x, points)
-        if method.name == "trust-constr" and box is not None and not constraints:
-            _check_projected_gradient(result, box, options.get("gtol", arguments.tol) or _GTOL)
+        if method.name == "trust-constr":  # SciPy calls the gradient `grad`, and the Jacobians of the constraints `jac`
+            result.constr_jac, result.grad = jacobians, result.jac
+            if box is not None and not constraints:
+                _check_projected_gradient(result, box, options.get("gtol", arguments.tol) or _GTOL)
         if iterates.resumed:  # SciPy counts from the restart
             result.update(nit=iterates.record.iterations, nfev=points.count("value"), njev=points.count("gradient"))
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
@@ -211,6 +210,7 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
     elif result.success and not np.all(np.isfinite(gradient)):
         result.success, result.status = False, 3
         result.message = f"ABNORMAL: the gradient isn't finite at x. SciPy's message: {result.message}"
+    result.jac = _gradient_at(result.x, points)
     return result
 
 

@@ -190,7 +190,7 @@ def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = 
     # The site is stored among the code's constants, where `site_of` finds it without inspecting the stack.
     name, code = site.function, made.__code__
     consts = (*code.co_consts, site)
-    code = code.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name, co_consts=consts)
+    code = code.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_consts=consts)
     return FunctionType(code, {}, name)
 
 

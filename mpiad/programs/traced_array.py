@@ -132,7 +132,7 @@ PYTHON_OPERATORS: dict[np.ufunc, Callable[..., object]] = {
 }  # fmt: skip
 
 
-def is_number_of(kind: str, x: object) -> bool:
+def is_number_of(kind: str, x: Any) -> bool:
     """Return whether a program can hold a number of Python in an array of this kind of dtype."""
     return type(x) is {"i": int, "f": float, "c": complex, "b": bool}[kind] and (kind != "i" or -(2**63) <= x < 2**63)
 

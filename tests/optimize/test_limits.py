@@ -14,7 +14,7 @@ import scipy.optimize
 from known_problems import PROBLEMS
 
 from mpiad.optimize import minimize
-from mpiad.optimize.evaluated_points import Point
+from mpiad.optimize.evaluated_points import Ending, EndMethod, Point
 from mpiad.optimize.scipy_methods import corrected
 
 METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"]
@@ -171,6 +171,12 @@ class Seen:
         self.best = Point(np.array([1.0, 2.0]))
         self.best.value = value
         self.best.gradient = None if gradient is None else np.array([gradient, 0.0])
+
+    def at(self, x: np.ndarray) -> Point:
+        return self.best if x[0] == 1.0 else Point(x, 3.0, np.full(2, 1e-8))
+
+    def gradient(self, x: np.ndarray) -> None:
+        raise EndMethod(Ending(1, "No further evaluations."))
 
 
 @pytest.mark.serial

@@ -440,6 +440,9 @@ each p: $p{p} = p{p}
 $sign = sign
 $goal = sign * goal
 @least
+when affected:
+    $begun = -np.inf
+    @end_time
 $live = 1.0
 $rejected = 0.0
 $tries = 0.0
@@ -472,6 +475,14 @@ time_index[l] += 1
 $save_time = np.inf
 if time_index[l] < n_saved:
     $save_time = $sign * times[i if by_row else 0, time_index[l]]
+"""
+
+# The time of f at the end of a step that ends at `goal`: see `jumps.beside`.
+_END_TIME = """
+$end_time = $goal
+if given_times[slots[i], time_column] == sign * $goal:
+    at = {goal}
+    $end_time = at - (abs(at) * {half_ulp} + {tiny})
 """
 
 # An upper bound on the smallest allowed step in tspan. Only steps below it are compared with the exact smallest step.
@@ -514,6 +525,9 @@ h = sign * size
 @rounded_step
 t = sign * now
 tn = sign * ahead
+when affected:
+    t = sign * where(now == $begun, $begin_time, now)
+    tn = sign * where(ahead == goal, $end_time, ahead)
 $now = now
 $ahead = ahead
 $size = size
@@ -533,6 +547,7 @@ when adaptive:
 when not adaptive:
     accepted = where(q2 == 0.0, live, 0.0)
     small = live - accepted
+when affected: tn = sign * ahead
 @conditions_new
 @screened
 tries = $tries + live
@@ -564,8 +579,9 @@ when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fr
 # condition. `short_count`: the number of successive short intervals between roots. `side`: per event that acts in both
 # directions, the sign with which its condition left the root. `limit`: if in the future, a bound on the next step's end.
 when acts: exact last_acted[{count}] last_root short_count side[{count}] limit
-# In steps shorter than `unresolved`, rounding may determine the sign of a condition near its root.
-when affected: exact unresolved
+# In steps shorter than `unresolved`, rounding may determine the sign of a condition near its root. `begun`: the last given
+# time at which an event acted; `begin_time`, `end_time`: the times of f after it, and at the end of a step to `goal`.
+when affected: exact unresolved begun begin_time end_time
 """
 
 
@@ -597,6 +613,7 @@ def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power
     names |= {"screened": _screened(spec, steps), "conditions": steps.conditions("condition", "u", "t")}
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
     names["factor"] = steps.factor(power, "$q2_before", "$rejected") if names["adaptive"] else []
+    names["end_time"] = filled(_END_TIME, names | {"goal": steps.doubled(steps.rounded("$goal"))})
     names |= {"next_save_time": filled(_NEXT_SAVE_TIME, {}), "least": filled(_LEAST, {})}
     parts = {"enter": _ENTER, "advance": _ADVANCE, "begin_step": _BEGIN_STEP, "decide": _DECIDE, "results": _RESULTS}
     return {name: filled(part, names) for name, part in parts.items()} | _output(spec, steps, names)

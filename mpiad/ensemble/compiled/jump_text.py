@@ -50,11 +50,17 @@ if code <= {Terminated} and was_accepted and tn == $goal and given_times[slots[i
     goal = end[0 if one_span else i]
     goal = given_times[slot, time_column] if sign * given_times[slot, time_column] <= sign * goal else goal
     $goal = sign * goal
+    @end_time
     @least
+    $begun = tn
+    at = {at_end}
+    $begin_time = at + (abs(at) * {half_ulp} + {tiny})
 if acted and code < 0 and tn != $goal:
     resumed[i] += 1
     @state
+    t = sign * ($begin_time if tn == $begun else tn)
     {rate}
+    t = sign * tn
     each c: $k{last}[{c}] = k0_{c}
     when remembers: $q2_before = {least_error}
     @conditions_after
@@ -147,6 +153,7 @@ if abs(value_now) <= max({AT_ROOT} * abs(condition_before), {OF_WAY} * abs(linea
 def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel; `names`: the values of the placeholders."""
     finite = ["finite = True", *steps.each("finite = finite and np.isfinite(w_{c})")]
+    names = names | {"at_end": steps.doubled(steps.rounded("tn"))}
     names = vars(jumps) | names | {"state": filled(_STATE, names), "state_column": EVENT_COLUMNS, "finite": finite}
     names["conditions_after"], at_conditions, affects = [], [], []
     for e in range(len(spec.events)):
@@ -210,10 +217,20 @@ if {jump_step} == step[l] + 1:
             $h_bar = 0.0
             $size_moves = at_given_time
             {last_jump} = j
+        # The time of f at the end of the step: see `jumps.beside`.
+        if at_given_time > 0.0:
+            at = {at_jump}
+            $tn = at - (abs(at) * {half_ulp} + {tiny}) * (1.0 if $h > 0.0 else -1.0)
         jump[l] -= 1
         # Prefetch the state before the previous jump.
         fetched(jump_state, jump[l])
     {next_jump}
+$begin_time = $t
+if step[l] > 0 and {jump_step} == step[l]:
+    j = jump[l]
+    if {given}:
+        at = {at_jump}
+        $begin_time = at + (abs(at) * {half_ulp} + {tiny}) * (1.0 if $h > 0.0 else -1.0)
 """
 
 # `h_bar` belongs to the step that ends at the jump `last_jump`, or, if that is -1, at the end of tspan. The cotangent of
@@ -231,7 +248,7 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
     # The rows of `jump`, with an entry per lane: next jump of the backward sweep, last processed jump, and number of steps
     # before the next jump; -1 if none exists.
     last_jump, jump_step = (f"jump[{row * spec.lanes} + l]" for row in (1, 2))
-    names = names | {"jumping": spec.jumps is not None, "jump_step": jump_step}
+    names = names | {"jump_step": jump_step}
     names["next_jump"] = f"{jump_step} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
     names |= {"last_jump": last_jump, "add_size_cotangent": filled(_SIZE_COTANGENT, {"last_jump": last_jump})}
     time, affects = steps.rounded("jump_time[j]"), []
@@ -240,5 +257,7 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
         call = steps.called(back, f"back{e}", "u", time, steps.state("z"))
         affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    at_given_time = {float(given)}"]
     drift = steps.summed("drift", "k0_{c} * $cotangent[{c}]")
+    given = " or ".join(f"jump_kind[j] == {e}" for e, given in spec.jumps or () if given) or "False"
+    names = names | {"given": given, "at_jump": steps.doubled(time)}
     jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
     return names | {"jump_back": filled(_JUMP_BACK, names | jump)}

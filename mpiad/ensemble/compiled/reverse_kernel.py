@@ -190,7 +190,8 @@ $live = 0.0
 _STEP_AGAIN = """
 each c: y0_{c} = $u[{c}]
 each p: p{p} = $p{p}
-t = $t
+when jumping: t = $begin_time
+when not jumping: t = $t
 h = $h
 tn = {step_end}
 @rounded_step
@@ -280,6 +281,7 @@ FIELDS = """
 cotangent[{d}] u[{d}]
 each p: p{p}
 exact t tn h live
+when jumping: exact begin_time
 # On CPUs, sums over many steps, or over trajectories, are double.
 when by_lanes: exact p_bar[{wanted_varying}] s_bar[{wanted_shared}]
 when not by_lanes: p_bar[{wanted_varying}] s_bar[{wanted_shared}]

@@ -243,7 +243,7 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     registers = Registers(spec)
     _, steps, names = layout_of(spec, reverse_kernel.FIELDS, registers)
-    names |= {"jumping": False, "or_terminated": f" or code == {names['Terminated']}" if spec.events else ""}
+    names |= {"or_terminated": f" or code == {names['Terminated']}" if spec.events else ""}
     names |= {"declarations": registers.declarations, "event_row": "event_column"}
     names["in_step"] = "event_column >= 0 and crossings[event_column, 2] == step"
     names["next_event"] = "event_column = np.int64(crossings[event_column, 5])"

@@ -1,0 +1,96 @@
+"""A right-hand side that jumps at the time of an event: values and derivatives in closed form."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.ensemble import (
+    BS3,
+    RK4,
+    RK45,
+    EnsembleProblem,
+    Event,
+    ODEProblem,
+    Rodas5P,
+    Rosenbrock23,
+    Tsit5,
+    Vern7,
+    solve,
+)
+
+METHODS = [RK45(), Tsit5(), BS3(), Vern7(), Rosenbrock23(), Rodas5P(), RK4()]
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+P = np.array([[0.7, 0.9], [0.4, 1.3], [1.1, 0.5]])  # the time of the jump, and the rate
+
+pytestmark = [pytest.mark.serial, pytest.mark.limit(240), pytest.mark.usefixtures("solved_by")]
+
+
+def earlier(u, p, t):
+    return [-p[1] * u[0] + anp.where(t < p[0], 1.0, 3.0)]
+
+
+def not_later(u, p, t):
+    return [-p[1] * u[0] + anp.where(t <= p[0], 1.0, 3.0)]
+
+
+def closed_form(p, start=0.0, end=1.3, before=1.0, after=3.0):
+    jump, rate = p[:, 0], p[:, 1]
+    first, second = anp.exp(-rate * (jump - start)), anp.exp(-rate * (end - jump))
+    return second * (0.5 * first + before * (1 - first) / rate) + after * (1 - second) / rate
+
+
+SWITCH = Event(times=lambda p: [p[0]], affect=lambda u, p, t: [u[0]])
+
+
+def ends(f, alg, events=SWITCH, tspan=(0.0, 1.3), **more):
+    more = TIGHT | ({"dt": 0.025} if isinstance(alg, RK4) else {}) | more
+    return lambda p: solve(EnsembleProblem(ODEProblem(f, [0.5], tspan), p=p), alg, events=events, **more).u_end[:, 0]
+
+
+def check(found, expected, p=P, rtol=2e-6):
+    along = np.cos(np.arange(p.size)).reshape(p.shape)
+    loss = lambda fun: lambda p: anp.sum(anp.sin(fun(p)))  # noqa: E731
+    np.testing.assert_allclose(found(p), expected(p), rtol=rtol)
+    slopes = mpiad.grad(loss(expected))(p)
+    np.testing.assert_allclose(mpiad.grad(loss(found))(p), slopes, rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(mpiad.jvp(loss(found), p, along)[1], np.sum(slopes * along), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("alg", METHODS, ids=lambda alg: type(alg).__name__)
+def test_at_a_given_time(alg):
+    less = {"rtol": 1e-6, "atol": 1e-8} if isinstance(alg, (BS3, Rosenbrock23)) else {}
+    for f in (earlier, not_later):
+        check(ends(f, alg, **less), closed_form, rtol=2e-4 if less else 2e-6)
+
+
+def test_with_checkpoints_backwards_and_to_second_order():
+    check(ends(not_later, RK45(), checkpoints=3), closed_form)
+    # Backwards in time the jump is passed from the other side.
+    for f in (earlier, not_later):
+        check(ends(f, RK45(), tspan=(1.3, 0.0)), lambda p: closed_form(p, 1.3, 0.0, 3.0, 1.0))
+    loss, along = lambda fun: lambda p: anp.sum(anp.sin(fun(p))), np.cos(np.arange(6.0)).reshape(3, 2)  # noqa: E731
+    found, expected = (mpiad.hvp(loss(fun))(P, along) for fun in (ends(not_later, RK45()), closed_form))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_at_saved_times():
+    saved = lambda p: solve(  # noqa: E731
+        EnsembleProblem(ODEProblem(not_later, [0.5], (0.0, 1.3)), p=p), events=SWITCH, saveat=[0.4, 0.7, 1.1, 1.3], **TIGHT
+    ).u[:, -1, 0]
+    check(saved, closed_form)
+
+
+def test_single_precision():
+    p = P.astype(np.float32)
+    for problem_f in (earlier, not_later):
+        found = lambda p, f=problem_f: solve(  # noqa: E731
+            EnsembleProblem(ODEProblem(f, np.array([0.5], np.float32), (0.0, 1.3)), p=p),
+            events=SWITCH,
+            rtol=1e-4,
+            atol=1e-5,
+        ).u_end[:, 0]
+        slopes = mpiad.grad(lambda p: anp.sum(closed_form(p)))(P)
+        np.testing.assert_allclose(mpiad.grad(lambda p, f=found: anp.sum(f(p)))(p), slopes, rtol=2e-3, atol=2e-3)
