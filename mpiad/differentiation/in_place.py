@@ -137,7 +137,7 @@ def noted(
     node: Any,
     value: Any,
     fun: Callable,
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     argnums: Sequence[int],
     parents: Sequence[Any],

@@ -69,7 +69,8 @@ class CompiledOperation:
 
     def __call__(self, inputs: Sequence[Any], numbers: Numbers | None = None) -> Made:
         """Call the operation, and record it on the current tape and the enclosing tapes."""
-        tape, numbers = tracing.tape, numbers or {}
+        tape: Any = tracing.tape
+        numbers = numbers or {}
         level = max([x._trace for x in inputs if type(x) in _boxes], default=-1)
         if tape is None and level < 0:
             return self._run(inputs, numbers)
@@ -183,7 +184,7 @@ class _WithTangents(NamedTuple):
     tangents: dict[int, Any]
     numbers: Numbers
 
-    def recorded_on(self, tape: Any, nodes: Sequence[Any]) -> list[Any]:
+    def recorded_on(self, tape: TangentTape, nodes: Sequence[Any]) -> list[Any]:
         return [tape.variable(x, self.tangents[k]) if k in self.tangents else x for k, x in enumerate(self.values)]
 
     def recorded_by_autograd(self, level: int, nodes: Sequence[Any]) -> list[Any]:

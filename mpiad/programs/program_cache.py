@@ -182,11 +182,10 @@ _log = logging.getLogger("mpiad")
 
 
 class Recorded(NamedTuple):
-    """A program for derivatives, None if the function can't be traced; `build` assembles the function's result."""
+    """A program for derivatives; `build` assembles the function's result."""
 
-    program: Program | None
-    build: Any
-    watch: Watch
+    program: Program
+    build: Callable[[list[Any]], Tree]
     admits: Callable[[Sequence[Array]], bool] | None  # see `admits_of`
     operations: list[Any]  # the program as a `CompiledOperation`, after its first use
 
@@ -197,7 +196,8 @@ class ProgramCache:
     def __init__(self, fun: Function, name: str, strict: bool, exact: bool):
         self.fun, self.name, self.strict, self.exact = fun, name, strict, exact
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
-        self._programs: dict[Any, Recorded] = {}
+        # Programs for derivatives with the watches of their traces; None if they can't be traced.
+        self._programs: dict[Any, tuple[Watch, Recorded | None]] = {}
         self.reasons: dict[Any, str] = {}
         self.warned = False
         self.traces = 0
@@ -238,19 +238,19 @@ class ProgramCache:
         `variables` are positions of leaves; `watch`: that of this call, if there is one.
         """
         key = "program", tuple(sorted(set(variables))), given.key
-        known = self._programs.get(key)
-        if known is not None and known.watch.is_the_same():
-            return known if known.program else None
+        valid, known = self._programs.get(key, (None, None))
+        if valid is not None and valid.is_the_same():
+            return known
         watch = watch or (None if is_shown() else self._watch(key, given, optional=True))
         if watch is None:
             return None
-        recorder, made = ShapeRecorder(self.exact), (None, None)
+        recorder, made = ShapeRecorder(self.exact), None
         try:
-            made = recorded(self.fun, given, variables, recorder)
+            made = Recorded(*recorded(self.fun, given, variables, recorder), admits_of(recorder), [])
         except (Abandoned, Exception) as error:  # noqa: BLE001
             recorder.raise_own(error)
-        self._programs[key] = Recorded(*made, watch, admits_of(recorder), [])
-        return self.program(given, variables)
+        self._programs[key] = watch, made
+        return made
 
     def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
         """Compile a trace, and store the entry of the signature; `made`: the further arguments of `Entry`."""

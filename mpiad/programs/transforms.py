@@ -219,8 +219,10 @@ class Evaluation:
         tracing.site = None if step is None else step.site
         if not isinstance(call.fun, Recorded):
             return call.fun(*args, **mapped(call.params, self._constant))
-        is_traced = recorder is not None
-        params = self.numbers.addressed(call.params, is_traced) if is_numbered(call.params) else mapped(call.params, self._constant)
+        if is_numbered(call.params):
+            params = self.numbers.addressed(call.params, recorder is not None)
+        else:
+            params = mapped(call.params, self._constant)
         if recorder is None:
             next(communications)
         else:
