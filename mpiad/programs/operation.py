@@ -103,7 +103,7 @@ class CompiledOperation:
         note_channels(entry.channels)
         replay.numbers.known, replay.is_leased = numbers, False
         values = replay.first(*inputs)
-        made = Made(values if all(entry.inside) else entry.leaves(values), replay.numbers.all())
+        made = Made(entry.leaves(values), replay.numbers.all() if replay.is_numbered else numbers)
         if not replay.is_leased:
             entry.replays.give_back(replay)
         return made
@@ -160,7 +160,7 @@ class CompiledOperation:
                 count(self.entry.communications)
                 note_channels(self.channels)
                 replay = batched.replays.take()
-                made = replay.first(*residuals, *[np.stack(several) for several in zip(*lanes)])
+                made = replay.first(*residuals, *map(_stacked, zip(*lanes)))
                 batched.replays.give_back(replay)
                 return [self.entry.leaves([x[k] for x in made]) for k in range(len(lanes))]
         # A single rank may communicate in any order, and needn't combine messages.
@@ -237,6 +237,15 @@ class _WithReversePass(NamedTuple):
             made.append(x)
             k += is_in
         return made
+
+
+def _stacked(lanes: Sequence[Array]) -> Array:
+    """Return the arrays of all lanes along a new first axis, without a copy if they are the rows of one array."""
+    whole = getattr(lanes[0], "base", None)
+    if type(whole) is np.ndarray and whole.shape == (len(lanes), *lanes[0].shape) and whole.flags.c_contiguous:
+        if all(x.base is whole and x.ctypes.data == row.ctypes.data for x, row in zip(lanes, whole)):
+            return whole
+    return np.stack(lanes)
 
 
 def _autograd_node(parents: Sequence[Any], vjp: Callable[[Any], Sequence[Any]]) -> VJPNode:

@@ -246,7 +246,7 @@ class Replay:
         self._in_kernels |= {root_of(buffers, b) for b, found in enumerate(buffers) if found.map is not None}
         found, numbered = self._preparable_steps()
         self._preparable = found if prepared else set[int]()
-        self._renumbers, self._is_numbered = bool(numbered - self._preparable), bool(numbered)
+        self._renumbers, self.is_numbered = bool(numbered - self._preparable), bool(numbered)
         self.first, *self.later = self._functions()
 
     def _preparable_steps(self) -> tuple[set[int], set[int]]:
@@ -290,7 +290,7 @@ class Replay:
         text: list[str] = []
         for part, (start, end) in enumerate(pairwise(ends)):
             self._lines = [f"global {names}"] if kept else []
-            if self._is_numbered and not part:
+            if self.is_numbered and not part:
                 self._lines.append("begin()" if self._renumbers else "take_known()")
             if self.replays.last_check >= 0 and not part:
                 self._lines.append("log.clear()")
