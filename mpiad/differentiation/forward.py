@@ -116,7 +116,7 @@ class TangentTape(LibraryTape):
         if not hasattr(ans, "dtype"):
             return None
         node = TangentNode.on_tape(self, tangent)
-        if ans is args[0] or getattr(ans, "base", None) is not None:
+        if args and is_unusual(ans, args):
             note_sharing(node, ans, args, argnums, parents)
         return node
 

@@ -143,7 +143,7 @@ def noted(
     parents: Sequence[Any],
 ) -> tuple:
     """Check a call that is recorded, and note whether its result shares memory; return the arguments for the record."""
-    if kwargs or len(args) > 2 or value is args[-1] or value is None:
+    if value is args[-1] or value is None or kwargs or len(args) > 2:
         refuse_writing(fun, args, kwargs)
     if is_unusual(value, args):
         note_sharing(node, value, args, argnums, parents)

@@ -249,7 +249,7 @@ class OrderedTape(LibraryTape):
         if operator.batched_adjoint:
             vjp = VectorizedVjp(vjp)
         node = OrderedNode.on_tape(self, tuple([position for _, position in inputs]), vjp, like)
-        if ans is args[0] or getattr(ans, "base", None) is not None:
+        if args and is_unusual(ans, args):
             note_sharing(node, ans, args, argnums, parents)
         return None if dtype is None else node
 

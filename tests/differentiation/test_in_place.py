@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from autograd.numpy.fft import fft
 from in_place_programs import check
+from mpi4py import MPI
 
 import mpiad
 from mpiad.timestepping import scan
@@ -337,6 +338,64 @@ def test_a_constant_that_is_passed_through_is_not_changed() -> None:
         assert "shares memory with a plain array" in str(error)
     else:
         np.testing.assert_allclose(J, fun(X), rtol=1e-14)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("position", range(3))
+def test_operators_return_arrays_of_their_own(position: int) -> None:
+    @mpiad.extend.custom_operator
+    def chosen(*args: Any) -> Any:
+        return args[position] if args else 1.0
+
+    mpiad.extend.defvjp_together(
+        chosen, lambda ans, *args: lambda g: [g if k == position else None for k in range(len(args))]
+    )
+    mpiad.extend.defjvp_together(chosen, lambda gs, ans, *args: gs[position] if args else 0.0)
+
+    def fun(x: Any) -> Any:
+        args = [x * (k + 1.0) for k in range(3)]
+        made = chosen(*args)
+        made += chosen()
+        return anp.sum(args[position]) + anp.sum(made)
+
+    for form in (fun, mpiad.jit(fun)):
+        J, g = mpiad.value_and_grad(form)(X)
+        np.testing.assert_allclose(J, fun(X), rtol=1e-14)
+        np.testing.assert_allclose(g, np.full(4, 2.0 * (position + 1)), rtol=1e-14)
+        np.testing.assert_allclose(mpiad.jvp(form, X, V)[1], np.sum(V) * 2.0 * (position + 1), rtol=1e-14)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "passed",
+    [
+        lambda x: mpiad.mpi_send(x, MPI.PROC_NULL),
+        lambda x: mpiad.mpi_exchange(x, None, None),
+        lambda x: mpiad.mpi_bcast(x),
+        lambda x: mpiad.mpi_allreduce(x),
+        lambda x: mpiad.mpi_gather(x, axis=0),
+        lambda x: mpiad.mpi_alltoall(x, [4]),
+    ],
+    ids=["send", "exchange", "bcast", "allreduce", "gather", "alltoall"],
+)
+def test_messages_that_return_their_argument(passed: Callable) -> None:
+    """Changing the result changes the argument, as untraced, or the argument is stale."""
+
+    def fun(x: Any) -> Any:
+        y = x * 2.0
+        made = passed(y)
+        made += 1.0
+        return anp.sum(y * y)
+
+    for derivative in (mpiad.value_and_grad(fun), lambda x: mpiad.jvp(fun, x, x)):
+        try:
+            J = derivative(X)[0]
+        except RuntimeError as error:
+            mpiad.reset()
+            assert "changed in place under another name" in str(error)
+            assert fun(X) != np.sum(4 * X**2)
+        else:
+            np.testing.assert_allclose(J, fun(X), rtol=1e-14)
 
 
 BUFFERS: dict[str, Callable[[Any, Any], Any]] = {
