@@ -592,7 +592,8 @@ def rows_of_page() -> dict[str, list[str]]:
     """Return the cells of the page as it is."""
     text = PAGE.read_text()
     complete = text.partition("## All four derivatives")[2].partition("\n## ")[0]
-    found = re.findall(r"^\| `(.*?)` \| (.*) \|$", text, re.MULTILINE)
+    functions = text.partition("## Methods, attributes and operators of arrays")[0]
+    found = re.findall(r"^\| `(.*?)` \| (.*) \|$", functions, re.MULTILINE)
     rows = {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in found}
     return rows | {name: ["yes"] * len(MODES) + [""] for name in re.findall("`(.*?)`", complete)}
 

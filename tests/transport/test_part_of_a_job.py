@@ -41,7 +41,7 @@ import mpiad
 mpiad.mpi_init(world=part)
 mpiad.mpi_init(world=part)
 assert (mpiad.mpi_rank(), mpiad.mpi_size()) == (part.rank, 2)
-mpiad.Domain(4).exchange(np.ones(2), "edge")
+padded = mpiad.Domain(4).exchange(np.ones(2), "edge")
 items = mpiad.mpi_map(lambda k: k * k, range(3))
 fit = mpiad.minimize(lambda x: mpiad.mpi_allreduce(np.sum((x - comm.rank) ** 2)), np.zeros(2), tol=1e-12)
 received = mpiad.mpi_recv(0.0, 0) if part.rank else mpiad.mpi_send(4.0, 1)

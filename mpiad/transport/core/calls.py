@@ -311,6 +311,6 @@ def entry(code: CodeType | None) -> str:
 
 _END = "the end of the program"
 _ENDS = ("mpi_finalize", "finalize", "_complete_at_exit", "_end_world", "_close")
-_NAMES = {"_freed": "comm.Free", "kernel_of": "the compilation of a kernel"} | dict.fromkeys(_ENDS, _END)
+_NAMES = {"_freed": "comm.Free", "kernels_of": "the compilation of a kernel"} | dict.fromkeys(_ENDS, _END)
 _NOWHERE = Site("", 0, "<module>", "")
 _NOWHERE.text = "outside the user's program"
