@@ -354,7 +354,7 @@ class Run:
         return stages
 
     def stages_of(self, ids: Array, number: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
-        """Return the stages of steps (`number`, from 0) of some trajectories from states u, (d, n), and the states after."""
+        """Return the stages of steps (`number`, from 0) of trajectories from states u, (d, n), and the states after."""
         width = len(t)
         columns = two_at_least(width)  # as in the solve
         end, limits = t + h, self.limits(ids, number)

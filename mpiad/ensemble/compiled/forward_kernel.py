@@ -259,32 +259,27 @@ def _event_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[
     at_x = [*steps.weights(), *steps.interpolated("y_{c}", "$k{i}[{c}]", "$u[{c}]", spec.reads)] if spec.reads else []
     result: dict[str, list[str]] = {"store": []}
     for name, stopping in (("locate_stops", True), ("locate_others", False)):
-        chosen = [e for e in names["e"] if (e in names["stopping_events"]) == stopping]
-        looped = names["by_lanes"] and bool(chosen)
-        result[name] = []
-        for e in ["e"] if looped else chosen:
+        chosen, result[name] = [e for e in names["e"] if spec.events[e][0] == stopping], []
+        # A loop over the events, since a copy of these lines for each event would take longer to compile.
+        looped = names["by_lanes"] and len(chosen) > 1
+        groups: list[tuple[str | int, list[int]]] = [("e", chosen)] if looped else [(e, [e]) for e in chosen]
+        for e, group in groups:
             own = names | {"e": e, "stopping": stopping, "bound": "1.0" if stopping else "min(first, 1.0)"}
-            own["value_at_x"] = at_x + (_by_event(values, chosen) if looped else [values[e]])
-            own["changed"] = _by_event(changed, chosen) if looped else [changed[e]]
+            own |= {"value_at_x": at_x + _by_event(values, group), "changed": _by_event(changed, group)}
             own["store_root"] = filled(_STORE, own)
-            lines = filled(_LOCATE, own)
-            if looped:
-                # A loop over the events, since a copy of these lines for each event would take longer to compile.
-                lines = _over(chosen, lines)
-            result[name] += lines
-            result["store"] += [] if not stopping else _over(chosen, own["store_root"]) if looped else own["store_root"]
+            for key, lines in ((name, filled(_LOCATE, own)), ("store", own["store_root"] if stopping else [])):
+                if looped and lines:
+                    condition = " or ".join(f"e == {e}" for e in group)
+                    lines = [f"for e in range({len(values)}):", f"    if {condition}:", *indented(indented(lines))]
+                result[key] += lines
     return result
 
 
-def _by_event(lines: list[str], chosen: list[int]) -> list[str]:
-    """Return the line of the event `e`."""
-    return [line for i, e in enumerate(chosen) for line in (f"{'el' if i else ''}if e == {e}:", f"    {lines[e]}")]
-
-
-def _over(chosen: list[int], lines: list[str]) -> list[str]:
-    """Return a loop over the chosen events `e`."""
-    condition = " or ".join(f"e == {e}" for e in chosen)
-    return [f"for e in range({chosen[0]}, {chosen[-1] + 1}):", f"    if {condition}:", *indented(indented(lines))]
+def _by_event(lines: list[str], group: list[int]) -> list[str]:
+    """Return the line of the event `e` of a group."""
+    if len(group) == 1:
+        return [lines[group[0]]]
+    return [line for i, e in enumerate(group) for line in (f"{'el' if i else ''}if e == {e}:", f"    {lines[e]}")]
 
 
 def _screened(spec: KernelSpec, steps: Steps) -> list[str]:
@@ -482,7 +477,7 @@ _END_TIME = """
 $end_time = $goal
 if given_times[slots[i], time_column] == sign * $goal:
     at = {goal}
-    $end_time = at - (abs(at) * {half_ulp} + {tiny})
+    $end_time = at - {gap}
 """
 
 # An upper bound on the smallest allowed step in tspan. Only steps below it are compared with the exact smallest step.

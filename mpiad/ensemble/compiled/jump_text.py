@@ -54,7 +54,7 @@ if code <= {Terminated} and was_accepted and tn == $goal and given_times[slots[i
     @least
     $begun = tn
     at = {at_end}
-    $begin_time = at + (abs(at) * {half_ulp} + {tiny})
+    $begin_time = at + {gap}
 if acted and code < 0 and tn != $goal:
     resumed[i] += 1
     @state
@@ -220,7 +220,7 @@ if {jump_step} == step[l] + 1:
         # The time of f at the end of the step: see `jumps.beside`.
         if at_given_time > 0.0:
             at = {at_jump}
-            $tn = at - (abs(at) * {half_ulp} + {tiny}) * (1.0 if $h > 0.0 else -1.0)
+            $tn = at - {gap} * (1.0 if $h > 0.0 else -1.0)
         jump[l] -= 1
         # Prefetch the state before the previous jump.
         fetched(jump_state, jump[l])
@@ -230,7 +230,7 @@ if step[l] > 0 and {jump_step} == step[l]:
     j = jump[l]
     if {given}:
         at = {at_jump}
-        $begin_time = at + (abs(at) * {half_ulp} + {tiny}) * (1.0 if $h > 0.0 else -1.0)
+        $begin_time = at + {gap} * (1.0 if $h > 0.0 else -1.0)
 """
 
 # `h_bar` belongs to the step that ends at the jump `last_jump`, or, if that is -1, at the end of tspan. The cotangent of
