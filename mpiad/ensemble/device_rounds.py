@@ -181,6 +181,9 @@ class DeviceObservers:
         """Return the times of f at both ends of a step: see `StepObservers.limits`."""
         return t, t_new
 
+    def clock_roots(self, step: Step) -> None:
+        """On a device, no steps are retaken: see `StepObservers.clock_roots`."""
+
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array) -> Stopped:
         """Process a step: see `StepObservers.process`; `moving`: a mask of the columns that continue if no event occurs."""
         crossed = None if self._watch is None else self._watch.screened(step)

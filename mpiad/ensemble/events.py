@@ -84,6 +84,10 @@ class EventWatch:
         self._points = np.linspace(0.0, 1.0, 2 + max([event.interior_points for event in events], default=0))
         self._x, self._weights = coefficients.placed(self._points), coefficients.weights_inside(self._points[1:-1])
         self._reads = slice(0)  # the components of the states that the conditions read
+        # The events with `stops` whose conditions read only p and t, and the roots of these conditions to which steps were
+        # retaken, shape (n,).
+        self.clocks: list[int] = []
+        self.clock = np.empty(0)
         # States, parameters and times of all columns, repeated for all points but the first: (d, points - 1, n), ....
         self._repeated: tuple[Array, Tree, Array] = np.empty(0), None, np.empty(0)
         # Values of the conditions before and after the last step, and at the current states; each of shape (events, n).
@@ -99,7 +103,9 @@ class EventWatch:
         if not self._events:
             return
         self.values = np.stack([event.value(u, self._select(ids), t) for event in self._events])
-        rows = [rows for rows in (event.rows(u, self._select(ids), t) for event in self._events) if rows.stop]
+        rows = [event.rows(u, self._select(ids), t) for event in self._events]
+        self.clocks = [e for e, event in enumerate(self._events) if event.stops and not rows[e].stop]
+        rows = [r for r in rows if r.stop]
         self._reads = slice(min([r.start for r in rows], default=0), max([r.stop for r in rows], default=0))
         count = len(self._points) - 1
         self._repeated = np.tile(u[:, None], (count, 1)), self._select(np.tile(ids, count)), np.tile(t, (count, 1))
@@ -123,6 +129,19 @@ class EventWatch:
         self._before, self._after = before, after
         self.values = np.where(step.accepted, after, before)
         return screened & step.accepted
+
+    def clock_roots(self, step: Step, screened: Array, sides: Mapping[int, Array]) -> Array:
+        """Return the times, before the end of the step, of the first roots of conditions of p and t; otherwise infinity."""
+        times, columns = np.full_like(step.t, np.inf), np.flatnonzero(screened[self.clocks].any(axis=0))
+        kept = self.bracketed(step, columns, screened, sides)
+        for e in self.clocks:
+            rows = np.flatnonzero(kept.crossed[e].any(axis=0))
+            if rows.size:
+                j, own = np.argmax(kept.crossed[e][:, rows], axis=0), columns[rows]
+                ends = [table[e, k, rows] for table in (kept.x, kept.values) for k in (j, j + 1)]
+                place = self._located(self._events[e], kept.step.at(rows), *ends)[0]
+                times[own] = np.minimum(times[own], step.t[own] + place * step.h[own])
+        return np.where((times < step.t_new) & (step.t_new != self.clock), times, np.inf)
 
     def bracketed(self, step: Step, columns: Array, screened: Array, sides: Mapping[int, Array] = {}) -> CrossedSteps:
         """Return the steps of some columns, and the parts in which conditions change signs (`sides`: `Event.crossed`)."""
@@ -184,7 +203,10 @@ class EventWatch:
             while (columns := np.flatnonzero((chosen := crossed & (number == (turn := turn + 1))).any(axis=0))).size:
                 j = np.argmax(chosen[:, columns], axis=0)
                 ends = [table[k, columns] for table in (x, values) for k in (j, j + 1)]
-                place, at = self._located(event, step.at(columns), *ends)
+                if e in self.clocks:  # the step ends at the root
+                    place, at = np.ones_like(ends[0]), step.new[:, columns]
+                else:
+                    place, at = self._located(event, step.at(columns), *ends)
                 roots.append(Roots(e, columns, place, np.sign(ends[2]), ends[1]))
                 if event.stops:  # at its first root
                     states = states.copy() if states is step.new else states
