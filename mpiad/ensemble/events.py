@@ -131,17 +131,21 @@ class EventWatch:
         return screened & step.accepted
 
     def clock_roots(self, step: Step, screened: Array, sides: Mapping[int, Array]) -> Array:
-        """Return the times, before the end of the step, of the first roots of conditions of p and t; otherwise infinity."""
+        """Return the times in the step of the first roots of conditions of p and t; otherwise infinity."""
         times, columns = np.full_like(step.t, np.inf), np.flatnonzero(screened[self.clocks].any(axis=0))
         kept = self.bracketed(step, columns, screened, sides)
         for e in self.clocks:
             rows = np.flatnonzero(kept.crossed[e].any(axis=0))
             if rows.size:
                 j, own = np.argmax(kept.crossed[e][:, rows], axis=0), columns[rows]
-                ends = [table[e, k, rows] for table in (kept.x, kept.values) for k in (j, j + 1)]
-                place = self._located(self._events[e], kept.step.at(rows), *ends)[0]
-                times[own] = np.minimum(times[own], step.t[own] + place * step.h[own])
-        return np.where((times < step.t_new) & (step.t_new != self.clock), times, np.inf)
+                part, before = kept.step.at(rows), np.sign(kept.values[e, j, rows])
+                low, high = (_time_of(part, kept.x[e, k, rows]) for k in (j, j + 1))
+                # Bisection finds the first number at which the condition has changed its sign.
+                while np.count_nonzero(wide := (low < (middle := 0.5 * (low + high))) & (middle < high)):
+                    same = np.sign(self._called(self._events[e], part.u, part.ids, part.actual(middle))) == before
+                    low, high = np.where(wide & same, middle, low), np.where(wide & ~same, middle, high)
+                times[own] = np.minimum(times[own], high)
+        return np.where((times <= step.t_new) & (step.t_new != self.clock), times, np.inf)
 
     def bracketed(self, step: Step, columns: Array, screened: Array, sides: Mapping[int, Array] = {}) -> CrossedSteps:
         """Return the steps of some columns, and the parts in which conditions change signs (`sides`: `Event.crossed`)."""

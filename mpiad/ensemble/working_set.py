@@ -206,9 +206,9 @@ class WorkingSet:
         stages.compute(self.u, self._p, begin, h, end, self._sign)
         accepted = self._accepted_columns(h)
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
-        roots, tried = self._observers.clock_roots(step), accepted
+        roots, tried = self._observers.clock_roots(step._replace(accepted=self.live)), accepted
         if roots is not None and np.count_nonzero(retaken := roots < np.inf):
-            accepted, tried = accepted & ~retaken, accepted
+            accepted, tried = accepted & ~retaken, accepted | retaken
             step = step._replace(accepted=accepted)
             np.copyto(self.end, roots, where=retaken)
             np.copyto(self.h, h, where=retaken)

@@ -292,7 +292,7 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         "acts": spec.acts, "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
         # The distance from a time `at` to the next times in the precision of states: see `jumps.beside`.
         "gap": f"(abs(at) * {0.505 * float(np.finfo(spec.dtype).eps)} + {float(np.finfo(spec.dtype).tiny)})",
-        "jumping": spec.jumps is not None,
+        "jumping": spec.jumps is not None, "limited": spec.affects is not None or bool(spec.clocks),
     }  # fmt: skip
     fields.add(filled(template, names))
     return fields, steps, names
