@@ -13,6 +13,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.event import Event
+from mpiad.ensemble.jumps import beside
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import LocatedEvent
 
@@ -24,6 +25,8 @@ TRUNCATION = 0.2
 # Events at which no step ends are located together when more than this number of columns have been collected, to amortize
 # the overhead of NumPy's calls.
 _MANY = 2048
+# Maximum number of bisections until the first time after a root is found. More are needed only near the time zero.
+_BISECTIONS = 100
 
 
 class Roots(NamedTuple):
@@ -130,9 +133,10 @@ class EventWatch:
         self.values = np.where(step.accepted, after, before)
         return screened & step.accepted
 
-    def clock_roots(self, step: Step, screened: Array, sides: Mapping[int, Array]) -> Array:
-        """Return the times in the step of the first roots of conditions of p and t; otherwise infinity."""
+    def clock_roots(self, step: Step, screened: Array, sides: Mapping[int, Array] = {}) -> Array:
+        """Return the times in the step of the first roots of conditions of p and t, and note them; otherwise infinity."""
         times, columns = np.full_like(step.t, np.inf), np.flatnonzero(screened[self.clocks].any(axis=0))
+        on_host = type(times) is np.ndarray
         kept = self.bracketed(step, columns, screened, sides)
         for e in self.clocks:
             rows = np.flatnonzero(kept.crossed[e].any(axis=0))
@@ -141,11 +145,21 @@ class EventWatch:
                 part, before = kept.step.at(rows), np.sign(kept.values[e, j, rows])
                 low, high = (_time_of(part, kept.x[e, k, rows]) for k in (j, j + 1))
                 # Bisection finds the first number at which the condition has changed its sign.
-                while np.count_nonzero(wide := (low < (middle := 0.5 * (low + high))) & (middle < high)):
+                for _ in range(_BISECTIONS):
+                    middle = 0.5 * (low + high)
+                    wide = (low < middle) & (middle < high)
+                    if on_host and not wide.any():
+                        break
                     same = np.sign(self._called(self._events[e], part.u, part.ids, part.actual(middle))) == before
                     low, high = np.where(wide & same, middle, low), np.where(wide & ~same, middle, high)
                 times[own] = np.minimum(times[own], high)
-        return np.where((times <= step.t_new) & (step.t_new != self.clock), times, np.inf)
+        times = np.where((times <= step.t_new) & (step.t_new != self.clock), times, np.inf)
+        self.clock = np.where(times < np.inf, times, self.clock)
+        return times
+
+    def ends(self, t_new: Array) -> Array:
+        """Return the times of f at the ends of steps: see `beside`."""
+        return np.where(t_new == self.clock, beside(t_new, -1.0, self._coefficients.real), t_new) if self.clocks else t_new
 
     def bracketed(self, step: Step, columns: Array, screened: Array, sides: Mapping[int, Array] = {}) -> CrossedSteps:
         """Return the steps of some columns, and the parts in which conditions change signs (`sides`: `Event.crossed`)."""

@@ -423,9 +423,7 @@ class StepObservers:
         """Return the times of f at both ends of a step, which are `beside` given times of events; `end`: upper bounds."""
         if self._acting is not None:
             t, t_new = self._acting.limits(ids, t, t_new, end)
-        if self._events.clocks and np.count_nonzero(ends := t_new == self._events.clock):
-            t_new = np.where(ends, beside(t_new, -1.0, self._batch.u0.real.dtype), t_new)
-        return t, t_new
+        return t, self._events.ends(t_new)
 
     def clock_roots(self, step: Step) -> Array | None:
         """Return the times to which steps are retaken, since conditions of p and t vanish there; otherwise infinity."""
@@ -435,9 +433,7 @@ class StepObservers:
         values = watch.values
         screened = (watch if acting is None else acting).screened(step)
         watch.values = values
-        times = watch.clock_roots(step, screened, {} if acting is None else acting.sides)
-        np.copyto(watch.clock, times, where=times < np.inf)
-        return times
+        return watch.clock_roots(step, screened, {} if acting is None else acting.sides)
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array | None) -> Stopped:
         """Process a step, which may be shortened by events; return the columns whose steps end at an event."""

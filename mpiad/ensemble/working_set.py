@@ -207,7 +207,8 @@ class WorkingSet:
         accepted = self._accepted_columns(h)
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
         roots, tried = self._observers.clock_roots(step._replace(accepted=self.live)), accepted
-        if roots is not None and np.count_nonzero(retaken := roots < np.inf):
+        if roots is not None:
+            retaken = roots < np.inf
             accepted, tried = accepted & ~retaken, accepted | retaken
             step = step._replace(accepted=accepted)
             np.copyto(self.end, roots, where=retaken)

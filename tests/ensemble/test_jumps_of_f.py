@@ -26,7 +26,7 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 P = np.array([[0.7, 0.9], [0.4, 1.3], [1.1, 0.5]])  # the time of the jump, and the rate
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240), pytest.mark.usefixtures("solved_by")]
-on_gpus_too = pytest.mark.parametrize("solved_by", ["columns", "kernels", "gpu"], indirect=True)
+on_gpus_too = pytest.mark.parametrize("solved_by", ["columns", "kernels", "device", "gpu"], indirect=True)
 
 
 def earlier(u, p, t):
