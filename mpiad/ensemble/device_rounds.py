@@ -22,6 +22,7 @@ from mpiad.ensemble.batch import Batch, on_device_of
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.events import EventWatch, in_order
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint
+from mpiad.ensemble.jumps import beside
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.run import Run, Seeds
@@ -174,12 +175,22 @@ class DeviceObservers:
             self._place = joined(self._place, first)
         if self._watch is not None:
             self._watch.enter(u, ids, t if sign is None else t * sign)
+            self._watch.clock = joined(self._watch.clock, new.t - np.inf)
         if self._record is not None:
             self._record.blocks.append(Block(ids, sign))
 
     def limits(self, ids: Array, t: Array, t_new: Array, end: Array) -> tuple[Array, Array]:
         """Return the times of f at both ends of a step: see `StepObservers.limits`."""
-        return t, t_new
+        return t, t_new if self._watch is None else self._watch.ends(t_new)
+
+    def clock_roots(self, step: Step) -> Array | None:
+        """Return the times to which steps are retaken: see `StepObservers.clock_roots`."""
+        watch = self._watch
+        if watch is None or not watch.clocks:
+            return None
+        values, screened = watch.values, watch.screened(step)
+        watch.values = values
+        return watch.clock_roots(step, screened)
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array) -> Stopped:
         """Process a step: see `StepObservers.process`; `moving`: a mask of the columns that continue if no event occurs."""
@@ -409,6 +420,16 @@ class RoundSweep(StepSweep):
         """Return the events in the step."""
         found = sorted(visit.about.located, key=lambda located: located.stops)
         return [located._replace(row=self.ids[located.columns]) if located.stops else located for located in found]
+
+    def limits(self, visit: Visit) -> tuple[Array, Array] | None:
+        """Return the times of f at both ends of the step: see `Run.limits`."""
+        start = end = np.full_like(visit.t, np.nan)
+        for located in visit.about.located:
+            if located.stops:
+                backwards, real = -1.0 if self.sign is None else -self.sign[located.columns], self._run.coefficients.real
+                end = end.copy()
+                end[located.columns] = np.where(located.x == 1.0, beside(located.time, backwards, real), np.nan)
+        return None if end is start else (start, end)
 
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan."""

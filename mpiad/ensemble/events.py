@@ -13,6 +13,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.event import Event
+from mpiad.ensemble.jumps import beside
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import LocatedEvent
 
@@ -24,6 +25,8 @@ TRUNCATION = 0.2
 # Events at which no step ends are located together when more than this number of columns have been collected, to amortize
 # the overhead of NumPy's calls.
 _MANY = 2048
+# Maximum number of bisections until the first time after a root is found. More are needed only near the time zero.
+_BISECTIONS = 100
 
 
 class Roots(NamedTuple):
@@ -84,6 +87,10 @@ class EventWatch:
         self._points = np.linspace(0.0, 1.0, 2 + max([event.interior_points for event in events], default=0))
         self._x, self._weights = coefficients.placed(self._points), coefficients.weights_inside(self._points[1:-1])
         self._reads = slice(0)  # the components of the states that the conditions read
+        # The events with `stops` whose conditions read only p and t, and the roots of these conditions to which steps were
+        # retaken, shape (n,).
+        self.clocks: list[int] = []
+        self.clock = np.empty(0)
         # States, parameters and times of all columns, repeated for all points but the first: (d, points - 1, n), ....
         self._repeated: tuple[Array, Tree, Array] = np.empty(0), None, np.empty(0)
         # Values of the conditions before and after the last step, and at the current states; each of shape (events, n).
@@ -99,7 +106,9 @@ class EventWatch:
         if not self._events:
             return
         self.values = np.stack([event.value(u, self._select(ids), t) for event in self._events])
-        rows = [rows for rows in (event.rows(u, self._select(ids), t) for event in self._events) if rows.stop]
+        rows = [event.rows(u, self._select(ids), t) for event in self._events]
+        self.clocks = [e for e, event in enumerate(self._events) if event.stops and not rows[e].stop]
+        rows = [r for r in rows if r.stop]
         self._reads = slice(min([r.start for r in rows], default=0), max([r.stop for r in rows], default=0))
         count = len(self._points) - 1
         self._repeated = np.tile(u[:, None], (count, 1)), self._select(np.tile(ids, count)), np.tile(t, (count, 1))
@@ -123,6 +132,34 @@ class EventWatch:
         self._before, self._after = before, after
         self.values = np.where(step.accepted, after, before)
         return screened & step.accepted
+
+    def clock_roots(self, step: Step, screened: Array, sides: Mapping[int, Array] = {}) -> Array:
+        """Return the times in the step of the first roots of conditions of p and t, and note them; otherwise infinity."""
+        times, columns = np.full_like(step.t, np.inf), np.flatnonzero(screened[self.clocks].any(axis=0))
+        on_host = type(times) is np.ndarray
+        kept = self.bracketed(step, columns, screened, sides)
+        for e in self.clocks:
+            rows = np.flatnonzero(kept.crossed[e].any(axis=0))
+            if rows.size:
+                j, own = np.argmax(kept.crossed[e][:, rows], axis=0), columns[rows]
+                part, before = kept.step.at(rows), np.sign(kept.values[e, j, rows])
+                low, high = (_time_of(part, kept.x[e, k, rows]) for k in (j, j + 1))
+                # Bisection finds the first number at which the condition has changed its sign.
+                for _ in range(_BISECTIONS):
+                    middle = 0.5 * (low + high)
+                    wide = (low < middle) & (middle < high)
+                    if on_host and not wide.any():
+                        break
+                    same = np.sign(self._called(self._events[e], part.u, part.ids, part.actual(middle))) == before
+                    low, high = np.where(wide & same, middle, low), np.where(wide & ~same, middle, high)
+                times[own] = np.minimum(times[own], high)
+        times = np.where((times <= step.t_new) & (step.t_new != self.clock), times, np.inf)
+        self.clock = np.where(times < np.inf, times, self.clock)
+        return times
+
+    def ends(self, t_new: Array) -> Array:
+        """Return the times of f at the ends of steps: see `beside`."""
+        return np.where(t_new == self.clock, beside(t_new, -1.0, self._coefficients.real), t_new) if self.clocks else t_new
 
     def bracketed(self, step: Step, columns: Array, screened: Array, sides: Mapping[int, Array] = {}) -> CrossedSteps:
         """Return the steps of some columns, and the parts in which conditions change signs (`sides`: `Event.crossed`)."""
@@ -184,7 +221,10 @@ class EventWatch:
             while (columns := np.flatnonzero((chosen := crossed & (number == (turn := turn + 1))).any(axis=0))).size:
                 j = np.argmax(chosen[:, columns], axis=0)
                 ends = [table[k, columns] for table in (x, values) for k in (j, j + 1)]
-                place, at = self._located(event, step.at(columns), *ends)
+                if e in self.clocks:  # the step ends at the root
+                    place, at = np.ones_like(ends[0]), step.new[:, columns]
+                else:
+                    place, at = self._located(event, step.at(columns), *ends)
                 roots.append(Roots(e, columns, place, np.sign(ends[2]), ends[1]))
                 if event.stops:  # at its first root
                     states = states.copy() if states is step.new else states

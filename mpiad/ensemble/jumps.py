@@ -96,9 +96,9 @@ def mass_matrix_rhs(batch: Batch, mass: Array | None, u: Array, leaves: Sequence
 
 
 def beside(t: Array, direction: Array | float, real: np.dtype) -> Array:
-    """Return the next times of f, of the dtype `real`, before (direction -1) or after (direction 1) given times of events."""
+    """Return the next times of f, in the precision `real`, before (direction -1) or after (1) given times of events."""
     # f may jump at these times, so a step that ends or begins there evaluates f at the nearest time on its own side.
-    return np.nextafter(t.astype(real), np.asarray(direction * np.inf, real)).astype(float)
+    return np.nextafter(t.astype(real), (np.zeros_like(t) + direction * np.inf).astype(real)).astype(float)
 
 
 FOUND = -1  # the `slot` of jumps at roots of conditions

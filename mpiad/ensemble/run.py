@@ -354,7 +354,7 @@ class Run:
         return stages
 
     def stages_of(self, ids: Array, number: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
-        """Return the stages of steps (`number`, from 0) of some trajectories from states u, (d, n), and the states after."""
+        """Return the stages of steps (`number`, from 0) of trajectories from states u, (d, n), and the states after."""
         width = len(t)
         columns = two_at_least(width)  # as in the solve
         end, limits = t + h, self.limits(ids, number)
@@ -364,19 +364,32 @@ class Run:
         stages = self.stages(u, self.batch.parameters(ids[columns]), t, h, end[columns])
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 
+    @cached_property
+    def _event_ends(self) -> list[tuple[Array, Array]]:
+        """Sorted keys (see `limits`) and times of events: of those that act, and of those at whose times steps end."""
+        jumps, stops, width = self.jumps, self.stops, int(self.counts.max(initial=0)) + 2
+        at_end = stops.x == 1.0  # roots of conditions of p and t; other roots end steps, but not their stages
+        ends = [(stops.ids[at_end] * width + stops.number[at_end] + 1, stops.time[at_end])]
+        starts = [ends[0]]
+        if jumps is not None:
+            starts = [(jumps.ids * width + jumps.number, np.where(jumps.number > 0, jumps.time, np.nan))]
+            ends += [tuple(x[jumps.slot != FOUND] for x in starts[0])]  # type: ignore[list-item]
+        joined = [tuple(map(np.concatenate, zip(*parts))) for parts in (starts, ends)]
+        return [(keys[order], times[order]) for keys, times in joined for order in [np.argsort(keys)]]
+
     def limits(self, ids: Array, number: Array) -> tuple[Array, Array] | None:
-        """Return the times of f at the starts and ends of steps that are given times of events, NaN elsewhere."""
-        jumps, directions = self.jumps, np.where(self.batch.end < self.batch.start, -1.0, 1.0)[ids]
-        given = () if jumps is None else np.flatnonzero((jumps.slot != FOUND) & (jumps.number > 0))
-        if jumps is None or not len(given):
+        """Return the times of f at the starts and ends of steps if an event lies there, otherwise NaN: see `beside`."""
+        if not self.settings.events or not any(len(keys) for keys, _ in self._event_ends):
             return None
-        width = int(jumps.number.max()) + 2
-        keys, real = jumps.ids[given] * width + jumps.number[given], self.batch.u0.real.dtype
-        found = []
-        for before, direction in ((number, directions), (number + 1, -directions)):
-            key = ids * width + np.minimum(before, width - 1)
-            place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
-            found.append(np.where(keys[place] == key, beside(jumps.time[given[place]], direction, real), np.nan))
+        directions, found = np.where(self.batch.end < self.batch.start, -1.0, 1.0)[ids], []
+        key = ids * (int(self.counts.max(initial=0)) + 2) + number
+        for (keys, times), direction, wanted in zip(self._event_ends, (directions, -directions), (key, key + 1)):
+            place = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
+            limit = np.full(len(ids), np.nan)
+            if len(keys):
+                limit = beside(times[place], direction, self.batch.u0.real.dtype)
+                limit = np.where(keys[place] == wanted, limit, np.nan)
+            found.append(limit)
         return found[0], found[1]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:

@@ -213,7 +213,7 @@ class ActingEvents:
         self._last_acted = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
         self._last_root, self._short_count = np.empty(0), np.empty(0, int)
         self._limit = np.empty(0)  # upper bound on the end of the next step; ignored if it isn't in the future
-        self._left = np.empty(0)  # the last given time at which an event acted
+        self._left = np.empty(0)  # the last time at which an event acted
         # The signs of conditions whose events act in both directions.
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
@@ -291,16 +291,14 @@ class ActingEvents:
                 if e in self.sides:
                     self.sides[e][columns[rows]] = -before
             self._apply_at_roots(at_event, columns, [rows for rows, _ in occurred], span)
-        slots = self._slots[step.ids]
         at_event.meet_given_times()
-        met, real = self._slots[step.ids] > slots, self._batch.u0.real.dtype
-        self._left[columns] = np.where(met, step.t_new, -np.inf)
+        self._left[columns] = step.t_new
         goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
         codes, moving = at_event.codes, at_event.codes == MOVING
         continuing = moving & (step.t_new < goal)
         codes[moving & ~continuing] = ReturnCode.Success.code
         rows, k = np.flatnonzero(continuing), np.zeros_like(step.new)
-        begin = step.actual(np.where(met, beside(step.t_new, 1.0, real), step.t_new))
+        begin = step.actual(beside(step.t_new, 1.0, self._batch.u0.real.dtype))
         k[:, rows] = at_event.rate(rows, (at_event.u[:, rows], begin[rows]))
         self._continue_from(at_event, columns, rows, reached, assigned)
         limit = self._limit[columns] - step.t_new
@@ -417,12 +415,25 @@ class StepObservers:
         if self._saves is not None:
             self._saves.enter(new.ids, new.u, joined)
         self._events.enter(u, ids, t if sign is None else t * sign)
+        self._events.clock = joined(self._events.clock, new.t - np.inf)
         if self._acting is not None:
             self._acting.enter(new, joined)
 
     def limits(self, ids: Array, t: Array, t_new: Array, end: Array) -> tuple[Array, Array]:
         """Return the times of f at both ends of a step, which are `beside` given times of events; `end`: upper bounds."""
-        return (t, t_new) if self._acting is None else self._acting.limits(ids, t, t_new, end)
+        if self._acting is not None:
+            t, t_new = self._acting.limits(ids, t, t_new, end)
+        return t, self._events.ends(t_new)
+
+    def clock_roots(self, step: Step) -> Array | None:
+        """Return the times to which steps are retaken, since conditions of p and t vanish there; otherwise infinity."""
+        watch, acting = self._events, self._acting
+        if not watch.clocks:
+            return None
+        values = watch.values
+        screened = (watch if acting is None else acting).screened(step)
+        watch.values = values
+        return watch.clock_roots(step, screened, {} if acting is None else acting.sides)
 
     def process(self, step: Step, p: Tree, done: Array, h: Array, moving: Array | None) -> Stopped:
         """Process a step, which may be shortened by events; return the columns whose steps end at an event."""

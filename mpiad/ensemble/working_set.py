@@ -205,11 +205,18 @@ class WorkingSet:
         begin, end = self._observers.limits(self.ids, self.t, t_new, self.end)
         stages.compute(self.u, self._p, begin, h, end, self._sign)
         accepted = self._accepted_columns(h)
+        step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
+        roots, tried = self._observers.clock_roots(step._replace(accepted=self.live)), accepted
+        if roots is not None:
+            retaken = roots < np.inf
+            accepted, tried = accepted & ~retaken, accepted | retaken
+            step = step._replace(accepted=accepted)
+            np.copyto(self.end, roots, where=retaken)
+            np.copyto(self.h, h, where=retaken)
         done = t_new == self.end
         done &= accepted
-        code = self._ending(accepted, done, t_new)
+        code = self._ending(tried, done, t_new)
         moving = None if code is None else self.live & (code == MOVING)
-        step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
         stopped = self._observers.process(step, self._p, done, self.h, moving)
         # On the host, ended columns may be advanced, too, by steps of size zero: their results have been stored.
         every = self._xp is None and np.count_nonzero(accepted) == self._alive

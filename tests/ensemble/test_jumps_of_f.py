@@ -26,6 +26,7 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 P = np.array([[0.7, 0.9], [0.4, 1.3], [1.1, 0.5]])  # the time of the jump, and the rate
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240), pytest.mark.usefixtures("solved_by")]
+on_gpus_too = pytest.mark.parametrize("solved_by", ["columns", "kernels", "device", "gpu"], indirect=True)
 
 
 def earlier(u, p, t):
@@ -43,6 +44,7 @@ def closed_form(p, start=0.0, end=1.3, before=1.0, after=3.0):
 
 
 SWITCH = Event(times=lambda p: [p[0]], affect=lambda u, p, t: [u[0]])
+SWITCHED = Event(lambda u, p, t: t - p[0])
 
 
 def ends(f, alg, events=SWITCH, tspan=(0.0, 1.3), **more):
@@ -60,17 +62,39 @@ def check(found, expected, p=P, rtol=2e-6):
 
 
 @pytest.mark.parametrize("alg", METHODS, ids=lambda alg: type(alg).__name__)
-def test_at_a_given_time(alg):
+def test_at_a_given_time_and_at_roots_of_conditions_of_time(alg):
     less = {"rtol": 1e-6, "atol": 1e-8} if isinstance(alg, (BS3, Rosenbrock23)) else {}
+    clock = Event(lambda u, p, t: t - p[0], affect=lambda u, p, t: [u[0]])
     for f in (earlier, not_later):
-        check(ends(f, alg, **less), closed_form, rtol=2e-4 if less else 2e-6)
+        for events in (SWITCH, clock):
+            check(ends(f, alg, events, **less), closed_form, rtol=2e-4 if less else 2e-6)
+
+
+@on_gpus_too
+@pytest.mark.parametrize("alg", [RK45(), Tsit5(), Rodas5P(), RK4()], ids=lambda alg: type(alg).__name__)
+def test_terminal_events_at_roots_of_conditions_of_time(alg, solved_by):
+    until = lambda p: closed_form(p, end=p[:, 0])  # noqa: E731
+    for f in (earlier, not_later):
+        check(ends(f, alg, Event(lambda u, p, t: t - p[0])), until)
+    # An event at a root of a condition of u comes first, or after the other one.
+    falling = Event(lambda u, p, t: u[0] - 0.6)
+    sol = solve(
+        EnsembleProblem(ODEProblem(earlier, [0.5], (0.0, 1.3)), p=P),
+        alg,
+        events=(falling, SWITCHED),
+        **TIGHT | {"dt": 0.02},
+    )
+    assert (sol.retcode == "Terminated").all()
+    times = -np.log((0.6 - 1 / P[:, 1]) / (0.5 - 1 / P[:, 1])) / P[:, 1]
+    np.testing.assert_allclose(sol.t_reached, np.minimum(times, P[:, 0]), rtol=1e-6)
 
 
 def test_with_checkpoints_backwards_and_to_second_order():
     check(ends(not_later, RK45(), checkpoints=3), closed_form)
     # Backwards in time the jump is passed from the other side.
-    for f in (earlier, not_later):
-        check(ends(f, RK45(), tspan=(1.3, 0.0)), lambda p: closed_form(p, 1.3, 0.0, 3.0, 1.0))
+    for events in (SWITCH, Event(lambda u, p, t: p[0] - t, affect=lambda u, p, t: [u[0]])):
+        for f in (earlier, not_later):
+            check(ends(f, RK45(), events, tspan=(1.3, 0.0)), lambda p: closed_form(p, 1.3, 0.0, 3.0, 1.0))
     loss, along = lambda fun: lambda p: anp.sum(anp.sin(fun(p))), np.cos(np.arange(6.0)).reshape(3, 2)  # noqa: E731
     found, expected = (mpiad.hvp(loss(fun))(P, along) for fun in (ends(not_later, RK45()), closed_form))
     np.testing.assert_allclose(found, expected, rtol=1e-6)

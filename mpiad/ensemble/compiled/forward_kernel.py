@@ -58,7 +58,7 @@ when not affected:
 if code < 0 and was_accepted and tn == $goal:
     code = {Success}
 when not adaptive:
-    elif not was_accepted:
+    elif not was_accepted and not $q2 == 0.0:
         code = {Unstable}
 when adaptive:
     elif $next < $least:
@@ -113,6 +113,10 @@ h = $sign * $size
 @rounded_step
 each p: p{p} = $p{p}
 @locate_stops
+each clocks:
+    if $fraction[{clocks}] < np.inf:
+        $fraction[{clocks}] = 1.0
+        first = min(first, 1.0)
 when stops:
     if first < np.inf:
         x = first
@@ -128,6 +132,21 @@ when stops:
     when acts: event_row = event_count
     @store
 @locate_others
+"""
+
+# Rejects a step that contains a root of a condition of p and t; the next step ends there.
+_RETAKE = """
+first = np.float64(np.inf)
+each p: p{p} = $p{p}
+@locate_clocks
+if first <= $ahead and $ahead != $clock:
+    $clock = first
+    $goal = first
+    at = {rounded_goal}
+    $end_time = at - {gap}
+    $next = $size
+    $accepted = 0.0
+    $event = 1.0 if $tries >= max_steps else 0.0
 """
 
 # Finds the roots of a condition, or the first root of one whose event ends the step, as in `EventWatch`, between the points
@@ -170,33 +189,45 @@ if $crossed[{e}] > 0.0:
                         value_middle = {doubled}
         @changed
         if left < middle and changed > 0.0:
-            # `high` is at or after the sign change.
+            # `high` is at or after the sign change. For conditions of p and t it is the first number after it, a time.
             low = left
             high = middle
-            radius = high - low
-            value_low = value_left
-            value_high = value_middle
-            for evaluation in range({EVALUATIONS}):
-                width = high - low
-                if width <= {RESOLUTION}:
-                    break
-                between = 0.5 * (low + high)
-                # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from
-                # the middle is limited so that the search takes at most one more evaluation than bisection.
-                x = (value_high * low - value_low * high) / (value_high - value_low)
-                offset = between - x
-                shift = max({TRUNCATION} * width * width, 0.5 * {RESOLUTION})
-                allowed = radius - 0.5 * width
-                x = between if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)
-                x = x if abs(x - between) <= allowed else (between - allowed if offset > 0.0 else between + allowed)
-                radius = 0.5 * radius
-                @value_at_x
-                if (value > 0.0) if value_left > 0.0 else (value < 0.0):
-                    low = x
-                    value_low = {doubled}
-                else:
-                    high = x
-                    value_high = {doubled}
+            when is_clock:
+                low = $now + left * $size
+                high = $now + middle * $size if middle < 1.0 else $ahead
+                x = 0.5 * (low + high)
+                while low < x and x < high:
+                    @value
+                    if (value > 0.0) if value_left > 0.0 else (value < 0.0):
+                        low = x
+                    else:
+                        high = x
+                    x = 0.5 * (low + high)
+            when not is_clock:
+                radius = high - low
+                value_low = value_left
+                value_high = value_middle
+                for evaluation in range({EVALUATIONS}):
+                    width = high - low
+                    if width <= {RESOLUTION}:
+                        break
+                    between = 0.5 * (low + high)
+                    # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance
+                    # from the middle is limited so that the search takes at most one more evaluation than bisection.
+                    x = (value_high * low - value_low * high) / (value_high - value_low)
+                    offset = between - x
+                    shift = max({TRUNCATION} * width * width, 0.5 * {RESOLUTION})
+                    allowed = radius - 0.5 * width
+                    x = between if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)
+                    x = x if abs(x - between) <= allowed else (between - allowed if offset > 0.0 else between + allowed)
+                    radius = 0.5 * radius
+                    @value_at_x
+                    if (value > 0.0) if value_left > 0.0 else (value < 0.0):
+                        low = x
+                        value_low = {doubled}
+                    else:
+                        high = x
+                        value_high = {doubled}
             $fraction[{e}] = high
             when stopping:
                 $crossed[{e}] = value_left
@@ -245,46 +276,45 @@ def _output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, 
     names |= {"cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
     names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
     names |= _event_lines(spec, steps, names) | {"saving": filled(_SAVING, names)}
-    names["locate_events"] = filled(_EVENTS, names)
+    names |= {"locate_events": filled(_EVENTS, names), "retake": filled(_RETAKE, names) if spec.clocks else []}
     if spec.affects is not None:
         names["jump"] = jump_lines(spec, steps, names)
-    return {"output": filled(_OUTPUT, names), "end": filled(_END, names)}
+    return {"output": filled(_OUTPUT, names), "end": filled(_END, names), "retake": names["retake"]}
 
 
 def _event_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, list[str]]:
     """Return the lines that locate and store events."""
     values = [steps.condition(e, "value", "y", "$sign * ($now + x * $size)", "$u[{c}]") for e in names["e"]]
+    at_time = [steps.condition(e, "value", "y", "$sign * x", "$u[{c}]") for e in names["e"]]
     changed = [f"changed = 1.0 if {_changed(spec, e, 'value_left', 'value_middle')} else 0.0" for e in names["e"]]
     names = vars(event_location) | names | {"doubled": steps.doubled("value"), "spacing": repr(1 / (spec.points + 1))}
     at_x = [*steps.weights(), *steps.interpolated("y_{c}", "$k{i}[{c}]", "$u[{c}]", spec.reads)] if spec.reads else []
     result: dict[str, list[str]] = {"store": []}
-    for name, stopping in (("locate_stops", True), ("locate_others", False)):
-        chosen = [e for e in names["e"] if (e in names["stopping_events"]) == stopping]
-        looped = names["by_lanes"] and bool(chosen)
+    for name, stopping in (("locate_clocks", True), ("locate_stops", True), ("locate_others", False)):
+        is_clock = name == "locate_clocks"
+        chosen = [e for e in names["e"] if spec.events[e][0] == stopping and (e in spec.clocks) == is_clock]
         result[name] = []
-        for e in ["e"] if looped else chosen:
+        # A loop over the events, since a copy of these lines for each event would take longer to compile.
+        looped = names["by_lanes"] and len(chosen) > 1
+        groups: list[tuple[str | int, list[int]]] = [("e", chosen)] if looped else [(e, [e]) for e in chosen]
+        for e, group in groups:
             own = names | {"e": e, "stopping": stopping, "bound": "1.0" if stopping else "min(first, 1.0)"}
-            own["value_at_x"] = at_x + (_by_event(values, chosen) if looped else [values[e]])
-            own["changed"] = _by_event(changed, chosen) if looped else [changed[e]]
+            own |= {"value_at_x": at_x + _by_event(values, group), "changed": _by_event(changed, group)}
+            own |= {"value": _by_event(at_time, group), "is_clock": is_clock}
             own["store_root"] = filled(_STORE, own)
-            lines = filled(_LOCATE, own)
-            if looped:
-                # A loop over the events, since a copy of these lines for each event would take longer to compile.
-                lines = _over(chosen, lines)
-            result[name] += lines
-            result["store"] += [] if not stopping else _over(chosen, own["store_root"]) if looped else own["store_root"]
+            for key, lines in ((name, filled(_LOCATE, own)), ("store", own["store_root"] if stopping else [])):
+                if looped and lines:
+                    condition = " or ".join(f"e == {e}" for e in group)
+                    lines = [f"for e in range({len(values)}):", f"    if {condition}:", *indented(indented(lines))]
+                result[key] += lines
     return result
 
 
-def _by_event(lines: list[str], chosen: list[int]) -> list[str]:
-    """Return the line of the event `e`."""
-    return [line for i, e in enumerate(chosen) for line in (f"{'el' if i else ''}if e == {e}:", f"    {lines[e]}")]
-
-
-def _over(chosen: list[int], lines: list[str]) -> list[str]:
-    """Return a loop over the chosen events `e`."""
-    condition = " or ".join(f"e == {e}" for e in chosen)
-    return [f"for e in range({chosen[0]}, {chosen[-1] + 1}):", f"    if {condition}:", *indented(indented(lines))]
+def _by_event(lines: list[str], group: list[int]) -> list[str]:
+    """Return the line of the event `e` of a group."""
+    if len(group) == 1:
+        return [lines[group[0]]]
+    return [line for i, e in enumerate(group) for line in (f"{'el' if i else ''}if e == {e}:", f"    {lines[e]}")]
 
 
 def _screened(spec: KernelSpec, steps: Steps) -> list[str]:
@@ -305,7 +335,8 @@ def _screened(spec: KernelSpec, steps: Steps) -> list[str]:
             lines += [f"low{e} = where(value < low{e}, value, low{e})"]
             lines += [f"high{e} = where(value > high{e}, value, high{e})"]
     for e in events:
-        lines += [f"crossed{e} = where(({margin} * low{e} > high{e}) | ({margin} * high{e} < low{e}), 0.0, accepted)"]
+        tried = "live" if e in spec.clocks else "accepted"
+        lines += [f"crossed{e} = where(({margin} * low{e} > high{e}) | ({margin} * high{e} < low{e}), 0.0, {tried})"]
         if spec.affects is not None:
             # After a very short step near a root, rounding may determine the sign, so a sign change isn't counted.
             near_root = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
@@ -381,6 +412,10 @@ def forward(
             @begin_step
             @stages
             @decide
+        when clocks:
+            for l in range({lanes}):
+                if $live > 0.0:
+                    @retake
         when record:
             for l in range({lanes}):
                 if $accepted > 0.0:
@@ -443,6 +478,9 @@ $goal = sign * goal
 when affected:
     $begun = -np.inf
     @end_time
+when clocks:
+    when not affected: $end_time = $goal
+    $clock = -np.inf
 $live = 1.0
 $rejected = 0.0
 $tries = 0.0
@@ -482,7 +520,7 @@ _END_TIME = """
 $end_time = $goal
 if given_times[slots[i], time_column] == sign * $goal:
     at = {goal}
-    $end_time = at - (abs(at) * {half_ulp} + {tiny})
+    $end_time = at - {gap}
 """
 
 # An upper bound on the smallest allowed step in tspan. Only steps below it are compared with the exact smallest step.
@@ -525,9 +563,8 @@ h = sign * size
 @rounded_step
 t = sign * now
 tn = sign * ahead
-when affected:
-    t = sign * where(now == $begun, $begin_time, now)
-    tn = sign * where(ahead == goal, $end_time, ahead)
+when affected: t = sign * where(now == $begun, $begin_time, now)
+when limited: tn = sign * where(ahead == goal, $end_time, ahead)
 $now = now
 $ahead = ahead
 $size = size
@@ -547,7 +584,7 @@ when adaptive:
 when not adaptive:
     accepted = where(q2 == 0.0, live, 0.0)
     small = live - accepted
-when affected: tn = sign * ahead
+when limited: tn = sign * ahead
 @conditions_new
 @screened
 tries = $tries + live
@@ -581,7 +618,10 @@ when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fr
 when acts: exact last_acted[{count}] last_root short_count side[{count}] limit
 # In steps shorter than `unresolved`, rounding may determine the sign of a condition near its root. `begun`: the last given
 # time at which an event acted; `begin_time`, `end_time`: the times of f after it, and at the end of a step to `goal`.
-when affected: exact unresolved begun begin_time end_time
+# `clock`: the root of a condition of p and t at which the step ends.
+when affected: exact unresolved begun begin_time
+when limited: exact end_time
+when clocks: exact clock
 """
 
 
@@ -606,14 +646,15 @@ def forward_source(spec: KernelSpec, programs: Iterable[Program]) -> str:
 
 def parts_of(spec: KernelSpec, steps: Steps, names: dict[str, Any], power: Power) -> dict[str, list[str]]:
     """Return the parts of a kernel for CPUs or GPUs; `names`: the values of the placeholders."""
-    names = names | {"sided": spec.sided, "changed": "".join(f" + crossed{e}" for e in names["e"])}
+    names = names | {"rounded_goal": steps.doubled(steps.rounded("$goal"))}
+    names |= {"sided": spec.sided, "changed": "".join(f" + crossed{e}" for e in names["e"])}
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
     names["unit_tangents"] = [line for j in names["j"] for line in steps.each(f"$du{j}[{{c}}] = 0.0")]
     names["unit_tangents"] += [f"$du{j}[{i}] = 1.0" for j, (kind, i) in enumerate(spec.directions) if kind == "u"]
     names |= {"screened": _screened(spec, steps), "conditions": steps.conditions("condition", "u", "t")}
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
     names["factor"] = steps.factor(power, "$q2_before", "$rejected") if names["adaptive"] else []
-    names["end_time"] = filled(_END_TIME, names | {"goal": steps.doubled(steps.rounded("$goal"))})
+    names["end_time"] = filled(_END_TIME, names | {"goal": names["rounded_goal"]})
     names |= {"next_save_time": filled(_NEXT_SAVE_TIME, {}), "least": filled(_LEAST, {})}
     parts = {"enter": _ENTER, "advance": _ADVANCE, "begin_step": _BEGIN_STEP, "decide": _DECIDE, "results": _RESULTS}
     return {name: filled(part, names) for name, part in parts.items()} | _output(spec, steps, names)

@@ -47,18 +47,20 @@ if code <= {Terminated} and was_accepted and tn == $goal and given_times[slots[i
         @affects
         @adopt
     slots[i] = slot
+if acted:
     goal = end[0 if one_span else i]
+    slot = slots[i]
     goal = given_times[slot, time_column] if sign * given_times[slot, time_column] <= sign * goal else goal
     $goal = sign * goal
     @end_time
     @least
     $begun = tn
     at = {at_end}
-    $begin_time = at + (abs(at) * {half_ulp} + {tiny})
+    $begin_time = at + {gap}
 if acted and code < 0 and tn != $goal:
     resumed[i] += 1
     @state
-    t = sign * ($begin_time if tn == $begun else tn)
+    t = sign * $begin_time
     {rate}
     t = sign * tn
     each c: $k{last}[{c}] = k0_{c}
@@ -220,7 +222,7 @@ if {jump_step} == step[l] + 1:
         # The time of f at the end of the step: see `jumps.beside`.
         if at_given_time > 0.0:
             at = {at_jump}
-            $tn = at - (abs(at) * {half_ulp} + {tiny}) * (1.0 if $h > 0.0 else -1.0)
+            $tn = at - {gap} * (1.0 if $h > 0.0 else -1.0)
         jump[l] -= 1
         # Prefetch the state before the previous jump.
         fetched(jump_state, jump[l])
@@ -228,9 +230,8 @@ if {jump_step} == step[l] + 1:
 $begin_time = $t
 if step[l] > 0 and {jump_step} == step[l]:
     j = jump[l]
-    if {given}:
-        at = {at_jump}
-        $begin_time = at + (abs(at) * {half_ulp} + {tiny}) * (1.0 if $h > 0.0 else -1.0)
+    at = {at_jump}
+    $begin_time = at + {gap} * (1.0 if $h > 0.0 else -1.0)
 """
 
 # `h_bar` belongs to the step that ends at the jump `last_jump`, or, if that is -1, at the end of tspan. The cotangent of
@@ -257,7 +258,6 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
         call = steps.called(back, f"back{e}", "u", time, steps.state("z"))
         affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    at_given_time = {float(given)}"]
     drift = steps.summed("drift", "k0_{c} * $cotangent[{c}]")
-    given = " or ".join(f"jump_kind[j] == {e}" for e, given in spec.jumps or () if given) or "False"
-    names = names | {"given": given, "at_jump": steps.doubled(time)}
+    names = names | {"at_jump": steps.doubled(time)}
     jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
     return names | {"jump_back": filled(_JUMP_BACK, names | jump)}

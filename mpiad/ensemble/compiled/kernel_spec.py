@@ -61,6 +61,7 @@ class KernelSpec(NamedTuple):
     events: tuple[tuple[bool, int], ...] = ()  # per event with a condition: whether it ends steps, and its direction
     points: int = 0  # number of points inside a step at which conditions are tested
     reads: tuple[int, ...] = ()  # the components that conditions read
+    clocks: tuple[int, ...] = ()  # those of `events` that end steps and whose conditions read only p and t
     in_pairs: bool = False  # whether states are complex: components alternate between real and imaginary parts
     jacobian: tuple[tuple[int, int], ...] = ()  # for Rosenbrock methods: indices of the Jacobian's structural nonzeros
     slopes: tuple[int, ...] = ()  # for Rosenbrock methods: the components of f that depend explicitly on time
@@ -153,6 +154,8 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
     options["points"] = max([event.interior_points for event in settings.events], default=0)
     inputs = [x.value for g in traced.conditions for x in g.instructions if x.operation == "input"]
     options["reads"] = tuple(sorted({value[1] for value in inputs if value[0] == "state"}))  # type: ignore[index]
+    enumerated = enumerate(zip(events, traced.conditions))
+    options["clocks"] = tuple(e for e, ((stops, _), g) in enumerated if stops and not g.reads("state"))
     options["tolerances"] = options["relative"] or np.ndim(settings.atol) > 0
     options["mass"] = None if settings.mass is None else entries_of(settings.mass)
     return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)

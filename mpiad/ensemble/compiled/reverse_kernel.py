@@ -243,6 +243,12 @@ when timed:
 _CROSSED = """
 while {in_step}:
     $has_arrivals = 1.0
+    when by_lanes:
+        # A root of a condition of p and t lies at the end of a step: see `jumps.beside`.
+        bound = $t + $h
+        if crossings[{event_row}, 3] == 1.0:
+            at = {at_event}
+            bound = at - {gap} * (1.0 if $h > 0.0 else -1.0)
     @state
     @rates
     @events
@@ -258,7 +264,7 @@ if crossings[{event_row}, 1] == {e}{differentiated}:
     slope = {slope}
     factor = -({fraction_bar}) / slope
     when stops:
-        when by_lanes: $tn = $t + $h
+        when by_lanes: $tn = bound
         when not by_lanes: ends = False
         when timed:
             $t_bar = {time_bar} + {double}(by_time) * factor
@@ -343,14 +349,15 @@ def _crossed(spec: KernelSpec, steps: Steps, names: dict[str, Any], time_bars: d
     """Return the lines for the events of a step."""
     # The fraction of the step and the derivatives of a root are double, also if states are float32.
     doubled, last, row = steps.doubled, spec.stages, names["event_row"]
-    state = filled(_STEP_AGAIN, names | {"step_end": "$t + $h"}) if names["by_lanes"] else []
+    state = filled(_STEP_AGAIN, names | {"step_end": "bound"}) if names["by_lanes"] else []
     state += [f"x = crossings[{row}, 3]"]
     if last in steps.used():
         state.append(steps.call(f"k{last}", f"y{last}", last))
     state += [*steps.weights(rates=True), *steps.interpolated("at_{c}", "k{i}_{c}", "y0_{c}")]
     rate = " + ".join(f"r{i} * {doubled(f'k{i}_{{c}}')}" for i in steps.used())
     outputs = [*steps.state("g"), *numbered("by", spec.wanted_varying + spec.wanted_shared), "by_time"]
-    names = names | {"slope": f"slope + {doubled('by_time')} * h", "events": []}
+    names = names | {"at_event": doubled(steps.rounded(f"crossings[{row}, 4]"))}
+    names |= {"slope": f"slope + {doubled('by_time')} * h", "events": []}
     names |= {"state": state, "rates": steps.each(f"rate_{{c}} = ({rate}) * h")}
     for e, (stops, _) in enumerate(spec.events):
         event = {"e": e, "stops": stops, "timed_value": spec.timed and not stops, "time_bar": time_bars[stops]}

@@ -289,8 +289,10 @@ def layout_of(spec: KernelSpec, template: str, fields: Fields | None = None) -> 
         "tolerance": range(len(spec.numbers) * (1 + spec.relative) if spec.tolerances and not steps.rolled else 1),
         "lu_length": steps.lu_length,
         "lane_range": steps.lane_range, "adaptive": spec.tableau.error is not None, "remembers": spec.remembers,
-        "half_ulp": 0.505 * float(np.finfo(spec.dtype).eps), "tiny": float(np.finfo(spec.dtype).tiny),
-        "jumping": spec.jumps is not None, "acts": spec.acts, "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
+        "acts": spec.acts, "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
+        # The distance from a time `at` to the next times in the precision of states: see `jumps.beside`.
+        "gap": f"(abs(at) * {0.505 * float(np.finfo(spec.dtype).eps)} + {float(np.finfo(spec.dtype).tiny)})",
+        "jumping": spec.jumps is not None, "limited": spec.affects is not None or bool(spec.clocks),
     }  # fmt: skip
     fields.add(filled(template, names))
     return fields, steps, names

@@ -110,6 +110,7 @@ while code < 0:
     @begin_step
     @stages
     @decide
+    when clocks: @retake
     was_accepted = $accepted > 0.0
     tn = $ahead
     # C's INFINITY is a float.
@@ -231,6 +232,10 @@ if code == {Success}{or_terminated}:
             # The stages of a step that a terminal event has cut short extend to the end of the full step.
             if ends:
                 $tn = $t + $h
+                # See `jumps.beside`.
+                at = {at_end}
+                if abs($tn - at) <= {gap} + {gap}:
+                    $tn = at - {gap} * (1.0 if $h > 0.0 else -1.0)
         @back
         step -= 1
     while time_index[l] >= 0:
@@ -245,6 +250,7 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     _, steps, names = layout_of(spec, reverse_kernel.FIELDS, registers)
     names |= {"or_terminated": f" or code == {names['Terminated']}" if spec.events else ""}
     names |= {"declarations": registers.declarations, "event_row": "event_column"}
+    names["at_end"] = steps.doubled(steps.rounded("t_reached[i]"))
     names["in_step"] = "event_column >= 0 and crossings[event_column, 2] == step"
     names["next_event"] = "event_column = np.int64(crossings[event_column, 5])"
     names |= reverse_kernel.parts_of(spec, steps, names, {True: "reached_bar[i]", False: "times_bar[event_column]"})
