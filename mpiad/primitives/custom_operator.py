@@ -57,15 +57,15 @@ class InPlace(NamedTuple):
     changes_given: bool
 
 
-class Communicating(Recorded):
+class CustomOperator(Recorded):
     """An operator that communicates; made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import Communicating, custom_operator
+    >>> from mpiad.extend import CustomOperator, custom_operator
     >>> total = custom_operator(lambda x: MPI.COMM_WORLD.allreduce(x))
-    >>> print(isinstance(total, Communicating), total(1.0) == size)
+    >>> print(isinstance(total, CustomOperator), total(1.0) == size)
     True True
     """
 
@@ -139,7 +139,7 @@ class Communicating(Recorded):
         return self.forward(tangents, ans, args, params)
 
 
-note_rules(Communicating)
+note_rules(CustomOperator)
 
 
 def _read_only(array: Array) -> Array:
