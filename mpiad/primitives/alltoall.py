@@ -99,25 +99,25 @@ def mpi_alltoall(
     return communicate(ALLTOALL, x, Blocks(used, 0, None, None, spec))
 
 
-def _uneven(x: Array, counts: Sequence[int], axis: int, used: Channel, received: Sequence[int] | None) -> Blocks:
+def _uneven(x: Array, counts: Sequence[int], axis: int, channel: Channel, received: Sequence[int] | None) -> Blocks:
     """Return the parameters of an exchange of blocks with these counts; collective unless `received` is given."""
     error = None
     try:
         require_sendable(x, _CALL)
         spec = spec_like(x)
         index = axis_of(axis, len(spec.shape), _CALL)
-        sent = lengths_along(index, counts, spec.shape, used, _CALL)
+        sent = lengths_along(index, counts, spec.shape, channel, _CALL)
     except (TypeError, ValueError) as found:
         if received is not None:
             raise
         # Raised on all ranks by `lengths_of_all`, which exchanges the counts.
-        spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * used.size, found
+        spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * channel.size, found
     if received is not None:
-        arriving = counts_of(received, used.size, _CALL, "received")
+        arriving = counts_of(received, channel.size, _CALL, "received")
     else:
         like = spec._replace(arrays=None)
-        arriving = checked_on_replay(collectives.lengths_of_all, used, like, index, _CALL, error, sent)
-    return Blocks(used, index, sent, arriving, piece_of(spec, index, sum(arriving)))
+        arriving = checked_on_replay(collectives.lengths_of_all, channel, like, index, _CALL, error, sent)
+    return Blocks(channel, index, sent, arriving, piece_of(spec, index, sum(arriving)))
 
 
 def _forward(x: Array, p: Blocks) -> Array:

@@ -51,12 +51,12 @@ class Backoff:
         return time.perf_counter() - self._start
 
 
-def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
-    """Wait until ``found()``, which probes for a message from `source`, returns true."""
+def wait_for_message(probe: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
+    """Wait until ``probe()``, which probes for a message from `source`, returns true."""
     if isinstance(comm, MPI.Comm):
-        pause_until(found)
+        pause_until(probe)
     else:
-        comm.until(found, source)  # deadlock reports show this wait
+        comm.until(probe, source)  # deadlock reports show this wait
 
 
 def wait_gently(request: Request) -> None:
@@ -102,17 +102,17 @@ def _is_over(request: Request) -> bool:
 
 
 class Mailbox:
-    """Sends and receives objects on a communicator without other messages; channel `used` holds the buffers."""
+    """Sends and receives objects on a communicator without other messages; the channel holds the buffers."""
 
-    def __init__(self, comm: Comm, used: Channel):
-        self.comm, self._used = comm, used
+    def __init__(self, comm: Comm, channel: Channel):
+        self.comm, self._channel = comm, channel
         self._status = MPI.Status()
         self._posted: list[tuple[list[Request], Rank]] = []
 
     def post(self, dest: Rank, kind: int, parcel: np.ndarray) -> None:
         """Send an object that `packed` has returned, without waiting."""
         self.settle()
-        self._posted.append((self._used.begin("parcel", parcel, self.comm.Isend, (parcel,), (dest,), (kind,)), dest))
+        self._posted.append((self._channel.begin("parcel", parcel, self.comm.Isend, (parcel,), (dest,), (kind,)), dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
         """Return a message that has arrived, or None."""
@@ -134,7 +134,7 @@ class Mailbox:
         held, self._posted = self._posted, []
         for requests, dest in held:
             if dest == dead or _is_over(requests[0]):
-                self._used.release(requests)
+                self._channel.release(requests)
             else:
                 self._posted.append((requests, dest))
 
