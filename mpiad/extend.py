@@ -10,7 +10,6 @@ describes the variant of an operator that compiled programs run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import spec_like, tangent_of
@@ -148,7 +147,7 @@ def defjvp(operator: CustomOperator, *rules: Callable | None) -> None:
     6.0
     """
 
-    def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:
+    def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
         total = None
         for k, rule in enumerate(rules):
             if rule is not None:
@@ -185,7 +184,7 @@ def defjvp_together(operator: CustomOperator, rule: Callable) -> None:
     2.0
     """
 
-    def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:
+    def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
         return rule([tangents.get(k) for k in range(len(args))], ans, *args, **kwargs)
 
     _checked(operator, "defjvp_together").forward = forward

@@ -96,7 +96,7 @@ def mpi_alltoall(
             f"{spec.shape}. Reshape x to ({used.size}, ...), pad it if its size isn't a multiple of {used.size}, or pass "
             "counts=."
         )
-    return communicate(ALLTOALL, x, Blocks(used, 0, None, None, spec))
+    return communicate(ALLTOALL, x, Blocks(used, 0, None, spec))
 
 
 def _uneven(x: Array, counts: Sequence[int], axis: int, channel: Channel, received: Sequence[int] | None) -> Blocks:
@@ -117,18 +117,18 @@ def _uneven(x: Array, counts: Sequence[int], axis: int, channel: Channel, receiv
     else:
         like = spec._replace(arrays=None)
         arriving = checked_on_replay(collectives.lengths_of_all, channel, like, index, _CALL, error, sent)
-    return Blocks(channel, index, sent, arriving, piece_of(spec, index, sum(arriving)))
+    return Blocks(channel, index, (sent, arriving), piece_of(spec, index, sum(arriving)))
 
 
 def _forward(x: Array, p: Blocks) -> Array:
-    if p.sent is None or p.received is None:
+    if p.counts is None:
         return collectives.alltoall(p.channel, x, _CALL)
-    return collectives.alltoallv(p.channel, x, p.axis, p.sent, p.received, _CALL)
+    return collectives.alltoallv(p.channel, x, p.axis, *p.counts, _CALL)
 
 
 def _adjoint(ans: Array, x: Array, p: Blocks) -> Function:
     """Return the transpose of a permutation: its inverse, in which each block returns to its sender."""
-    back = p._replace(sent=p.received, received=p.sent, spec=spec_like(x))
+    back = p._replace(counts=p.counts and p.counts[::-1], spec=spec_like(x))
     return lambda g: communicate(ALLTOALL, g, back)
 
 

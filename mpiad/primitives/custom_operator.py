@@ -90,7 +90,7 @@ class CustomOperator(Recorded):
     def __repr__(self) -> str:
         return f"<communicating operator {self.__name__}>"
 
-    def run(self, args: tuple, params: dict[str, Any]) -> Any:
+    def run(self, args: tuple, params: dict[str, object]) -> Any:
         """Return the result for plain arrays, or record the call in a compiled program."""
         recorder = tracing.recorder
         return self.body(args, params) if recorder is None else recorder.operate(self, args, params)
@@ -117,7 +117,7 @@ class CustomOperator(Recorded):
         with restoring_state():
             return run()
 
-    def vjp(self, ans: Array, args: tuple, params: dict[str, Any], argnums: Sequence[int], level: int) -> Callable:
+    def vjp(self, ans: Array, args: tuple, params: dict[str, object], argnums: Sequence[int], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
         if self.backward is None:
             raise NotImplementedError(f"{self.__name__} has no adjoint: define one with mpiad.extend.defvjp.")
@@ -132,7 +132,7 @@ class CustomOperator(Recorded):
 
         return vjp
 
-    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: dict[str, Any], level: int) -> Array:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: dict[str, object], level: int) -> Array:
         """Return the tangent of the result."""
         if self.forward is None:
             raise NotImplementedError(f"{self.__name__} has no tangent: define one with mpiad.extend.defjvp.")
@@ -152,7 +152,7 @@ def _read_only(array: Array) -> Array:
     return view
 
 
-def _result(ans: Array, name: str) -> Any:
+def _result(ans: Array, name: str) -> Array | None:
     if isinstance(ans, (np.ndarray, np.generic, bool, int)) or ans is None or is_device_array(ans):
         return ans
     if isinstance(ans, (float, complex)):

@@ -13,7 +13,7 @@ of the ranks in the order of the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
@@ -294,7 +294,7 @@ def _swap(x: LocalArray, sent: _Parts, received: _Parts, comm: Comm) -> LocalArr
     return out
 
 
-def _numbers(values: Any, argument: str) -> np.ndarray:
+def _numbers(values: Sequence[int] | Array, argument: str) -> np.ndarray:
     """Return global numbers as an array of dtype int64; raise if they are invalid."""
     numbers = np.asarray(values, None if np.size(values) else np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -309,7 +309,7 @@ def _numbers(values: Any, argument: str) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-def _runs(owned: Any) -> tuple[np.ndarray, int]:
+def _runs(owned: tuple[int, int] | Array) -> tuple[np.ndarray, int]:
     """Return runs of consecutive numbers as rows (start, stop, position), and the number of owned entries."""
     if isinstance(owned, tuple):
         if len(owned) != 2 or not all(isinstance(end, (int, np.integer)) for end in owned) or not 0 <= owned[0] <= owned[1]:

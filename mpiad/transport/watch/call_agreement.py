@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -324,7 +324,7 @@ class Agreement:
             distance *= 2
         return least == greatest
 
-    def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
+    def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[tuple[Description, int]]:
         """Return each rank's description; all ranks call this after a disagreement."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
