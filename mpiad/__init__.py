@@ -74,7 +74,7 @@ __all__ = [
 # Imported at first use, since these packages would double the import time of the library.
 _PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "fft", "interop", "inverse", "linalg", "optimize",
-    "parallel", "programs", "redistribution", "tasks", "testing", "timestepping", "vi",
+    "parallel", "programs", "pytrees", "redistribution", "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip
 _FROM_PACKAGES = {
     "Domain": "domain", "GhostExchange": "redistribution", "drive": "optimize", "jit": "programs", "minimize": "optimize",
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
+    return [*__all__, *_PACKAGES]
 
 
 # Relative paths in MPIAD_TRACE are relative to this folder, although the program may change its working directory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["CommunicationMismatchError", "CommunicatorError", "DeadlockError", "ForeignTraceError", "MessageMismatchError"]
 __all__ += ["RemoteError", "ReplicationError", "RequestError", "UnfinishedMessagesError", "WorkerError"]
 __all__ += ["ConvergenceError", "IntegrationError", "NotFiniteError"]
+__dir__ = __all__.copy
 
 
 class CommunicatorError(ValueError):

@@ -10,17 +10,17 @@ describes the variant of an operator that compiled programs run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import spec_like, tangent_of
-from mpiad.primitives.custom_operator import Communicating, InPlace
+from mpiad.primitives.custom_operator import CustomOperator, InPlace
 
-__all__ = ["Communicating", "InPlace", "custom_operator"]
+__all__ = ["CustomOperator", "InPlace", "custom_operator"]
 __all__ += ["defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together"]
+__dir__ = __all__.copy
 
 
-def custom_operator(fun: Function) -> Communicating:
+def custom_operator(fun: Function) -> CustomOperator:
     """Turn a function that communicates into an operator.
 
     Parameters
@@ -31,7 +31,7 @@ def custom_operator(fun: Function) -> Communicating:
 
     Returns
     -------
-    Communicating
+    CustomOperator
         A callable with the same arguments. Its derivatives are defined by `defvjp`, `defjvp` or `defadjoint`.
 
     Ranks
@@ -55,15 +55,15 @@ def custom_operator(fun: Function) -> Communicating:
     >>> print(mpiad.grad(lambda x: total(x) ** 2 / size)(1.0))
     2.0
     """
-    return Communicating(fun)
+    return CustomOperator(fun)
 
 
-def defvjp(operator: Communicating, *makers: Callable | None) -> None:
+def defvjp(operator: CustomOperator, *makers: Callable | None) -> None:
     """Define the adjoint of an operator by one rule for each argument.
 
     Parameters
     ----------
-    operator : Communicating
+    operator : CustomOperator
         A result of `custom_operator`.
     *makers : callable or None
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of the argument; None for an argument
@@ -94,12 +94,12 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     _checked(operator, "defvjp").backward = backward
 
 
-def defvjp_together(operator: Communicating, maker: Callable) -> None:
+def defvjp_together(operator: CustomOperator, maker: Callable) -> None:
     """Define the adjoint of an operator by one rule for all arguments, for example to share a costly part.
 
     Parameters
     ----------
-    operator : Communicating
+    operator : CustomOperator
         A result of `custom_operator`; a TypeError is raised for another object.
     maker : callable
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns a sequence with the cotangent of each argument
@@ -124,12 +124,12 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
     _checked(operator, "defvjp_together").backward = lambda ans, args, kwargs: maker(ans, *args, **kwargs)
 
 
-def defjvp(operator: Communicating, *rules: Callable | None) -> None:
+def defjvp(operator: CustomOperator, *rules: Callable | None) -> None:
     """Define the tangent of an operator by one rule for each argument; the results are added.
 
     Parameters
     ----------
-    operator : Communicating
+    operator : CustomOperator
         A result of `custom_operator`; a TypeError is raised for another object.
     *rules : callable or None
         ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result for the tangent `g` of the argument; None for an
@@ -147,7 +147,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     6.0
     """
 
-    def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:
+    def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
         total = None
         for k, rule in enumerate(rules):
             if rule is not None:
@@ -158,12 +158,12 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     _checked(operator, "defjvp").forward = forward
 
 
-def defjvp_together(operator: Communicating, rule: Callable) -> None:
+def defjvp_together(operator: CustomOperator, rule: Callable) -> None:
     """Define the tangent of an operator by one rule for all arguments, for example to share a costly part.
 
     Parameters
     ----------
-    operator : Communicating
+    operator : CustomOperator
         A result of `custom_operator`; a TypeError is raised for another object.
     rule : callable
         ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` are the tangents of the arguments,
@@ -184,18 +184,18 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     2.0
     """
 
-    def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:
+    def forward(tangents: dict[int, Array], ans: Array, args: tuple, kwargs: dict) -> Array:
         return rule([tangents.get(k) for k in range(len(args))], ans, *args, **kwargs)
 
     _checked(operator, "defjvp_together").forward = forward
 
 
-def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
+def defadjoint(operator: CustomOperator, adjoint: Function) -> CustomOperator:
     """Define all derivatives of an operator that is linear in its first argument, from its adjoint.
 
     Parameters
     ----------
-    operator : Communicating
+    operator : CustomOperator
         A result of `custom_operator`: ``operator(x, *rest)``, linear in x. A TypeError is raised for another object.
     adjoint : callable
         ``adjoint(y, *rest)`` applies the transpose, without conjugation, of `operator`, as a linear map between the arrays
@@ -203,7 +203,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
 
     Returns
     -------
-    Communicating
+    CustomOperator
         The adjoint as an operator, whose adjoint is `operator`. `mpiad.testing.check_adjoint` checks that the two operators
         are adjoint to each other.
 
@@ -217,7 +217,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     >>> _ = defadjoint(total, lambda y: total(y))
     >>> _ = mpiad.testing.check_adjoint(total, np.ones(2))
     """
-    transpose = adjoint if isinstance(adjoint, Communicating) else custom_operator(adjoint)
+    transpose = adjoint if isinstance(adjoint, CustomOperator) else custom_operator(adjoint)
     _checked(operator, "defadjoint")
     for forward, backward in ((operator, transpose), (transpose, operator)):
         defvjp(forward, lambda ans, x, *rest, backward=backward, **kwargs: lambda g: backward(g, *rest, **kwargs))
@@ -225,8 +225,8 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     return transpose
 
 
-def _checked(operator: object, call: str) -> Communicating:
-    if isinstance(operator, Communicating):
+def _checked(operator: object, call: str) -> CustomOperator:
+    if isinstance(operator, CustomOperator):
         return operator
     raise TypeError(
         f"{call}: expected an operator made by mpiad.extend.custom_operator, but got {type(operator).__name__} "

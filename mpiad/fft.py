@@ -3,3 +3,4 @@
 from mpiad.redistribution.fft import DistributedFFT
 
 __all__ = ["DistributedFFT"]
+__dir__ = __all__.copy

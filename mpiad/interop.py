@@ -27,6 +27,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import opaque
 
 __all__ = ["from_jax", "from_torch", "to_jax", "to_torch"]
+__dir__ = __all__.copy
 
 _jax_waits = ContextVar("jax_waits", default=False)  # whether a program of JAX waits for a driven function
 

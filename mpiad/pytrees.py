@@ -27,6 +27,7 @@ from mpiad.compiling.closure import FunctionReader
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 __all__ = ["register"]  # the other names are internal
+__dir__ = __all__.copy
 
 LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)

@@ -851,7 +851,7 @@ NAMED = {
     "OrderedTape.communicated trace_list unboxed _open_number _close_number",
     forward: "TangentTape.communicated Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     operation: "suspended.__enter__ suspended.__exit__ communicate apply Operation.run",
-    custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
+    custom_operators: "CustomOperator.__call__ CustomOperator.run CustomOperator.body CustomOperator._as_one_node",
     backward: "run_backward run_backward_together sweep sweep_together",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
     playback: "PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end message_counts "

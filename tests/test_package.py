@@ -4,8 +4,10 @@ import ast
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import autograd.numpy
 import pytest
 from machine_load import slowdown
 
@@ -23,15 +25,22 @@ def printed(program: str) -> str:
 def test_packages_and_names_are_there_without_an_import_of_their_own():
     program = (
         "import mpiad; print(all(getattr(mpiad, name).__name__ == f'mpiad.{name}' for name in reversed(mpiad._PACKAGES)));"
-        "print({*mpiad.__all__, *mpiad._PACKAGES} <= {*dir(mpiad)});"
+        "print(dir(mpiad) == sorted([*mpiad.__all__, *mpiad._PACKAGES]));"
         "print(all(callable(getattr(mpiad, name)) for name in mpiad.__all__))"
     )
     assert printed(program) == "True\nTrue\nTrue\n"
 
 
+@pytest.mark.parametrize("name", [*mpiad._PACKAGES, "device.numpy", "differentiation", "linalg.petsc"])
+def test_completion_offers_public_names_only(name):
+    package = import_module(f"mpiad.{name}")
+    of_autograd = {each for each in dir(autograd.numpy) if not each.startswith("_")} if name == "device.numpy" else set()
+    assert {*dir(package)} == {*package.__all__} | of_autograd
+
+
 def test_what_nobody_asks_for_is_not_loaded():
     program = "import sys, mpiad; print([name for name in mpiad._PACKAGES if f'mpiad.{name}' in sys.modules])"
-    assert printed(program) == "['device', 'errors']\n"
+    assert printed(program) == "['device', 'errors', 'pytrees']\n"
 
 
 def test_a_domain_minimizes_though_nobody_has_asked_for_optimization():

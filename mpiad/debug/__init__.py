@@ -6,3 +6,4 @@ from mpiad.debug.recording import recorded, traced
 from mpiad.debug.report import Report, Row, report
 
 __all__ = ["Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report", "traced"]
+__dir__ = __all__.copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ def _recorded_sweep(*args: Any) -> None:
         _end_phase(key)
 
 
-def _recorded_enter(self: OrderedTape) -> Any:
+def _recorded_enter(self: OrderedTape) -> OrderedTape:
     _begin_phase(self, "forward")
     return _original_enter(self)
 
@@ -99,19 +100,40 @@ class Event(NamedTuple):
     messages: tuple[Message, ...]  # messages that the communication started or completed
 
 
+@dataclass(slots=True)
+class _Open:
+    """An event that hasn't ended: a communication, which is its own key, or a phase."""
+
+    key: object
+    began: float
+    name: str = ""  # of a phase
+    communicates: bool = False  # whether it contains a communication
+
+
+class _Record(NamedTuple):
+    """An event that has ended; `source` is the communication or the name of the phase."""
+
+    thread: int
+    source: Call | str
+    began: float
+    ended: float
+    innermost: bool
+    arguments: Arguments
+
+
 class _Stacks(threading.local):
-    """Each thread's number, and its open events: lists [key, start time, whether it contains a communication, name]."""
+    """Each thread's number, and its open events."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.open: list[list[Any]] = []
+        self.open: list[_Open] = []
 
 
 class Recorder:
     """Records the events between `start` and `stop`."""
 
     def __init__(self) -> None:
-        self._records: list[tuple] = []
+        self._records: list[_Record] = []
         self.dropped = 0  # number of events beyond the maximum
         self.start_time = self.stop_time = 0.0  # times of `start` and `stop`
         self.threads: list[str] = []  # names of the threads, by number
@@ -141,45 +163,46 @@ class Recorder:
     @property
     def events(self) -> list[Event]:
         """The recorded events, in the order of their ends."""
-        return [_event(*record) for record in self._records]
+        return [_event(record) for record in self._records]
 
     def began(self, call: Call) -> None:
         """Open a communication."""
         opened = self._stacks.open
         # All open events contain the new event, so these events aren't innermost.
         for entry in opened:
-            entry[2] = True
-        opened.append([call, call.began, False, ""])
+            entry.communicates = True
+        opened.append(_Open(call, call.began))
 
     def ended(self, call: Call) -> None:
         """Close a communication and record it."""
         entry = self._close(call)
         if entry is not None:
             # Most attributes are computed later, in `events`, because this function runs in every communication.
-            self._store((self._thread_number(), call, call.began, call.ended, not entry[2], call.arguments))
+            innermost = not entry.communicates
+            self._store(_Record(self._thread_number(), call, call.began, call.ended, innermost, call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:
         """Open a phase, "forward" or "backward"; `key` identifies the phase in `phase_ended`."""
-        self._stacks.open.append([key, perf_counter(), False, name])
+        self._stacks.open.append(_Open(key, perf_counter(), name))
 
     def phase_ended(self, key: object) -> None:
         """Close a phase; a phase that began before the recording isn't recorded."""
         entry = self._close(key)
         if entry is not None:
-            self._store((self._thread_number(), entry[3], entry[1], perf_counter(), False, _NO_ARGUMENTS))
+            self._store(_Record(self._thread_number(), entry.name, entry.began, perf_counter(), False, _NO_ARGUMENTS))
 
-    def _store(self, record: tuple) -> None:
+    def _store(self, record: _Record) -> None:
         if len(self._records) < MAX_EVENTS:
             self._records.append(record)
         else:
             self.dropped += 1
 
-    def _close(self, key: object) -> list[Any] | None:
+    def _close(self, key: object) -> _Open | None:
         """Close an event, and inner events that an exception left open; return the event, or None if it isn't open."""
         opened = self._stacks.open
-        if not any(entry[0] is key for entry in opened):
+        if not any(entry.key is key for entry in opened):
             return None
-        while (entry := opened.pop())[0] is not key:
+        while (entry := opened.pop()).key is not key:
             pass
         return entry
 
@@ -192,13 +215,23 @@ class Recorder:
         return number
 
 
-def _event(thread: int, source: Call | str, began: float, ended: float, innermost: bool, arguments: Arguments) -> Event:
+def _event(record: _Record) -> Event:
+    source, common = record.source, (record.thread, record.began, record.ended)
     if isinstance(source, str):
-        return Event(thread, began, ended, source, source, "", "phase", False, True, "", "", arguments, ())
-    names = source.described, source.called, source.name, source.direction
-    sites = source.site.text, source.forward_site.text if source.forward_site else ""
-    messages = _messages(source.name, arguments) if innermost else ()
-    return Event(thread, began, ended, *names, innermost, source.outer is None, *sites, arguments, messages)
+        return Event(*common, source, source, "", "phase", False, True, "", "", record.arguments, ())
+    return Event(
+        *common,
+        name=source.described,
+        called=source.called,
+        operation=source.name,
+        direction=source.direction,
+        innermost=record.innermost,
+        outermost=source.outer is None,
+        site=source.site.text,
+        forward_site=source.forward_site.text if source.forward_site else "",
+        arguments=record.arguments,
+        messages=_messages(source.name, record.arguments) if record.innermost else (),
+    )
 
 
 def _messages(operation: str, arguments: Arguments) -> tuple[Message, ...]:

@@ -6,7 +6,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from textwrap import fill
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.watch.call_agreement import aligned
+
+K = TypeVar("K")
 
 # The time that a rank waits in each communication for other ranks to begin the communication.
 #
@@ -371,7 +373,7 @@ def _key(event: Event) -> tuple[str, str]:
     return event.called, event.forward_site or event.site
 
 
-def _by_rank(parts: list[dict], default: object) -> list[tuple[Any, np.ndarray]]:
+def _by_rank(parts: list[dict[K, Any]], default: object) -> list[tuple[K, np.ndarray]]:
     """Return an array with an entry per rank for each key that any rank has; `default` for ranks without the key."""
     # A dict, because the order of a set differs between ranks.
     keys = dict.fromkeys(key for part in parts for key in part)

@@ -10,3 +10,4 @@ from mpiad.transport.devices.device_arrays import ArrayModule, is_device_array, 
 when_registered(boxes.register)
 
 __all__ = ["ArrayModule", "is_device_array", "numpy", "register_arrays", "select", "to_device", "to_host"]
+__dir__ = __all__.copy

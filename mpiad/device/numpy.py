@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(anp)})
+    return [*__all__, *(name for name in dir(anp) if name[0] != "_")]
 
 
 def vstack(arrays: Sequence[Array]) -> Array:

@@ -16,3 +16,4 @@ from mpiad.differentiation.segment_sum import segment_sum
 
 __all__ = ["Linearization", "SecondOrder", "grad", "hvp", "jacobian", "jvp", "linearize"]
 __all__ += ["make_hvp", "make_jvp", "make_vjp", "segment_sum", "value_and_grad"]
+__dir__ = __all__.copy

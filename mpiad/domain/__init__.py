@@ -3,3 +3,4 @@
 from mpiad.domain.domain import Domain
 
 __all__ = ["Domain"]
+__dir__ = __all__.copy

@@ -25,3 +25,4 @@ __all__ = [
     "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
     "Vern7", "fit", "interp", "remake", "solve", "steady_state",
 ]  # fmt: skip
+__dir__ = __all__.copy

@@ -9,3 +9,4 @@ from mpiad.inverse.total_variation import TotalVariation
 
 __all__ = ["H1", "Bilaplacian", "GaussianPrior", "Posterior", "Samples", "TotalVariation"]
 __all__ += ["laplace_approximation", "sample"]
+__dir__ = __all__.copy

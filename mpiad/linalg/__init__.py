@@ -14,3 +14,4 @@ __all__ = [
     "AdditiveSchwarz", "EigenPairs", "Elliptic", "DistributedMatrix", "Factorized", "Multigrid", "eigsh", "factorized",
     "newton", "petsc", "solve", "solve_elliptic", "sparse_matmul",
 ]  # fmt: skip
+__dir__ = __all__.copy

@@ -25,6 +25,9 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.devices.device_arrays import is_device_array, named
 from mpiad.transport.exits.recovery import recoverable
 
+__all__ = ["solve"]
+__dir__ = __all__.copy
+
 _CALL = "linalg.petsc.solve"
 _prefixes = itertools.count()  # prefixes of option names, one per solve, since PETSc has one table of options per process
 

@@ -7,3 +7,4 @@ from mpiad.optimize.least_squares import least_squares
 from mpiad.optimize.minimize import minimize, mpi_optimize
 
 __all__ = ["CheckpointFile", "DrivenFunction", "History", "drive", "least_squares", "minimize", "mpi_optimize"]
+__dir__ = __all__.copy

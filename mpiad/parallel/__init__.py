@@ -11,3 +11,4 @@ __all__ = ["SGD", "Adam", "AdamW", "DistributedDataContainer", "DistributedOptim
 __all__ += ["value_and_grad"]
 __all__ += ["allreduce_", "bcast_", "iallreduce_", "local_rank", "reduce_", "synchronize", "total_workers"]
 __all__ += ["load_checkpoint", "save_checkpoint"]
+__dir__ = __all__.copy

@@ -53,9 +53,9 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     return communicate(ALLGATHER, x, pieces_of_all(x, axis, used, None, "mpi_allgather"))
 
 
-def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
+def gather_pieces(x: LocalArray, axis: int, lengths: list[int], channel: Channel) -> ReplicatedArray:
     """Collect arrays like `mpi_allgather`; `axis` isn't negative, and `lengths` are those of all ranks along `axis`."""
-    return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
+    return communicate(ALLGATHER, x, Dividing(channel, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 
 def _forward(x: Array, p: Dividing) -> Array:

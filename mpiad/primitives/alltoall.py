@@ -96,39 +96,39 @@ def mpi_alltoall(
             f"{spec.shape}. Reshape x to ({used.size}, ...), pad it if its size isn't a multiple of {used.size}, or pass "
             "counts=."
         )
-    return communicate(ALLTOALL, x, Blocks(used, 0, None, None, spec))
+    return communicate(ALLTOALL, x, Blocks(used, 0, None, spec))
 
 
-def _uneven(x: Array, counts: Sequence[int], axis: int, used: Channel, received: Sequence[int] | None) -> Blocks:
+def _uneven(x: Array, counts: Sequence[int], axis: int, channel: Channel, received: Sequence[int] | None) -> Blocks:
     """Return the parameters of an exchange of blocks with these counts; collective unless `received` is given."""
     error = None
     try:
         require_sendable(x, _CALL)
         spec = spec_like(x)
         index = axis_of(axis, len(spec.shape), _CALL)
-        sent = lengths_along(index, counts, spec.shape, used, _CALL)
+        sent = lengths_along(index, counts, spec.shape, channel, _CALL)
     except (TypeError, ValueError) as found:
         if received is not None:
             raise
         # Raised on all ranks by `lengths_of_all`, which exchanges the counts.
-        spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * used.size, found
+        spec, index, sent, error = Spec((0,), np.dtype(float)), None, [0] * channel.size, found
     if received is not None:
-        arriving = counts_of(received, used.size, _CALL, "received")
+        arriving = counts_of(received, channel.size, _CALL, "received")
     else:
         like = spec._replace(arrays=None)
-        arriving = checked_on_replay(collectives.lengths_of_all, used, like, index, _CALL, error, sent)
-    return Blocks(used, index, sent, arriving, piece_of(spec, index, sum(arriving)))
+        arriving = checked_on_replay(collectives.lengths_of_all, channel, like, index, _CALL, error, sent)
+    return Blocks(channel, index, (sent, arriving), piece_of(spec, index, sum(arriving)))
 
 
 def _forward(x: Array, p: Blocks) -> Array:
-    if p.sent is None or p.received is None:
+    if p.counts is None:
         return collectives.alltoall(p.channel, x, _CALL)
-    return collectives.alltoallv(p.channel, x, p.axis, p.sent, p.received, _CALL)
+    return collectives.alltoallv(p.channel, x, p.axis, *p.counts, _CALL)
 
 
 def _adjoint(ans: Array, x: Array, p: Blocks) -> Function:
     """Return the transpose of a permutation: its inverse, in which each block returns to its sender."""
-    back = p._replace(sent=p.received, received=p.sent, spec=spec_like(x))
+    back = p._replace(counts=p.counts and p.counts[::-1], spec=spec_like(x))
     return lambda g: communicate(ALLTOALL, g, back)
 
 

@@ -61,8 +61,7 @@ class Blocks(NamedTuple):
 
     channel: Channel
     axis: int | None
-    sent: list[int] | None
-    received: list[int] | None
+    counts: tuple[list[int], list[int]] | None  # sent and received
     spec: Spec  # of the received array
 
 

@@ -140,14 +140,14 @@ def counts_of(counts: Sequence[int], size: int, call: str, argument: str) -> lis
     return lengths
 
 
-def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
+def piece_of(spec: Spec, axis: int | None, length: int) -> Spec:
     """Return the spec of one rank's part of a divided array."""
     if axis is None:
-        return whole._replace(shape=whole.shape[1:])
-    return Spec((*whole.shape[:axis], length, *whole.shape[axis + 1 :]), whole.dtype, whole.arrays)
+        return spec._replace(shape=spec.shape[1:])
+    return Spec((*spec.shape[:axis], length, *spec.shape[axis + 1 :]), spec.dtype, spec.arrays)
 
 
-def pieces_of_all(x: Array, axis: object, used: Channel, root: int | None, call: str) -> Dividing:
+def pieces_of_all(x: Array, axis: object, channel: Channel, root: int | None, call: str) -> Dividing:
     """Return the division of a whole array into all ranks' arrays; collective. All ranks raise the errors."""
     array, index, own_error = np.zeros(0), None, None
     try:
@@ -156,8 +156,8 @@ def pieces_of_all(x: Array, axis: object, used: Channel, root: int | None, call:
     except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`, without a further reduction
         own_error = error
     spec = Spec(array.shape, array.dtype)
-    lengths = checked_on_replay(collectives.lengths_of_all, used, spec, index, call, own_error)
-    return Dividing(used, root, index, lengths, spec_of(array, call))
+    lengths = checked_on_replay(collectives.lengths_of_all, channel, spec, index, call, own_error)
+    return Dividing(channel, root, index, lengths, spec_of(array, call))
 
 
 def point_to_point(comm: Comm, call: str) -> Channel:

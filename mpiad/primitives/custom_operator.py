@@ -57,15 +57,15 @@ class InPlace(NamedTuple):
     changes_given: bool
 
 
-class Communicating(Recorded):
+class CustomOperator(Recorded):
     """An operator that communicates; made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import Communicating, custom_operator
+    >>> from mpiad.extend import CustomOperator, custom_operator
     >>> total = custom_operator(lambda x: MPI.COMM_WORLD.allreduce(x))
-    >>> print(isinstance(total, Communicating), total(1.0) == size)
+    >>> print(isinstance(total, CustomOperator), total(1.0) == size)
     True True
     """
 
@@ -90,7 +90,7 @@ class Communicating(Recorded):
     def __repr__(self) -> str:
         return f"<communicating operator {self.__name__}>"
 
-    def run(self, args: tuple, params: dict[str, Any]) -> Any:
+    def run(self, args: tuple, params: dict[str, object]) -> Any:
         """Return the result for plain arrays, or record the call in a compiled program."""
         recorder = tracing.recorder
         return self.body(args, params) if recorder is None else recorder.operate(self, args, params)
@@ -117,7 +117,7 @@ class Communicating(Recorded):
         with restoring_state():
             return run()
 
-    def vjp(self, ans: Array, args: tuple, params: dict[str, Any], argnums: Sequence[int], level: int) -> Callable:
+    def vjp(self, ans: Array, args: tuple, params: dict[str, object], argnums: Sequence[int], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
         if self.backward is None:
             raise NotImplementedError(f"{self.__name__} has no adjoint: define one with mpiad.extend.defvjp.")
@@ -132,14 +132,14 @@ class Communicating(Recorded):
 
         return vjp
 
-    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: dict[str, Any], level: int) -> Array:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: dict[str, object], level: int) -> Array:
         """Return the tangent of the result."""
         if self.forward is None:
             raise NotImplementedError(f"{self.__name__} has no tangent: define one with mpiad.extend.defjvp.")
         return self.forward(tangents, ans, args, params)
 
 
-note_rules(Communicating)
+note_rules(CustomOperator)
 
 
 def _read_only(array: Array) -> Array:
@@ -152,7 +152,7 @@ def _read_only(array: Array) -> Array:
     return view
 
 
-def _result(ans: Array, name: str) -> Any:
+def _result(ans: Array, name: str) -> Array | None:
     if isinstance(ans, (np.ndarray, np.generic, bool, int)) or ans is None or is_device_array(ans):
         return ans
     if isinstance(ans, (float, complex)):

@@ -10,6 +10,7 @@ are plain. Adjoints and tangents consist of the same operations, so derivatives 
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -19,7 +20,7 @@ import numpy as np
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import Box, getval, new_box
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 from mpiad.transport import Channel, Envelope
@@ -115,17 +116,17 @@ def recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *
             calls.end(call)
 
 
-def note_rules(kind: Any) -> None:
+def note_rules(kind: type[Recorded]) -> None:
     """Make adjoints and tangents of a class of operations record their calls, with the forward call's line, on request."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
-    def noted_vjp(self: Any, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
+    def noted_vjp(self: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], level: int) -> Callable:
         rule = vjp(self, ans, args, params, argnums, level)
         # The forward call is on the stack now, but not when the adjoint runs.
         called, site = _forward_call(self.__name__)
         return lambda g: recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
-    def noted_jvp(self: Any, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Array:
+    def noted_jvp(self: Recorded, tangents: dict, ans: Array, args: tuple, params: object, level: int) -> Array:
         called, site = _forward_call(self.__name__)
         arguments = "tangent", called, site, args[0] if args else None, params
         return recorded_call(calls.begin_rule, arguments, jvp, self, tangents, ans, args, params, level)
@@ -163,7 +164,7 @@ def _arguments_of(x: Array, params: object) -> Arguments:
 _ADDRESSES = ("dest", "source", "envelope")
 
 
-def _extent(x: Array, params: object) -> tuple[Any, Any, int]:
+def _extent(x: Array, params: object) -> tuple[Shape | None, np.dtype | None, int]:
     value = getval(x)
     if isinstance(value, (np.ndarray, np.generic)) or is_device_array(value):
         return value.shape, value.dtype, value.nbytes
@@ -188,15 +189,25 @@ class Recorded:
     """
 
     batched_adjoint = point_to_point = False
-    run: Callable[..., Any]  # (args, params) -> the result for plain arrays; records the call in a compiled program
-    vjp: Callable[..., Any]  # (ans, args, params, argnums, level) -> (cotangent) -> cotangents of the arguments
-    jvp: Callable[..., Any]  # (tangents, ans, args, params, level) -> the tangent of the result
 
     def __init__(self, name: str):
         self.__name__ = name
         # Plain autograd looks up derivatives in these tables.
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
+
+    @abstractmethod
+    def run(self, args: tuple, params: Any) -> Any:
+        """Return the result for plain arrays, or record the call in a compiled program."""
+
+    @abstractmethod
+    def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
+        """Return the function that maps the cotangent of the result to the cotangents of the arguments `argnums`."""
+        ...
+
+    @abstractmethod
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
+        """Return the tangent of the result."""
 
     def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
@@ -247,18 +258,18 @@ class Operation(Recorded):
         switch(False)
         calls.register(switch)
 
-    def run(self, args: tuple, params: Any) -> Any:
+    def run(self, args: tuple, params: object) -> Any:
         """Return the result for a plain array, or record the call in a compiled program."""
         recorder = tracing.recorder
         return self.forward(args[0], params) if recorder is None else recorder.communicate(self, args[0], params)
 
-    def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
+    def vjp(self, ans: Array, args: tuple, params: object, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
         """Return the function that maps the cotangent of the result to that of x."""
         x = args[0]
         rule = self.adjoint(ans, x, params, level) if self.of_request else self.adjoint(ans, x, params)
         return lambda g: (rule(g),)
 
-    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: object, level: int) -> Array:
         """Return the tangent of the result."""
         x = args[0]
         dx = None if x is None else tangent_of(x, tangents.get(0))
@@ -284,7 +295,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     return apply(operation, tape, (x,), params)
 
 
-def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> Any:
+def apply(operator: Recorded, tape: Tape | None, args: tuple, params: object) -> Any:
     """Apply an operator to arguments that may be traced, and record it on a tape and the enclosing tapes."""
     # Inner traces have higher numbers.
     number = level = -1 if tape is None else tape.number
@@ -311,7 +322,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
 
 
 def _apply_above(
-    operator: Recorded, tape: Tape | None, args: tuple, params: Any, argnums: list[int], parents: list[Any], level: int
+    operator: Recorded, tape: Tape | None, args: tuple, params: object, argnums: list[int], parents: list[Any], level: int
 ) -> Any:
     """Apply an operator to values of a trace with a higher number: a trace of plain autograd, or an ended trace of ours."""
     for parent in parents:

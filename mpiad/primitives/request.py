@@ -14,11 +14,12 @@ from typing import Any
 
 from mpiad._typing import Array
 from mpiad.errors import RequestError
+from mpiad.primitives.operation import Tape
 from mpiad.transport import Channel, Envelope, Spec
 from mpiad.transport.core.tracing import tracing
 
 
-def _per_lane(name: str, doc: str) -> Any:
+def _per_lane(name: str, doc: str) -> property:
     """Return a property with one value per lane (simultaneous reverse pass), initially None."""
     return property(
         lambda cell: cell.values.get((name, tracing.lane)),
@@ -49,7 +50,7 @@ class Request:
         self.call, self.channel, self.handle, self.value, self.spec = call, channel, handle, value, spec
         self.envelope = envelope
         self.done = False
-        self.tape: Any = None
+        self.tape: Tape | None = None
         self.cells: dict[int, Cell] = {}
 
     def cell(self, level: int) -> Cell:

@@ -66,7 +66,7 @@ def mpi_scatter(
 
 
 def _agreed(
-    used: Channel, x: Array, root: int, axis: int | None, counts: Sequence[int] | None
+    channel: Channel, x: Array, root: int, axis: int | None, counts: Sequence[int] | None
 ) -> tuple[Spec, int, list[int]]:
     """Return spec, number of axes and lengths of the root's array, on all ranks; raise the root's error on all ranks."""
     lengths: list[int] = []
@@ -74,11 +74,11 @@ def _agreed(
     def whole() -> Spec:  # called on the root only
         array = outgoing(x, "mpi_scatter")
         nonnegative = axis_of(axis, array.ndim, "mpi_scatter")
-        lengths.extend(lengths_along(nonnegative, counts, array.shape, used, "mpi_scatter"))
+        lengths.extend(lengths_along(nonnegative, counts, array.shape, channel, "mpi_scatter"))
         return spec_like(array)
 
-    spec = collectives.agree_on_spec(used, whole, root, x)
-    return spec, len(spec.shape), used.data.bcast(lengths, root)
+    spec = collectives.agree_on_spec(channel, whole, root, x)
+    return spec, len(spec.shape), channel.data.bcast(lengths, root)
 
 
 def _forward(x: Array, p: Dividing) -> Array:

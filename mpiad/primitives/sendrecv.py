@@ -65,12 +65,12 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     return mpi_recv(x, sender, tag, comm) if used.rank == receiver else x
 
 
-def _compare_pairs(used: Channel, pair: list) -> None:
-    pairs = used.data.allgather(pair)
+def _compare_pairs(channel: Channel, pair: list) -> None:
+    pairs = channel.data.allgather(pair)
     if any(other != pair for other in pairs):
         listed = ", ".join(f"rank {rank}: ({dest}, {source})" for rank, (dest, source) in enumerate(pairs))
         raise ValueError(
             f"mpi_sendrecv: all ranks must name the same pair (dest, source), but got {listed}. "
             "For neighbors that differ between ranks use mpi_exchange."
         )
-    used.pairs_compared = True
+    channel.pairs_compared = True

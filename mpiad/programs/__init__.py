@@ -3,3 +3,4 @@
 from mpiad.programs.function import Jitted, jit
 
 __all__ = ["Jitted", "jit"]
+__dir__ = __all__.copy

@@ -3,3 +3,4 @@
 from mpiad.redistribution.ghosts import GhostExchange
 
 __all__ = ["GhostExchange"]
+__dir__ = __all__.copy

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -61,7 +62,7 @@ def _at(axis: int, index: Index) -> Index:
 
 
 @cache
-def _ducc() -> Any:
+def _ducc() -> ModuleType | None:
     """Return ducc0's transforms, which take about half of the time of SciPy's, if it is installed."""
     with suppress(ImportError):
         return import_module("ducc0").fft
@@ -322,7 +323,7 @@ class _Problem:
     physical: Shape  # shape of the physical array
 
     @classmethod
-    def of(cls, shape: Any, axes: Any, real: bool, norm: str, dtype: DTypeLike, padding: Any) -> _Problem:
+    def of(cls, shape: object, axes: object, real: bool, norm: str, dtype: DTypeLike, padding: Any) -> _Problem:
         """Check the arguments of `DistributedFFT`."""
         lengths = _integers(shape, "shape")
         if not 1 <= len(lengths) <= 3 or min(lengths) < 1:
@@ -359,7 +360,7 @@ class _Problem:
         return tuple(shape)
 
 
-def _integers(values: Any, argument: str) -> tuple[int, ...]:
+def _integers(values: object, argument: str) -> tuple[int, ...]:
     given = values if isinstance(values, Sequence) else [values]
     return tuple(integer_of(value, "DistributedFFT", argument, "an integer or a tuple") for value in given)
 

@@ -13,7 +13,7 @@ of the ranks in the order of the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
@@ -45,7 +45,7 @@ class _Parts(NamedTuple):
     """The slices of an array, one after the other, that belong to this rank and to other ranks."""
 
     length: int
-    own: slice
+    local: slice
     others: dict[Rank, slice]  # those that aren't empty
 
 
@@ -223,7 +223,7 @@ class GhostExchange:
 
         def finish(values: list[LocalArray]) -> LocalArray:
             # The entries of this rank are between those of the lower and the higher ranks.
-            parts = [*values[:before], packed[self._outgoing.own], *values[before:received]]
+            parts = [*values[:before], packed[self._outgoing.local], *values[before:received]]
             found = concatenate(parts) if len(parts) > 1 else parts[0]
             return found if self._places is None else take_segments(found, self._places)
 
@@ -252,10 +252,10 @@ class GhostExchange:
         if error is not None or not self._agreed or is_watched():
             once(self._agree, channel(self.comm, call, collective=False), x, axis, call, error)
 
-    def _agree(self, used: Channel, x: LocalArray, axis: int, call: str, error: Exception | None) -> None:
-        if not self._agreed or getattr(used.data, "agreement", None) is not None:
+    def _agree(self, channel: Channel, x: LocalArray, axis: int, call: str, error: Exception | None) -> None:
+        if not self._agreed or getattr(channel.data, "agreement", None) is not None:
             spec = Spec((0,), np.dtype(float)) if error else spec_like(x)
-            collectives.lengths_of_all(used, spec, axis % len(spec.shape), call, error)
+            collectives.lengths_of_all(channel, spec, axis % len(spec.shape), call, error)
             self._agreed = True
         elif error is not None:
             raise error
@@ -289,12 +289,12 @@ def _swap(x: LocalArray, sent: _Parts, received: _Parts, comm: Comm) -> LocalArr
         out = exchange(point_to_point(comm, _CALL), _TAG, x, sent.others, spec, received.others, _CALL)
     else:
         out = spec.empty()
-    if sent.own.stop:
-        out[received.own] = x[sent.own]
+    if sent.local.stop:
+        out[received.local] = x[sent.local]
     return out
 
 
-def _numbers(values: Any, argument: str) -> np.ndarray:
+def _numbers(values: Sequence[int] | Array, argument: str) -> np.ndarray:
     """Return global numbers as an array of dtype int64; raise if they are invalid."""
     numbers = np.asarray(values, None if np.size(values) else np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -309,7 +309,7 @@ def _numbers(values: Any, argument: str) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-def _runs(owned: Any) -> tuple[np.ndarray, int]:
+def _runs(owned: tuple[int, int] | Array) -> tuple[np.ndarray, int]:
     """Return runs of consecutive numbers as rows (start, stop, position), and the number of owned entries."""
     if isinstance(owned, tuple):
         if len(owned) != 2 or not all(isinstance(end, (int, np.integer)) for end in owned) or not 0 <= owned[0] <= owned[1]:

@@ -5,3 +5,4 @@ from mpiad.tasks.sum_over import sum_over
 from mpiad.transport.core.rank_groups import RankGroups
 
 __all__ = ["RankGroups", "mpi_map", "sum_over"]
+__dir__ = __all__.copy

@@ -4,3 +4,4 @@ from mpiad.testing.derivative_checks import AdjointError, GradientError, check_a
 from mpiad.testing.objective_description import ObjectiveReport, describe_objective
 
 __all__ = ["AdjointError", "GradientError", "ObjectiveReport", "check_adjoint", "check_grads", "describe_objective"]
+__dir__ = __all__.copy

@@ -13,7 +13,7 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Argnum, Array, Comm, Function, LocalArray, Rank, Shared
+from mpiad._typing import Argnum, Array, Comm, Function, LocalArray, Rank, Scalar, Shared, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, make_vjp, value_and_grad
 from mpiad.differentiation.trace import arguments_with, variables_of
@@ -113,7 +113,7 @@ def check_adjoint(
     return float(error)
 
 
-def noise_like(leaf: Array, rng: np.random.Generator) -> Any:
+def noise_like(leaf: Array, rng: np.random.Generator) -> Array:
     """Return normally distributed numbers with the shape, dtype and device of an array or a number."""
     spec = spec_like(leaf)
     noise = rng.standard_normal(spec.shape)
@@ -153,7 +153,7 @@ class _Line:
         self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
         options = {**options, "shared": shared, "comm": comm}
 
-        def fun_of_x(x: Array) -> Any:
+        def fun_of_x(x: Array) -> Scalar:
             return fun(*arguments_with(args, argnum, x))
 
         self.value_and_grad, self.hvp, self.grad = (make(fun_of_x, **options) for make in (value_and_grad, hvp, grad))
@@ -166,7 +166,7 @@ class _Line:
         # In a sum over all ranks the copies of a shared variable count once.
         self.weights = [1.0 / self.group.size if k in copies else 1.0 for k in range(len(leaves))]
 
-    def point(self, h: float) -> Any:
+    def point(self, h: float) -> Tree:
         leaves, build = flatten(self.x)
         pairs = zip(leaves, flatten(self.v)[0])
         return build([x + np.asarray(h, spec_like(v).dtype)[()] * v if is_variable(x) else x for x, v in pairs])
@@ -181,7 +181,7 @@ class _Line:
 
 def check_grads(
     fun: Function,
-    *args: Any,
+    *args: object,
     order: int = 2,
     modes: Sequence[str] = ("rev", "fwd"),
     argnum: Argnum = 0,
@@ -269,7 +269,7 @@ def _second(line: _Line, mode: str) -> float:
         return line.inner_product(line.hvp(line.x, line.v))
 
     # Reverse over reverse: the gradient of the sum of g·v over the ranks.
-    def slope(x: Array) -> Any:
+    def slope(x: Array) -> Scalar:
         parts = zip(flatten(line.grad(x))[0], flatten(line.v)[0], line.weights)
         return sum(anp.sum(anp.real(g * v)) * weight for g, v, weight in parts if is_variable(v))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class ObjectiveReport(NamedTuple):
         return self.text
 
 
-def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = None) -> ObjectiveReport:
+def describe_objective(fun: Function, *args: object, root: Rank = 0, comm: Comm = None) -> ObjectiveReport:
     """Run a function once, forwards and backwards, and determine the objective that matches its values on all ranks.
 
     Parameters

@@ -5,3 +5,4 @@ from mpiad.timestepping.restart import restartable
 from mpiad.timestepping.scan import scan
 
 __all__ = ["CheckpointSchedule", "restartable", "scan"]
+__dir__ = __all__.copy

@@ -66,7 +66,7 @@ _ADVICE = (
 )
 _starting = threading.RLock()
 _log = logging.getLogger("mpiad")
-_made: dict[tuple[Rank, ...], list[Comm]] = {}  # by ranks: the communicator; empty while a thread makes it
+_communicators: dict[tuple[Rank, ...], list[Comm]] = {}  # by ranks: the communicator; empty while a thread makes it
 _begins: list[Callable[[], None]] = []
 _ends: list[Callable[[], None]] = []
 
@@ -153,7 +153,7 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
         asked = watch_settings.from_environment().timeout
         limit = None if asked is None else max(asked, _TIME_TO_LOAD)
-    in_thread, made = ranks in _made, _made.get(ranks, [])
+    in_thread, made = ranks in _communicators, _communicators.get(ranks, [])
     state = f"{_STARTS} {hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
     _announce(state)
     _announce(_STARTS)
@@ -164,7 +164,7 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
         while missing and _is_in(state, min(missing)):
             missing.remove(min(missing))
         if not in_thread and not (visible and missing):
-            in_thread, _made[ranks] = True, made
+            in_thread, _communicators[ranks] = True, made
             make = partial(_make_own, comm, made)
             threading.Thread(target=make, name="mpiad-start", daemon=True).start() if missing else make()
         elif patience.seconds > checked + _BETWEEN_CHECKS:
@@ -189,15 +189,15 @@ def await_all_ranks(call: str, comm: Comm) -> Comm:
     return made[0]
 
 
-def _make_own(comm: Comm, made: list[Comm]) -> None:
+def _make_own(comm: Comm, communicators: list[Comm]) -> None:
     if comm.size == 1:
-        made.append(MPI.COMM_SELF.Dup())
+        communicators.append(MPI.COMM_SELF.Dup())
         return
     group = comm.Get_group()
     try:
-        made.append(MPI.Intracomm.Create_from_group(group, "mpiad"))
+        communicators.append(MPI.Intracomm.Create_from_group(group, "mpiad"))
     except (NotImplementedError, MPI.Exception):  # before MPI 4, or without support by the launcher
-        made.append(MPI.COMM_WORLD.Create_group(group, _TAG))
+        communicators.append(MPI.COMM_WORLD.Create_group(group, _TAG))
     group.Free()
 
 

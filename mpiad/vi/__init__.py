@@ -9,3 +9,4 @@ from mpiad.vi.result import VIResult
 
 __all__ = ["VI", "FullRankGaussian", "MeanFieldGaussian", "Prior", "VIResult"]
 __all__ += ["AffineCoupling", "Flow", "LULinear", "Planar", "SplineAutoregressive", "SplineCoupling"]
+__dir__ = __all__.copy

@@ -104,11 +104,11 @@ def agreed_among(error: BaseException) -> frozenset[int]:
     return getattr(error, "_agreed_among", frozenset())
 
 
-def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
+def mark_left(channels: Iterable[Used], error: BaseException, what: str) -> None:
     """Mark channels as unusable if communication on them may be pending after an exception; `what` was interrupted."""
     agreed = agreed_among(error)
     # If all ranks of a channel raise the exception, no collective is pending, but messages may be.
-    for channel, messages in used:
+    for channel, messages in channels:
         if messages or channel.size > 1 and not agreed.issuperset(channel.members):
             channel.mark(f"{type(error).__name__} left {what} in which messages were under way.", messages)
 

@@ -37,7 +37,7 @@ class Layout(NamedTuple):
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
+def write_block(channel: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
     """Write the ranks' blocks, which begin at `starts`; if an OSError is raised, an older file is kept; collective."""
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
@@ -52,17 +52,17 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
         data.replace(path)
         sync_folder(path.parent)
 
-    root = used.rank == 0
+    root = channel.rank == 0
     try:
-        _together(used, path, make if root else None, call)  # not by MPI: MPICH's errors may have no text
-        data = Path(used.data.bcast(str(data_path(begun[0][0])) if root else None))
-        with _opened(used, data, MPI.MODE_WRONLY, call) as file:
+        _together(channel, path, make if root else None, call)  # not by MPI: MPICH's errors may have no text
+        data = Path(channel.data.bcast(str(data_path(begun[0][0])) if root else None))
+        with _opened(channel, data, MPI.MODE_WRONLY, call) as file:
             # The ranks agree after each step, since in the next one they would wait for a rank that has failed.
-            _together(used, path, lambda: file.Set_size(layout.end), call)
-            _together(used, path, (lambda: file.Write_at(0, head.getvalue())) if root else None, call)
-            _together(used, path, lambda: _transfer(file, layout, starts, block, file.Write), call)
-            _together(used, path, file.Sync, call)
-        _together(used, path, publish if root else None, call)
+            _together(channel, path, lambda: file.Set_size(layout.end), call)
+            _together(channel, path, (lambda: file.Write_at(0, head.getvalue())) if root else None, call)
+            _together(channel, path, lambda: _transfer(file, layout, starts, block, file.Write), call)
+            _together(channel, path, file.Sync, call)
+        _together(channel, path, publish if root else None, call)
     finally:
         _discard(begun)
 
@@ -91,28 +91,30 @@ def _layout_in(file: IO[bytes]) -> Layout:
     return layout
 
 
-def read_block(used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
+def read_block(
+    channel: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
+) -> np.ndarray:
     """Return this rank's block of a file; raise on all ranks; ``allocate(layout)``: its start and memory; collective."""
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
-        if attempt and used.rank == 0:
+        if attempt and channel.rank == 0:
             # Other jobs don't replace a private hard link. Without hard links, the ranks try the original name again.
             with contextlib.suppress(OSError):
                 begun.append(create_part(path))
                 os.link(path, data_path(begun[0][0]))
                 name = str(data_path(begun[0][0]))
         try:
-            block = _read_once(used, Path(used.data.bcast(name) or path), allocate, call)
+            block = _read_once(channel, Path(channel.data.bcast(name) or path), allocate, call)
         finally:
             _discard(begun)
         if block is not None:
             return block
     text = f"{call}: {path}: other jobs replace it while the ranks open it, or the ranks don't see the same file."
-    raise agreed(used, OSError(text))
+    raise agreed(channel, OSError(text))
 
 
 def _read_once(
-    used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
+    channel: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
 ) -> np.ndarray | None:
     """Return this rank's block, or None on all ranks if they have opened different files."""
     opened = list[tuple[IO[bytes], Layout, Shape, np.ndarray]]()
@@ -124,18 +126,18 @@ def _read_once(
             layout = _layout_in(held)
             opened.append((held, layout, *allocate(layout)))
 
-        _together(used, path, open_and_allocate, call, reads=True)
+        _together(channel, path, open_and_allocate, call, reads=True)
         held, layout, starts, block = opened[0]
-        file = stack.enter_context(_opened(used, path, MPI.MODE_RDONLY, call))
+        file = stack.enter_context(_opened(channel, path, MPI.MODE_RDONLY, call))
         # While a file is open, its inode number isn't reused; so equal numbers mean the same file.
         mine, now = os.fstat(held.fileno()), None
         with contextlib.suppress(OSError):
             now = path.stat()
         same = now is not None and (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino)
-        every = used.data.allgather((same, mine.st_ino, mine.st_mtime_ns, layout.end))
-        if every != [(True, *every[0][1:])] * used.size:
+        every = channel.data.allgather((same, mine.st_ino, mine.st_mtime_ns, layout.end))
+        if every != [(True, *every[0][1:])] * channel.size:
             return None
-        _together(used, path, lambda: _transfer(file, layout, starts, block, file.Read), call)
+        _together(channel, path, lambda: _transfer(file, layout, starts, block, file.Read), call)
         return block
 
 
@@ -155,12 +157,12 @@ def _transfer(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, 
 
 
 @contextlib.contextmanager
-def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.File]:
+def _opened(channel: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.File]:
     """Open a file on all ranks, and close it at the end; raise an OSError on all ranks if any rank can't open it."""
     opened: list[MPI.File] = []
     hints = MPI.Info.Create(_HINTS)
-    comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO requires mpi4py's communicator, not a wrapper
-    _together(used, path, lambda: opened.append(MPI.File.Open(comm, path, mode, hints)), call)
+    comm: Comm = getattr(channel.data, "bare", channel.data)  # MPI-IO requires mpi4py's communicator, not a wrapper
+    _together(channel, path, lambda: opened.append(MPI.File.Open(comm, path, mode, hints)), call)
     hints.Free()
     try:
         yield opened[0]
@@ -168,7 +170,7 @@ def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.Fil
         opened[0].Close()
 
 
-def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str, reads: bool = False) -> None:
+def _together(channel: Channel, path: Path, act: Callable[[], object] | None, call: str, reads: bool = False) -> None:
     """Call `act`, unless it is None; raise an error of any rank on all ranks."""
     error: BaseException | None = None
     try:
@@ -182,4 +184,4 @@ def _together(used: Channel, path: Path, act: Callable[[], object] | None, call:
         error = ValueError(f"{call}: {str(path)!r} can't be {'read' if reads else 'written'}: {failure}.")
     except FAILURES as failure:  # the other ranks must not wait for it
         error = failure
-    raise_together(used, error)
+    raise_together(channel, error)

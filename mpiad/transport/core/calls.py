@@ -16,7 +16,7 @@ from dis import opmap
 from functools import cache
 from time import perf_counter
 from types import CodeType, FrameType, TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -112,7 +112,17 @@ class Call:
         return entry if self.direction == "forward" else f"{self.direction} of {entry}"
 
 
-observers: list[Any] = []  # their methods ``began(call)`` and ``ended(call)`` are called before and after each call
+class Observer(Protocol):
+    """An object that is notified of calls."""
+
+    def began(self, call: Call) -> None:
+        """Handle the beginning of a call."""
+
+    def ended(self, call: Call) -> None:
+        """Handle the end of a call."""
+
+
+observers: list[Observer] = []
 _owners: set[Hashable] = set()
 _switches: list[Callable[[bool], None]] = []
 

@@ -93,7 +93,7 @@ def cancel(receive: Request) -> None:
 _GOLDEN_SECTION = 0.6180339887498949
 # By the order of creation. Unlike a WeakSet, it can be copied in one step while another thread adds a channel.
 _live: WeakValueDictionary[int, Channel] = WeakValueDictionary()
-_made: dict[tuple[int, ...], int] = {}  # by members: the number of channels created so far
+_counts: dict[tuple[int, ...], int] = {}  # by members: the number of channels created so far
 _numbers = count()
 
 _base: Comm = MPI.COMM_WORLD  # of the ranks that use the library; a private communicator after the start
@@ -455,7 +455,7 @@ def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
     """Return the members' ranks in the world, the communicator's number among those with the same members, and its name."""
     members = tuple(world_ranks(user))
     # The numbers agree, since collective calls have the same order on all members.
-    number = _made[members] = _made.get(members, 0) + 1
+    number = _counts[members] = _counts.get(members, 0) + 1
     if user == _base:
         return members, number, "world"
     listed = str(list(members)) if len(members) <= 8 else f"[{members[0]}, {members[1]}, ... {members[-1]}]"

@@ -102,13 +102,13 @@ def _require_mpi(call: str) -> None:
         raise CommunicatorError(f"{call}: MPI is not initialized. Call mpiad.mpi_init() on all ranks first.")
 
 
-def _refuse(found: Channel, call: str) -> NoReturn:
-    if found.alone:
-        raise CommunicatorError(f"{call}: {found.fault}, so this call would wait for them forever.")
-    if found.lost:
-        raise CommunicatorError(f"{call}: {found.fault} The other ranks can continue with comm.Shrink().")
+def _refuse(channel: Channel, call: str) -> NoReturn:
+    if channel.alone:
+        raise CommunicatorError(f"{call}: {channel.fault}, so this call would wait for them forever.")
+    if channel.lost:
+        raise CommunicatorError(f"{call}: {channel.fault} The other ranks can continue with comm.Shrink().")
     raise UnfinishedMessagesError(
-        f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
+        f"{call}: {channel.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
         "otherwise an old message could be received in place of a new one."
     )
 

@@ -51,12 +51,12 @@ class Backoff:
         return time.perf_counter() - self._start
 
 
-def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
-    """Wait until ``found()``, which probes for a message from `source`, returns true."""
+def wait_for_message(probe: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
+    """Wait until ``probe()``, which probes for a message from `source`, returns true."""
     if isinstance(comm, MPI.Comm):
-        pause_until(found)
+        pause_until(probe)
     else:
-        comm.until(found, source)  # deadlock reports show this wait
+        comm.until(probe, source)  # deadlock reports show this wait
 
 
 def wait_gently(request: Request) -> None:
@@ -102,17 +102,17 @@ def _is_over(request: Request) -> bool:
 
 
 class Mailbox:
-    """Sends and receives objects on a communicator without other messages; channel `used` holds the buffers."""
+    """Sends and receives objects on a communicator without other messages; the channel holds the buffers."""
 
-    def __init__(self, comm: Comm, used: Channel):
-        self.comm, self._used = comm, used
+    def __init__(self, comm: Comm, channel: Channel):
+        self.comm, self._channel = comm, channel
         self._status = MPI.Status()
         self._posted: list[tuple[list[Request], Rank]] = []
 
     def post(self, dest: Rank, kind: int, parcel: np.ndarray) -> None:
         """Send an object that `packed` has returned, without waiting."""
         self.settle()
-        self._posted.append((self._used.begin("parcel", parcel, self.comm.Isend, (parcel,), (dest,), (kind,)), dest))
+        self._posted.append((self._channel.begin("parcel", parcel, self.comm.Isend, (parcel,), (dest,), (kind,)), dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
         """Return a message that has arrived, or None."""
@@ -134,7 +134,7 @@ class Mailbox:
         held, self._posted = self._posted, []
         for requests, dest in held:
             if dest == dead or _is_over(requests[0]):
-                self._used.release(requests)
+                self._channel.release(requests)
             else:
                 self._posted.append((requests, dest))
 
@@ -150,7 +150,7 @@ class StateExchange:
         # `comm` has no other messages and isn't guarded. Without a second thread, a rank answers only in `answer`.
         self._comm, self._state, self._tick, self._name = comm, state, tick, name
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
+        self._sends: list[tuple[np.ndarray, list[Request]]] = []  # buffers and, once started, their requests
         self._asked = 0
         self._answers: dict[Rank, Any] = {}
         self._receiving, self._sending = threading.Lock(), threading.Lock()
@@ -193,11 +193,12 @@ class StateExchange:
         """Send a message without waiting."""
         buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with self._sending:
-            self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
+            self._sends = [(held, requests) for held, requests in self._sends if not (requests and requests[0].Test())]
             for rank in ranks:
-                self._sends.append(held := [buffer])
+                requests: list[Request] = []
+                self._sends.append((buffer, requests))
                 # `extend` with `map` can't be interrupted between the send and its registration.
-                held.extend(map(self._comm.Isend, (buffer,), (rank,), (kind,)))
+                requests.extend(map(self._comm.Isend, (buffer,), (rank,), (kind,)))
 
     def ask_all(self, seconds: float, ends: Callable[[], bool] = lambda: False) -> dict[Rank, Any]:
         """Return the states of the other ranks that answer within a time, and before ``ends()`` is true."""
@@ -215,7 +216,7 @@ class StateExchange:
         """Complete or drop all messages after `stop`; collective."""
         self._comm.Barrier()  # until then, the thread of another rank would take the last messages of `drain`
         drain(self._comm, _LAST)
-        for request in [request for held in self._sends for request in held[1:]]:
+        for request in [request for _, requests in self._sends for request in requests]:
             request.Wait()
 
 

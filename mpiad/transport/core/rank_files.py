@@ -25,31 +25,31 @@ class RankFiles:
     `description`: of the state that was read.
     """
 
-    def __init__(self, path: Path, used: Channel, problem: dict[str, object], call: str):
-        self._path, self._used, self._problem, self._call = path, used, problem, call
+    def __init__(self, path: Path, channel: Channel, problem: dict[str, object], call: str):
+        self._path, self._channel, self._problem, self._call = path, channel, problem, call
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures(call)
         self.description: dict[str, Any] = {}
 
     def _file(self, slot: int) -> Path:
         path = self._path
-        return path.with_name(f"{path.stem}.rank{self._used.rank}of{self._used.size}.{_SLOTS[slot]}{path.suffix}")
+        return path.with_name(f"{path.stem}.rank{self._channel.rank}of{self._channel.size}.{_SLOTS[slot]}{path.suffix}")
 
     def of_this_size(self, files: list[Path]) -> list[Path]:
         """Return the files that this number of ranks has written."""
-        return [file for file in files if f"of{self._used.size}." in file.name]
+        return [file for file in files if f"of{self._channel.size}." in file.name]
 
     def load(self, advice: str = "") -> dict[str, np.ndarray] | None:
         """Return this rank's arrays of the newest state that all ranks have, or None; raise a ValueError on all ranks.
 
         `advice`: for the error if another number of ranks has written the files; collective.
         """
-        with raising_together(self._used, (OSError, ValueError)):
+        with raising_together(self._channel, (OSError, ValueError)):
             slots = self._iterations_on_disk(advice)
         common = self._newest_common(slots)
         if common is None:
             return None
         self.iteration, self._slot = common, 1 - slots[common]
-        with raising_together(self._used, ValueError):
+        with raising_together(self._channel, ValueError):
             file = self._file(slots[common])
             self.description, arrays = read(file)
             if self.description["iteration"] != common:
@@ -66,8 +66,8 @@ class RankFiles:
         if others and not self.of_this_size(others):
             raise ValueError(
                 f"{self._call}: the checkpoint {others[0]} was written by another number of ranks than the "
-                f"{self._used.size} of this call, and the positions of their variables aren't known. Start the same number "
-                f"of ranks, pass another file, or delete it{advice}."
+                f"{self._channel.size} of this call, and the positions of their variables aren't known. Start the same "
+                f"number of ranks, pass another file, or delete it{advice}."
             )
         for slot in range(len(_SLOTS)):
             if self._file(slot).exists():
@@ -78,13 +78,13 @@ class RankFiles:
 
     def _newest_common(self, slots: dict[int, int]) -> int | None:
         """Return the newest iteration that all ranks have; raise on all ranks if only some ranks have two iterations."""
-        every = self._used.data.allgather(set(slots))
+        every = self._channel.data.allgather(set(slots))
         common = set.intersection(*every)
         if not common and any(len(iterations) > 1 for iterations in every):
             without = next(rank for rank, iterations in enumerate(every) if len(iterations) < 2)
             text = f"rank {without} has no file of the iterations that other ranks have written to the checkpoint"
             raise agreed(
-                self._used,
+                self._channel,
                 ValueError(f"{self._call}: {text} {self._path}. Restore its files, or delete those of all ranks."),
             )
         return max(common, default=None)
@@ -95,8 +95,8 @@ class RankFiles:
         try:
             write(self._file(self._slot), {**self._problem, **description, "iteration": iteration}, arrays)
         except OSError as error:
-            error_here = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
-        failures = [text for text in self._used.data.allgather(error_here) if text is not None]
+            error_here = f"rank {self._channel.rank}: {self._failures.reason(error, self._file(self._slot))}"
+        failures = [text for text in self._channel.data.allgather(error_here) if text is not None]
         self._failures.report(iteration, failures[0] if failures else None)
         # After a failure the next state is written to the same slot, since the other slot has the last complete state.
         if not failures:

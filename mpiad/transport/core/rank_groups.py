@@ -76,14 +76,14 @@ class RankGroups:
         return f"RankGroups({self.count}): rank {self.comm.rank} of {self.comm.size} in group {self.index}"
 
 
-def rank_groups(given: RankGroups | int, comm: Comm) -> RankGroups:
+def rank_groups(groups: RankGroups | int, comm: Comm) -> RankGroups:
     """Return the groups; for a number, construct them at the first call."""
-    if isinstance(given, RankGroups):
-        return given
+    if isinstance(groups, RankGroups):
+        return groups
     cached = _cached_groups.setdefault(channel(comm, _GROUPS_CALL), {})
-    if not isinstance(given, (int, np.integer)) or given not in cached:
-        cached[given] = RankGroups(given, comm)
-    return cached[given]
+    if not isinstance(groups, (int, np.integer)) or groups not in cached:
+        cached[groups] = RankGroups(groups, comm)
+    return cached[groups]
 
 
 def _problem_with(count: object, size: int) -> Exception | None:

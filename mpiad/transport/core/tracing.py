@@ -64,6 +64,15 @@ class ProgramRecorder(Protocol):
         ...
 
 
+class Context(Protocol):
+    """A context that must be ended after an exception; `around` is the enclosing one."""
+
+    around: Context | None
+
+    def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Restore the state from before the context."""
+
+
 class _ThreadState(threading.local):
     """The state of a thread."""
 
@@ -79,7 +88,7 @@ class _ThreadState(threading.local):
         # The innermost open tape, even if it isn't current, and the innermost other context that must be ended after an
         # exception; `around` is the enclosing one.
         self.tapes: Any = None
-        self.contexts: Any = None
+        self.contexts: Context | None = None
 
 
 tracing = _ThreadState()

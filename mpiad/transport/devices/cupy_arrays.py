@@ -94,7 +94,7 @@ class CupyArrays:
         with self.current():
             cupy.cuda.get_current_stream().synchronize()
 
-    def record(self) -> Any:
+    def record(self) -> object:
         """Return an event after everything queued on the current stream."""
         with self.current():
             event = cupy.cuda.Event(disable_timing=True)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -91,7 +91,7 @@ class ArrayModule(Protocol):
     def synchronize(self) -> None:
         """Wait until everything queued on the current stream is done."""
 
-    def record(self) -> Any:
+    def record(self) -> object:
         """Return an event after everything queued on the current stream, for `wait`."""
 
     def wait(self, event: object) -> None:

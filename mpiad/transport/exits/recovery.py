@@ -37,7 +37,7 @@ _UNTIL_REVOKED = 0.05  # seconds before a failed rank revokes, since the other r
 _UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank looks for revoked larger communicators
 _UNTIL_LOGGED = 1.0  # seconds after which a failed rank that waits logs its exception
 _log = logging.getLogger("mpiad")
-MakeError = Callable[[Failures], BaseException]
+MakeError = Callable[[Failures], BaseException] | None
 
 
 class _Current(threading.local):
@@ -47,7 +47,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def recoverable(call: str, comm: Comm = _BY_KEYWORD, make_error: MakeError | None = None) -> Callable[[F], F]:
+def recoverable(call: str, comm: Comm = _BY_KEYWORD, make_error: MakeError = None) -> Callable[[F], F]:
     """Return a decorator for composites, which without ULFM changes nothing; `comm`: by default the call's `comm`."""
     # All ranks raise ``make_error(failures)``. A composite with `make_error` recovers even inside another composite.
 
@@ -99,77 +99,77 @@ def interruptible(name: str, forward: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def finish_composite(used: Channel, call: str, make_error: MakeError | None = None) -> None:
+def finish_composite(channel: Channel, call: str, make_error: MakeError = None) -> None:
     """End a composite that has succeeded on this rank; if another rank failed, raise a RemoteError or the common error."""
-    group = None if used.size == 1 else _recovery_channel(used)
+    group = None if channel.size == 1 else _recovery_channel(channel)
     if group is None:
         return
-    if group is not used:
+    if group is not channel:
         _await_all(group, None, call)
-    _raise_common_error(used, group, _renew_duplicates(group, None), None, call, make_error)
+    _raise_common_error(channel, group, _renew_duplicates(group, None), None, call, make_error)
 
 
-def recover(used: Channel | None, error: BaseException, call: str, make_error: MakeError | None = None) -> None:
+def recover(channel: Channel | None, error: BaseException, call: str, make_error: MakeError = None) -> None:
     """Synchronize the ranks after an exception; return if this rank must raise its own exception."""
     # Otherwise raise a RemoteError, or the exception of `make_error`, since another rank failed or a process has died. All
-    # ranks of the channel call this function or `finish_composite`. `used`: None outside composites.
+    # ranks of the channel call this function or `finish_composite`. `channel`: None outside composites.
     interrupted = is_interruption(error)
     # If all ranks of the channel raise the exception together, none of them waits.
-    if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
+    if channel is not None and (channel.size == 1 or not interrupted and set(channel.members) <= agreed_among(error)):
         return
-    group = _agreement_channel(used, interrupted)
+    group = _agreement_channel(channel, interrupted)
     if group is None:
         return
     mine = None if interrupted else error
     _await_all(group, mine, call)
     failures = _renew_duplicates(group, None if mine is None else Failure.of(mine))
-    _raise_common_error(used, group, failures, error, call, make_error)
+    _raise_common_error(channel, group, failures, error, call, make_error)
 
 
 def _raise_common_error(
-    used: Channel | None, group: Channel, found: Failures, error: BaseException | None, call: str, make: MakeError | None
+    channel: Channel | None, group: Channel, failures: Failures, error: BaseException | None, call: str, make: MakeError
 ) -> None:
     if group.lost:
         lost = ", ".join(map(str, group.lost))
         raise RemoteError(f"{call}: the process of rank {lost} of {group.size} has died.", group.lost[0]) from error
     mine = error is not None and not is_interruption(error)
-    if make is not None and group is used and found:
-        raise make(found) from (error if mine else None)
-    if found and not mine:
-        raise error_of(found, call, RemoteError) from error
+    if make is not None and group is channel and failures:
+        raise make(failures) from (error if mine else None)
+    if failures and not mine:
+        raise error_of(failures, call, RemoteError) from error
 
 
-def _agreement_channel(used: Channel | None, interrupted: bool) -> Channel | None:
-    """Return the channel for the agreement: the largest revoked one that includes all ranks of `used`, else `used`."""
+def _agreement_channel(channel: Channel | None, interrupted: bool) -> Channel | None:
+    """Return the channel for the agreement: the largest revoked one with all ranks of `channel`, else `channel`."""
     patience = Backoff()
     while True:
-        revoked = [found for found in _channels_including(used) if _has_revoked_duplicate(found)]
+        revoked = [each for each in _channels_including(channel) if _has_revoked_duplicate(each)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
             # The ranks of the smaller channels choose the largest one, too.
-            return max(revoked, key=lambda found: found.size, default=used)
-        if revoked and max(found.size for found in revoked) == base().size:
-            return max(revoked, key=lambda found: found.size)
+            return max(revoked, key=lambda each: each.size, default=channel)
+        if revoked and max(each.size for each in revoked) == base().size:
+            return max(revoked, key=lambda each: each.size)
         patience.pause()
 
 
-def _channels_including(used: Channel | None) -> list[Channel]:
-    mine = set() if used is None else set(used.members)
-    return [found for found in live_channels() if mine <= set(found.members)]
+def _channels_including(channel: Channel | None) -> list[Channel]:
+    mine = set() if channel is None else set(channel.members)
+    return [each for each in live_channels() if mine <= set(each.members)]
 
 
-def _has_revoked_duplicate(found: Channel) -> bool:
-    return any(map(is_revoked, found.duplicates()))
+def _has_revoked_duplicate(channel: Channel) -> bool:
+    return any(map(is_revoked, channel.duplicates()))
 
 
-def _recovery_channel(used: Channel) -> Channel | None:
+def _recovery_channel(channel: Channel) -> Channel | None:
     """Agree with the ranks of the channel; return None if all succeeded, otherwise the channel on which to recover."""
     flag = np.ones(1, np.int32)
-    request, patience = used.data.Iagree(flag), Backoff()
+    request, patience = channel.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
-        if patience.seconds > _UNTIL_REVOKED and _larger_is_revoked(used):
-            return _agreement_channel(used, True)
+        if patience.seconds > _UNTIL_REVOKED and _larger_is_revoked(channel):
+            return _agreement_channel(channel, True)
         patience.pause()
-    return None if flag[0] else used
+    return None if flag[0] else channel
 
 
 def _await_all(group: Channel, mine: BaseException | None, call: str) -> None:

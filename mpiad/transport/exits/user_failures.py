@@ -261,8 +261,8 @@ class DeferredFailures:
 
     def __init__(self, comm: Comm, call: str, communicated: set[str] | None = None, apart: bool = False):
         self.error: BaseException | None = None  # the first exception
-        self._used, self._call = channel(comm, call), call
-        self._agreement_comm = self._used.separate() if apart else self._used.data
+        self._channel, self._call = channel(comm, call), call
+        self._agreement_comm = self._channel.separate() if apart else self._channel.data
         # The names of functions that have communicated; calls with the same functions share it.
         self._communicated = set() if communicated is None else communicated
         self._usual: dict[str, int] = {}  # the number of communications in a function's last call
@@ -271,13 +271,13 @@ class DeferredFailures:
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
         """Return ``fun(*args)``, or None after an exception; ``again()``: a valid argument for another call."""
-        fault, start = self._used.fault, next(communications)
+        fault, start = self._channel.fault, next(communications)
         try:
             out = fun(*args)
         except FAILURES as error:
             # A DeadlockError is raised on the waiting ranks, too.
-            alone = self._used.size == 1 or recovers() or isinstance(error, DeadlockError)
-            if alone or set(self._used.members) <= agreed_among(error):
+            alone = self._channel.size == 1 or recovers() or isinstance(error, DeadlockError)
+            if alone or set(self._channel.members) <= agreed_among(error):
                 raise
             spent, usual = next(communications) - start - 1, self._usual.get(name)
             self.note(error, LATE if usual is not None and spent >= usual else SOON)
@@ -285,10 +285,10 @@ class DeferredFailures:
                 with contextlib.suppress(*FAILURES):
                     fun(again())
             # The exception may have marked the channel as unusable, but the agreement needs it.
-            if fault is None and self._used.fault is not None:
+            if fault is None and self._channel.fault is not None:
                 # After the agreement only messages can be pending, not collectives.
-                self._fault = self._used.fault if self._used.has_messages else self._fault
-                self._used.fault = None
+                self._fault = self._channel.fault if self._channel.has_messages else self._fault
+                self._channel.fault = None
             return None
         self._usual[name] = spent = next(communications) - start - 1
         if spent:
@@ -320,7 +320,7 @@ class DeferredFailures:
 
     def raise_together(self) -> None:
         """Raise a failed rank's exception on all ranks; collective, and unnecessary after a sum without NaN."""
-        under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
+        under_way = self._fault is not None or (self._channel, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
         with self:
             self._agreement_comm.Allreduce(mine, every)
@@ -331,6 +331,6 @@ class DeferredFailures:
             return
         # On all ranks, since a rank that continued alone would wait for the others.
         if every[1]:
-            self._used.mark(self._fault or f"an exception left {self._call} in which messages were under way.")
+            self._channel.mark(self._fault or f"an exception left {self._call} in which messages were under way.")
         error, self.error = self.error, None
-        raise_first(self._used, error)
+        raise_first(self._channel, error)

@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -123,7 +123,7 @@ class DroppedResults:
 
 
 class Description(NamedTuple):
-    """One rank's call, as text: first the compared fields, then `given` and `place`, which are only shown."""
+    """One rank's call, as text: first the compared fields, then `details` and `place`, which are only shown."""
 
     operation: str
     communicator: str
@@ -133,7 +133,7 @@ class Description(NamedTuple):
     dtype: str | None
     line: str | None
     step: str
-    given: str
+    details: str
     place: str
 
     @property
@@ -145,7 +145,7 @@ class Description(NamedTuple):
         """Return the arguments as text; sums are named if other ranks use another reduction."""
         root = None if self.root is None else f"root={self.root}"
         op = f"op={self.reduction}" if self.reduction is not None and (sums or self.reduction != "SUM") else None
-        return ", ".join(filter(None, (root, op, self.given)))
+        return ", ".join(filter(None, (root, op, self.details)))
 
 
 _NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")  # of the compared fields
@@ -174,8 +174,8 @@ def describe(label: str, step: str, array: np.ndarray | None, op: Op | None, roo
     reduction = None if op is None else name_of(op) or "user-defined"
     shape, dtype = (None, None) if array is None else (array.shape, str(array.dtype))
     line = None if rooted or not watch_settings.present().compares_lines or site.line == 0 else site.text
-    given = shown_arguments(call, label)
-    return Description(name, label, root, reduction, shape, dtype, line, step, given, where(call, site))
+    details = shown_arguments(call, label)
+    return Description(name, label, root, reduction, shape, dtype, line, step, details, where(call, site))
 
 
 def shown_arguments(call: Call | None, label: str) -> str:
@@ -324,7 +324,7 @@ class Agreement:
             distance *= 2
         return least == greatest
 
-    def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
+    def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[tuple[Description, int]]:
         """Return each rank's description; all ranks call this after a disagreement."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)

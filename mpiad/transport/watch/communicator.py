@@ -178,7 +178,7 @@ def _collective(name: str, compared: Callable[..., tuple[Array, Op | None, int |
     return method
 
 
-def _given(send: Buffer, recv: Buffer) -> Buffer:
+def _contribution(send: Buffer, recv: Buffer) -> Buffer:
     return recv if send is MPI.IN_PLACE else send
 
 
@@ -208,7 +208,7 @@ class Guarded:
         self.number, self.reverse = number, reverse  # among channels with the same members; for messages of adjoints
         # The channel, which is marked as unusable when a wait is abandoned.
         self.owner: Callable[[], Channel | None] = weakref.ref(owner) if owner is not None else lambda: None
-        self.started = self._made = 0
+        self.started = self._duplicates = 0
 
     def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
         """Raise an error on all ranks if they are about to make different calls; `step`: the name of MPI's function."""
@@ -227,10 +227,10 @@ class Guarded:
             mine = (describe(*arguments), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
-    Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
-    Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (_given(send, recv), op, root))
-    Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
-    Exscan = _collective("Exscan", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
+    Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_contribution(send, recv), op, None))
+    Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (_contribution(send, recv), op, root))
+    Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (_contribution(send, recv), op, None))
+    Exscan = _collective("Exscan", lambda send, recv, op=MPI.SUM: (_contribution(send, recv), op, None))
     Reduce_scatter = _collective("Reduce_scatter", lambda send, recv, counts, op=MPI.SUM: (send, op, None))
     Bcast = _collective("Bcast", lambda array, root=0: (array, None, root))
     Allgather = _collective("Allgather", lambda send, recv: (send, None, None))
@@ -291,15 +291,15 @@ class Guarded:
         """Wait for a message and match it, so that no other receive takes it."""
         return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: MessageWait(self, False, source, tag))
 
-    def until(self, found: Callable[[], bool], source: int) -> None:
+    def until(self, probe: Callable[[], bool], source: int) -> None:
         """Wait for a message without a deadline; deadlock reports show this wait."""
-        poll(found, lambda: MessageWait(self, False, source, MPI.ANY_TAG), endless=True)
+        poll(probe, lambda: MessageWait(self, False, source, MPI.ANY_TAG), endless=True)
 
     def Dup(self) -> Guarded:
         """Return a guarded duplicate whose collectives aren't compared."""
         self._together("Dup")
-        self._made += 1
-        return Guarded(self.bare.Dup(), f"{self.label}, duplicate {self._made}", self.members)
+        self._duplicates += 1
+        return Guarded(self.bare.Dup(), f"{self.label}, duplicate {self._duplicates}", self.members)
 
     def Split(self, color: int, key: int) -> Guarded:
         """Return a guarded communicator with the ranks in another order."""

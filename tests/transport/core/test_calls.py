@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.extend import Communicating, custom_operator, defadjoint
+from mpiad.extend import CustomOperator, custom_operator, defadjoint
 from mpiad.primitives.catalogue import ALLREDUCE
 from mpiad.primitives.operation import Operation
 from mpiad.transport.core import calls
@@ -114,7 +114,10 @@ def test_nothing_is_swapped_while_nobody_asks() -> None:
         pytest.skip("calls are noted in this run")
 
     def functions() -> list[Any]:
-        return [ALLREDUCE.forward, *(getattr(kind, name) for kind in (Operation, Communicating) for name in ("vjp", "jvp"))]
+        return [
+            ALLREDUCE.forward,
+            *(getattr(kind, name) for kind in (Operation, CustomOperator) for name in ("vjp", "jvp")),
+        ]
 
     before, witness = functions(), Witness()
     assert before[0].__qualname__ == "_forward" and before[1].__qualname__ == "Operation.vjp"
