@@ -92,7 +92,7 @@ def _class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _made(cls: Any, parts: Iterable[Any]) -> Any:
+def _object_of(cls: Any, parts: Iterable[Any]) -> Any:
     """Return an object of a registered class with these fields."""
     if hasattr(cls, "_make"):
         return cls._make(parts)
@@ -137,7 +137,7 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
         return lambda new: make([part(new) for part in parts])
     if kind in FIELDS:
         parts = [_walk(getattr(tree, name), leaves) for name in FIELDS[kind]]
-        return lambda new: _made(kind, [part(new) for part in parts])
+        return lambda new: _object_of(kind, [part(new) for part in parts])
     leaves.append(tree)
     return next
 
@@ -259,24 +259,24 @@ def join(parts: Sequence[Array]) -> Array:
     return np.ravel(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=None)
 
 
-def split(whole: Array, shapes: Iterable[Shape]) -> list[Array]:
+def split(flat: Array, shapes: Iterable[Shape]) -> list[Array]:
     """Split a flat array into consecutive parts of these shapes: views, or numbers for the shape ()."""
     parts, stop = [], 0
     for shape in shapes:
         start, stop = stop, stop + math.prod(shape)
-        part = whole[start:stop] if shape else whole[start]
+        part = flat[start:stop] if shape else flat[start]
         parts.append(part.reshape(shape) if len(shape) > 1 else part)
     return parts
 
 
 def fetched(leaves: Sequence[Any]) -> list[Any]:
     """Copy the leaves that are on devices to the host, with one copy for each device and dtype."""
-    return _moved(leaves, [arrays_of(leaf) for leaf in leaves], lambda arrays, whole: arrays.to_host(whole))
+    return _moved(leaves, [arrays_of(leaf) for leaf in leaves], lambda arrays, flat: arrays.to_host(flat))
 
 
 def put(leaves: Sequence[Any], devices: Sequence[ArrayModule | None]) -> list[Any]:
     """Copy host arrays to the given devices, None for the host, with one copy for each device and dtype."""
-    return _moved(leaves, devices, lambda arrays, whole: arrays.to_device(whole))
+    return _moved(leaves, devices, lambda arrays, flat: arrays.to_device(flat))
 
 
 def _moved(
@@ -361,7 +361,7 @@ def rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: Ar
                 f"it holds {name} with the fields {names}, but {registered} is registered by this name. Define the class "
                 "as in the program that wrote the file, under mpiad.pytrees.register."
             )
-        return _made(cls, [rebuilt(part, arrays, namespace) for _, part in fields])
+        return _object_of(cls, [rebuilt(part, arrays, namespace) for _, part in fields])
     state: dict[str, Any] = rebuilt(rest[0], arrays)
     bits = getattr(np.random, state["bit_generator"])()
     bits.state = state

@@ -57,10 +57,10 @@ def argument(x: Array, dtype: DTypeLike = float) -> Array:
     return np.array(x, dtype, order="C")
 
 
-def aligned(count: int, dtype: np.dtype, made: Callable = np.zeros) -> Array:
-    """Return an array that shares no cache line with other data; `made`: `np.zeros` or `np.empty`."""
+def aligned(count: int, dtype: np.dtype, allocate: Callable = np.zeros) -> Array:
+    """Return an array that shares no cache line with other data; `allocate`: `np.zeros` or `np.empty`."""
     # NumPy aligns memory to 16 bytes. A 64-byte vector across two cache lines is up to 20 % slower.
-    bytes_ = made(count * dtype.itemsize + 2 * _LINE, np.uint8)
+    bytes_ = allocate(count * dtype.itemsize + 2 * _LINE, np.uint8)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(bytes_)) % _LINE  # four times as fast as `ctypes.data`
     return bytes_[first : first + count * dtype.itemsize].view(dtype)
 

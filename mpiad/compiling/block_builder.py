@@ -168,10 +168,10 @@ class BlockBuilder:
         """Append an instruction whose result is a number, or a vector."""
         return Value(kind, self.name(line), width)
 
-    def together(self, *given: Value, width: int = 0) -> list[Value]:
+    def together(self, *values: Value, width: int = 0) -> list[Value]:
         """Return values as vectors if any of them is one, or if a width is given; numbers are repeated."""
-        width = max([width, *[x.width for x in given]])
-        return [self._repeated(x, width) if width and not x.width else x for x in given]
+        width = max([width, *[x.width for x in values]])
+        return [self._repeated(x, width) if width and not x.width else x for x in values]
 
     def _repeated(self, x: Value, width: int) -> Value:
         if not x.text.startswith("%"):
@@ -261,18 +261,18 @@ class BlockBuilder:
 
 
 class Variables:
-    """The variables of a function, each with a stack slot, which LLVM turns into a register; `given`: its arguments."""
+    """The variables of a function, each with a stack slot, which LLVM turns into a register."""
 
     def __init__(
         self,
         build: BlockBuilder,
-        given: Variables | Mapping[str, Value | ArrayValue],
+        arguments: Variables | Mapping[str, Value | ArrayValue],
         kinds: dict[str, str],
         scope: str = "",
     ):
         # `kinds`: the widest kind of each variable, "ptr" for arrays. If it changes, the function is translated again.
-        # `given` is the function's variables in a loop over lanes, whose own variables are vectors and have a `scope`.
-        self._build, self._given, self.kinds, self._scope = build, given, kinds, scope
+        # In a loop over lanes, `arguments` are the function's variables; those of the loop are vectors and have a `scope`.
+        self._build, self._arguments, self.kinds, self._scope = build, arguments, kinds, scope
         # The parts of each variable with their memory: those of a number, or of an array's address and lengths.
         self._slots: dict[str, list[tuple[Value, str]]] = {}
         self._arrays: dict[str, ArrayValue] = {}  # as assigned first
@@ -281,7 +281,7 @@ class Variables:
     def get(self, name: str) -> Value | ArrayValue | None:
         """Return the value of a variable or an argument; None if the name is unknown."""
         if name not in self._slots:
-            return self._given.get(name)
+            return self._arguments.get(name)
         build, slots = self._build, self._slots[name]
         known, key = build.current.variables, slots[0][1]
         if key not in known:
@@ -305,7 +305,7 @@ class Variables:
             types, parts = [Value(kind, "", width)], [value]
         self.widened |= any(x not in (None, self.kinds.get(key)) for x, key in zip(before, (name, known)))
         if name not in self._slots:
-            self.widened |= not self._scope and self._given.get(name) is not None
+            self.widened |= not self._scope and self._arguments.get(name) is not None
             self._slots[name] = [(x, self._build.slot(x.type)) for x in types]
             self._build.unread.update(slot for _, slot in self._slots[name])
         build, slots, stored = self._build, self._slots[name], list[Value]()

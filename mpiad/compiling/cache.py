@@ -111,11 +111,11 @@ def _function(address: int, signature: str, engine: object) -> Callable[..., Non
         kinds += [_SCALARS[dtype.name]] if ndim is None else [ctypes.c_void_p, *[ctypes.c_int64] * ndim]
     function, addressof, char = ctypes.CFUNCTYPE(None, *kinds)(address), ctypes.addressof, ctypes.c_char
 
-    def called(*given: Any) -> None:
-        if len(given) != len(arguments):
-            raise TypeError(f"a kernel takes {len(arguments)} arguments, but got {len(given)}.")
+    def called(*values: Any) -> None:
+        if len(values) != len(arguments):
+            raise TypeError(f"a kernel takes {len(arguments)} arguments, but got {len(values)}.")
         passed: list[Any] = []
-        for place, ((dtype, ndim), value) in enumerate(zip(arguments, given)):
+        for place, ((dtype, ndim), value) in enumerate(zip(arguments, values)):
             if ndim is None:
                 passed.append(value)
             elif type(value) is np.ndarray and value.ndim == ndim and value.dtype == dtype and value.flags.carray:
@@ -151,7 +151,7 @@ _MAX_ENTRIES, _MAX_AGE = 1024, 86_400.0
 
 def find(path: Path) -> bytes | None:
     """Return the content of a kernel's file; None if the file is missing or can't be trusted."""
-    with contextlib.suppress(OSError), open(path, "rb", opener=_own_file) as file:
+    with contextlib.suppress(OSError), open(path, "rb", opener=_private_file) as file:
         checksum, _, content = file.read().partition(b"\n")
         if checksum == _checksum(content):
             os.utime(path)
@@ -196,7 +196,7 @@ def _last_use(file: os.DirEntry[str]) -> float:
         return math.inf
 
 
-def _own_file(path: str, flags: int) -> int:
+def _private_file(path: str, flags: int) -> int:
     """Open a regular file; raise a PermissionError if other users can write to it."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
     # The status is that of the open file, since the path may already refer to another file.

@@ -26,22 +26,22 @@ _MAX_VALUES = 256
 _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
-def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
+def fingerprint_of(f: Function, *values: Any) -> Fingerprint | None:
     """Return the fingerprint of a function and of further values; None if the fingerprint can't be determined."""
     reader = _ValueReader()
     try:
-        for value in (f, *given):
+        for value in (f, *values):
             reader.read(value)
     except Unknown:
         return None
-    return tuple(reader.found)
+    return tuple(reader.entries)
 
 
 def text_of(f: Function) -> str:
     """Return a text, equal on all processes, of a function's code and the values that it reads (types of unknown ones)."""
     reader = _PortableReader()
     reader.read(f)
-    return repr(_portable(tuple(reader.found)))
+    return repr(_portable(tuple(reader.entries)))
 
 
 def _portable(value: object) -> object:
@@ -74,13 +74,13 @@ class _ValueReader(FunctionReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Any] = []
-        self._places: dict[int, int] = {}  # by `id`, the indices of functions in `found`
+        self.entries: list[Any] = []
+        self._places: dict[int, int] = {}  # by `id`, the indices of functions in `entries`
 
     def is_known(self, value: object) -> bool:
-        if len(self.found) > _MAX_VALUES:
+        if len(self.entries) > _MAX_VALUES:
             raise Unknown
-        place = len(self.found)
+        place = len(self.entries)
         # Only functions are recorded once, so that another object read twice has the fingerprint of two equal objects.
         if not isinstance(value, FunctionType):
             return False
@@ -89,7 +89,7 @@ class _ValueReader(FunctionReader):
         is_constant = type(self) is _ValueReader and value.__module__ == "autograd.tracer" and is_of_a_package(value)
         if first == place and not is_constant:
             return False
-        self.found.append(value if is_constant else ("again", first))
+        self.entries.append(value if is_constant else ("again", first))
         return True
 
     def read_held(self, value: object) -> None:
@@ -100,36 +100,36 @@ class _ValueReader(FunctionReader):
         if kind is np.void or isinstance(value, type) and issubclass(value, BaseException) and not self.is_constant(value):
             raise Unknown
         if isinstance(value, np.generic):
-            self.found.append((kind, value.tobytes()))
+            self.entries.append((kind, value.tobytes()))
         elif kind in (str, bytes, CodeType) or hasattr(value, "__name__"):
-            self.found.append(value)
+            self.entries.append(value)
         elif kind.__module__ == "builtins" or isinstance(value, np.dtype):
             # The type and the text distinguish values that compare equal: 1, 1.0 and True, or 0.0 and -0.0.
-            self.found.append((kind, value.hex() if isinstance(value, float) else repr(value)))
+            self.entries.append((kind, value.hex() if isinstance(value, float) else repr(value)))
         else:
             raise Unknown  # a number of a user's type
 
     def array(self, value: np.ndarray) -> None:
         if type(value) is not np.ndarray or value.size > self.most_entries or value.dtype.kind not in "biufc":
             raise Unknown
-        self.found.append((value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()))
+        self.entries.append((value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()))
 
     def container(self, value: Any, parts: list[Any]) -> None:
         if type(value) not in (list, tuple, dict, partial) and not hasattr(value, "_fields"):
             raise Unknown
-        self.found.append((type(value), len(parts)))
+        self.entries.append((type(value), len(parts)))
 
     def function(self, value: FunctionType) -> None:
-        self.found.append(value.__code__)
+        self.entries.append(value.__code__)
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
-        self.found.append(name)
+        self.entries.append(name)
 
     def library_object(self, value: Any) -> None:
         slots = [kind.__dict__.get("__slots__") for kind in type(value).__mro__[:-1]]
         if not hasattr(value, "__dict__") and None in slots:
             raise Unknown  # an object of a class written in C
-        self.found.append(type(value))
+        self.entries.append(type(value))
         self.read_state(value)
         for name in (name for names in slots for name in names or ()):  # such as `sparse` of np.mgrid
             self.read(getattr(value, name, None))
@@ -144,4 +144,4 @@ class _PortableReader(_ValueReader):
         try:
             super().read(value)
         except Unknown:
-            self.found.append(type(value).__name__)
+            self.entries.append(type(value).__name__)

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.program import OPERATIONS, Builder, Program, copy_program
 from mpiad.compiling.rerolling import Stored, rerolled
-from mpiad.compiling.symbols import Symbol, choose, whole_power
+from mpiad.compiling.symbols import Symbol, choose, integer_power
 
 # Lowering: the replacement of operations without a machine instruction by other operations.
 #
@@ -54,7 +54,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
     exponent = x.builder.value(y.number)
     if exponent is None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
         return None
-    result = whole_power(x, int(abs(exponent)), mul)
+    result = integer_power(x, int(abs(exponent)), mul)
     if exponent % 1:
         root = x.sqrt()
         result = root if result is None else result * root

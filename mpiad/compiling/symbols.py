@@ -62,7 +62,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
     value = x.builder.value
     exponent = value(y.real.number) if _is_zero(y.imag) else None
     if exponent is not None and exponent % 1 == 0 and abs(exponent) <= _LARGEST_EXPONENT:
-        result = whole_power(x, int(abs(exponent)), _multiply)
+        result = integer_power(x, int(abs(exponent)), _multiply)
         result = x.symbol_of(1 + 0j) if result is None else result
         return result if exponent >= 0 else 1.0 / result
     # The logarithm of 0 is infinite. As in NumPy, powers of 0 are 0 if Re y > 0, 1 if y = 0, and otherwise NaN.
@@ -74,7 +74,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
     return is_zero.chosen(at_zero[0], result.real).plus_i(is_zero.chosen(at_zero[1], result.imag))
 
 
-def whole_power(x: Symbol, n: int, times: Callable[[Symbol, Symbol], Symbol]) -> Symbol | None:
+def integer_power(x: Symbol, n: int, times: Callable[[Symbol, Symbol], Symbol]) -> Symbol | None:
     """Return x to the power of n by repeated squaring (for n = 6, x² · (x²)²); None for n = 0."""
     result = None
     while n:

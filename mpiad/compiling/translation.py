@@ -59,29 +59,29 @@ _CONVERSIONS = {
 }  # fmt: skip
 
 
-def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value:
+def called_function(build: BlockBuilder, name: str, arguments: list[Value]) -> Value:
     """Return the value of a function of numbers; raise a KeyError if the name is unknown."""
     if name in _CONVERSIONS:
-        return build.converted(given[0], _CONVERSIONS[name])
+        return build.converted(arguments[0], _CONVERSIONS[name])
     if name in _FUNCTIONS:
-        return _FUNCTIONS[name](build, *given)
+        return _FUNCTIONS[name](build, *arguments)
     module, _, function = name.partition(".")
     if module not in ("math", "np") or function not in _INTRINSIC | _LIBRARY:
         raise KeyError(name)
-    kind = _float_kind(given)
-    operands = [build.converted(x, kind) for x in given]
+    kind = _float_kind(arguments)
+    operands = [build.converted(x, kind) for x in arguments]
     if function in _INTRINSIC:
         return build.call(f"llvm.{function}.{'f32' if kind == SINGLE else 'f64'}", kind, *operands)
     return build.call(function + ("f" if kind == SINGLE else ""), kind, *operands)
 
 
-def _float_kind(given: Sequence[Value]) -> str:
-    return SINGLE if all(x.kind == SINGLE for x in given) else DOUBLE
+def _float_kind(operands: Sequence[Value]) -> str:
+    return SINGLE if all(x.kind == SINGLE for x in operands) else DOUBLE
 
 
-def _promoted(build: BlockBuilder, *given: Value) -> list[Value]:
-    kind = reduce(common_kind, (x.kind for x in given))
-    return build.together(*(build.converted(x, kind) for x in given))
+def _promoted(build: BlockBuilder, *operands: Value) -> list[Value]:
+    kind = reduce(common_kind, (x.kind for x in operands))
+    return build.together(*(build.converted(x, kind) for x in operands))
 
 
 def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
@@ -96,9 +96,9 @@ def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
 
 
 def _extreme(sign: str) -> Callable[..., Value]:
-    def extreme(build: BlockBuilder, *given: Value) -> Value:
+    def extreme(build: BlockBuilder, *operands: Value) -> Value:
         # As in Python, the first of several equal values is returned.
-        first, *others = _promoted(build, *given)
+        first, *others = _promoted(build, *operands)
         for x in others:
             first = build.selected(compare(build, sign, x, first), x, first)
         return first
@@ -206,7 +206,7 @@ class _Module:
         self.is_long = cache(self._is_long)
         self.declared: dict[str, str] = {}
         self.tables: dict[str, str] = {}  # the names of constant arrays, by type and entries
-        self._made: dict[tuple, tuple[str, list[Value]]] = {}
+        self._translations: dict[tuple, tuple[str, list[Value]]] = {}
         self._texts: list[str] = []
 
     def kernel(self, name: str, arguments: Sequence[Argument]) -> str:
@@ -230,13 +230,13 @@ class _Module:
         tables = [f"{table} = internal constant {text}" for text, table in self.tables.items()]
         return "\n\n".join([*tables, *self._texts, made, *self.declared.values(), *link])
 
-    def call(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None) -> tuple[str, list[Value]]:
+    def call(self, name: str, arguments: Sequence[Value | ArrayValue], lane: int | None) -> tuple[str, list[Value]]:
         """Return the symbol of a function for these types of arguments, and its results; `lane`: the index of the lane."""
-        types = tuple(f"{x.dtype} {len(x.shape)} {x.width}" if isinstance(x, ArrayValue) else x.type for x in given)
+        types = tuple(f"{x.dtype} {len(x.shape)} {x.width}" if isinstance(x, ArrayValue) else x.type for x in arguments)
         known = name, types, lane
-        if known not in self._made:
-            node, symbol = self.defined[name], f"{name}.{len(self._made)}"
-            names = _named(node, given)
+        if known not in self._translations:
+            node, symbol = self.defined[name], f"{name}.{len(self._translations)}"
+            names = _named(node, arguments)
             function = self._translated(node, names, None if lane is None else node.args.args[lane].arg)
             self._texts.append(f"%{symbol} = type {{{', '.join(x.type for x in function.results)}}}")
             result, first, attribute = f"%{symbol}", [], "alwaysinline"
@@ -245,8 +245,8 @@ class _Module:
                 result, first, attribute = "void", ["ptr noalias %results"], f"noinline {wide}"
             head = f"define internal {result} @{symbol}({', '.join([*first, *map(_parameter, names.values())])})"
             self._texts.append(f"{head} {attribute} nounwind {{\n{function.text(symbol)}\n}}")
-            self._made[known] = symbol, function.results
-        return self._made[known]
+            self._translations[known] = symbol, function.results
+        return self._translations[known]
 
     def _is_long(self, name: str) -> bool:
         """Return whether a function isn't inlined: it is long, has an array on the stack, or calls a long function."""
@@ -259,11 +259,11 @@ class _Module:
         return len(body) > _MOST_INLINED or any(f == "on_stack" or (f in self.defined and self.is_long(f)) for f in called)
 
     def _translated(
-        self, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], lane: str | None = None
+        self, node: ast.FunctionDef, arguments: Mapping[str, Value | ArrayValue], lane: str | None = None
     ) -> _Function:
-        function = _Function(self, node, given, {}, lane)
+        function = _Function(self, node, arguments, {}, lane)
         while not function.is_final:
-            function = _Function(self, node, given, dict(function.kinds), lane)
+            function = _Function(self, node, arguments, dict(function.kinds), lane)
         return function
 
 
@@ -294,7 +294,7 @@ class _Function:
         self,
         module: _Module,
         node: ast.FunctionDef,
-        given: Mapping[str, Value | ArrayValue],
+        arguments: Mapping[str, Value | ArrayValue],
         kinds: dict[str, str],
         lane: str | None = None,
     ):
@@ -305,12 +305,12 @@ class _Function:
         # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
         # time, without a gain.
         self._build = BlockBuilder(module.fast, module.declared, hides_rows=module.linked)
-        self._variables = Variables(self._build, given, kinds)
-        self._vector = max((x.width for x in given.values()), default=0)
+        self._variables = Variables(self._build, arguments, kinds)
+        self._vector = max((x.width for x in arguments.values()), default=0)
         self.passed: set[str] = set()  # the variables passed to functions of the text
         self._ends_of_loops: list[Block] = []  # the targets of `break`
-        for name in sorted(kinds.keys() & given.keys()):  # the arguments that the function assigns to
-            self._variables.write(name, given[name])
+        for name in sorted(kinds.keys() & arguments.keys()):  # the arguments that the function assigns to
+            self._variables.write(name, arguments[name])
         self._variables.widened, self._is_long = False, module.is_long(node.name)
         self._statements(node.body)
         self._build.leave("void")
@@ -589,10 +589,10 @@ class _Function:
         lanes = (i for i, a in enumerate(node.args) if isinstance(a, ast.Name) and a.id == self._lane)
         return self._results(node.func.id, [self._any(a) for a in node.args], next(lanes, None))  # type: ignore[attr-defined]
 
-    def _results(self, name: str, given: Sequence[Value | ArrayValue], lane: int | None = None) -> list[Value]:
+    def _results(self, name: str, arguments: Sequence[Value | ArrayValue], lane: int | None = None) -> list[Value]:
         """Return the results of a function of the text."""
-        build, (symbol, results) = self._build, self._module.call(name, given, lane)
-        passed = [_parameter(x, "ptr") for x in given]
+        build, (symbol, results) = self._build, self._module.call(name, arguments, lane)
+        passed = [_parameter(x, "ptr") for x in arguments]
         if not self._module.is_long(name):
             made = build.name(f"call %{symbol} @{symbol}({', '.join(passed)})")
             return [build.value(x.kind, f"extractvalue %{symbol} {made}, {i}", x.width) for i, x in enumerate(results)]

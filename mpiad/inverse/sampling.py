@@ -14,6 +14,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from mpiad.optional_packages import optional_package
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.tasks import RankGroups, sum_over
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.rank_files import RankFiles
 from mpiad.transport.core.rank_groups import rank_groups
@@ -292,8 +293,18 @@ def sample(
             raise TypeError(f"{_CALL}: prior must be an mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
         whole = channel(prior.domain.comm if division is None else division.whole, _CALL)  # type: ignore[union-attr]
         with raising_together(whole, Exception):
-            settings = _checked(
-                method, n_samples, seed, warmup, step_size, objective, chains, fields, thin, checkpoint, progress
+            settings = _settings(
+                method=method,
+                n_samples=n_samples,
+                seed=seed,
+                warmup=warmup,
+                step_size=step_size,
+                objective=objective,
+                chains=chains,
+                fields=fields,
+                thin=thin,
+                checkpoint=checkpoint,
+                progress=progress,
             )
             if division is None:
                 problem = _problem(settings.method, start, misfit, prior, posterior, quantities)
@@ -318,29 +329,43 @@ def sample(
         return _result(settings, found)
 
 
-def _checked(*arguments: Any) -> _Settings:
+def _settings(
+    *,
+    method: str,
+    n_samples: int,
+    seed: int,
+    warmup: int | None,
+    step_size: float | Sequence[float] | None,
+    objective: str,
+    chains: int | None,
+    fields: str | os.PathLike[str] | None,
+    thin: int,
+    checkpoint: str | os.PathLike[str] | CheckpointFile | None,
+    progress: bool,
+) -> _Settings:
     """Return the settings; raise a TypeError or ValueError if one of them is invalid."""
-    given = _Settings(*arguments)
-    check_objective(given.objective, _CALL)
-    if given.method not in _METHODS:
-        raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {given.method!r:.60}.")
-    for name, least in {"n_samples": 1, "seed": 0, "warmup": 0, "thin": 1, "chains": 1}.items():
-        number = getattr(given, name)
-        if number is None and name in ("warmup", "chains"):
-            continue
-        if not (isinstance(number, (int, np.integer)) and least <= number < 2**64):
-            raise ValueError(f"{_CALL}: {name} must be an integer of at least {least}, but got {number!r:.60}.")
-        given = given._replace(**{name: int(number)})
-    sizes, warmup = given.step_size, given.n_samples // 4 if given.warmup is None else given.warmup
-    if sizes is not None:
-        stages, sizes = len(_METHODS[given.method].rates), tuple(np.ravel(np.asarray(sizes, dtype=float)).tolist())
-        if len(sizes) != stages or not all(0.0 < size <= 1.0 for size in sizes):
-            got = f"method {given.method!r}, but got {given.step_size!r:.60}"
-            raise ValueError(f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for {got}.")
-    folder = None if given.fields is None else Path(given.fields).absolute()
+    check_objective(objective, _CALL)
+    if method not in _METHODS:
+        raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r:.60}.")
+    n_samples, seed = _integer("n_samples", n_samples, 1), _integer("seed", seed, 0)
+    warmup = n_samples // 4 if warmup is None else _integer("warmup", warmup, 0)
+    thin, chains = _integer("thin", thin, 1), None if chains is None else _integer("chains", chains, 1)
+    sizes = None if step_size is None else tuple(np.ravel(np.asarray(step_size, dtype=float)).tolist())
+    stages = len(_METHODS[method].rates)
+    if sizes is not None and (len(sizes) != stages or not all(0.0 < size <= 1.0 for size in sizes)):
+        got = f"method {method!r}, but got {step_size!r:.60}"
+        raise ValueError(f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for {got}.")
+    folder = None if fields is None else Path(fields).absolute()
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"{_CALL}: the folder fields={str(given.fields)!r:.200} doesn't exist. Create it.")
-    return given._replace(warmup=warmup, step_size=sizes, fields=folder, checkpoint=as_checkpoint(given.checkpoint, _CALL))
+        raise ValueError(f"{_CALL}: the folder fields={str(fields)!r:.200} doesn't exist. Create it.")
+    file = as_checkpoint(checkpoint, _CALL)
+    return _Settings(method, n_samples, seed, warmup, sizes, objective, chains, folder, thin, file, progress)
+
+
+def _integer(name: str, number: object, least: int) -> int:
+    if not (isinstance(number, (int, np.integer)) and least <= number < 2**64):
+        raise ValueError(f"{_CALL}: {name} must be an integer of at least {least}, but got {number!r:.60}.")
+    return int(number)
 
 
 def _problem(
@@ -411,6 +436,16 @@ class _Chain:
     checksum: int = 0
     ended_by: int = 0  # the signal that has ended it early, or 0
 
+    def row(self, quantities: dict[str, Function]) -> np.ndarray:
+        """Return the misfit and the quantities of the state."""
+        values = {name: np.array(fun(self.state.field.copy()), dtype=float) for name, fun in quantities.items()}
+        shapes = {name: value.shape for name, value in values.items()}
+        if self.rows and shapes != self.shapes:
+            before, now = (list(each.values()) for each in (self.shapes, shapes))
+            raise ValueError(f"{_CALL}: quantities had the shapes {before} before, but now have {now}.")
+        self.shapes = shapes
+        return np.concatenate([[self.state.misfit], *map(np.ravel, values.values())])
+
     def add(self, row: np.ndarray) -> None:
         """Record the state as the next sample."""
         self.rows.append(row)
@@ -448,51 +483,53 @@ class _Chain:
         self.rows = list(np.frombuffer(data).reshape(self.written, width))
 
 
+def _begin(problem: _Problem, settings: _Settings, number: int, solve: Solve, channel: Channel) -> tuple[Target, _Chain]:
+    """Return the target and a chain at its start; collective."""
+    reference, method = problem.reference, _METHODS[settings.method]
+    start = "None" if problem.start is None else "an array"
+    require_same(channel, f"start={start}, quantities={list(problem.quantities)}", _CALL)
+    field = reference.mean if problem.start is None else problem.start
+    if problem.start is None and settings.chains is not None:
+        field = field + reference.narrowed(Draw(reference.prior, settings.seed, number, 0).deviation())
+    program = Program(problem.misfit, None, None, (), settings.objective, 0)
+    evaluation = MisfitEvaluation(program, local_packing(field), solve.agreement, channel)
+    target = Target(evaluation, reference, method.slope)
+    state = target.at(field, method.slope is not None)
+    if not math.isfinite(state.psi):
+        text = f"the misfit is {state.misfit:.3g}, or its gradient isn't finite, at the start of chain {number}"
+        raise agreed(channel, ValueError(f"{_CALL}: {text}. Pass another start."))
+    sizes = np.array(settings.step_size or [_FIRST_SIZE] * len(method.rates))
+    tries, accepted, solves = (np.zeros(count, int) for count in (len(sizes), len(sizes), 3))
+    return target, _Chain(state, sizes, tries, accepted, solves, np.zeros(field.shape), np.zeros(field.shape))
+
+
+def _resume(chain: _Chain, files: RankFiles, rows: Path, total: int, checkpoint: CheckpointFile, channel: Channel) -> int:
+    """Continue a chain with its checkpoint, if there is one; return the number of steps made; collective."""
+    arrays, steps = files.load(), max(files.iteration, 0)
+    if steps > total:
+        text = f"has {steps} steps, but this call has {total}. Pass a larger n_samples or another file"
+        raise agreed(channel, ValueError(f"{_CALL}: the checkpoint {checkpoint.path} {text}."))
+    if arrays is not None:
+        with raising_together(channel, (OSError, ValueError)):
+            chain.restore(arrays, rows)
+    return steps
+
+
 def _run(problem: _Problem, settings: _Settings, number: int, shown: bool) -> _Chain:
     """Run a chain; collective."""
-    reference, method, total = problem.reference, _METHODS[settings.method], settings.warmup + settings.n_samples
-    prior, files, begin, refreshed = reference.prior, None, 0, 0.0
+    prior, method, total = problem.reference.prior, _METHODS[settings.method], settings.warmup + settings.n_samples
     used, bar = channel(prior.domain.comm, _CALL), progress_bar("steps", total) if shown else None
-    solve, checkpoint = Solve(used, _CALL), settings.checkpoint
+    solve, checkpoint, files, first, refreshed = Solve(used, _CALL), settings.checkpoint, None, 0, 0.0
     with solve.ending(checkpoint, bar):
-        given = "None" if problem.start is None else "an array"
-        require_same(used, f"start={given}, quantities={list(problem.quantities)}", _CALL)
-        field = reference.mean if problem.start is None else problem.start
-        if problem.start is None and settings.chains is not None:
-            field = field + reference.narrowed(Draw(prior, settings.seed, number, 0).deviation())
-        program = Program(problem.misfit, None, None, (), settings.objective, 0)
-        evaluation = MisfitEvaluation(program, local_packing(field), solve.agreement, used)
-        target = Target(evaluation, reference, method.slope)
-        state = target.at(field, method.slope is not None)
-        if not math.isfinite(state.psi):
-            text = f"the misfit is {state.misfit:.3g}, or its gradient isn't finite, at the start of chain {number}"
-            raise agreed(used, ValueError(f"{_CALL}: {text}. Pass another start."))
-        sizes = np.array(settings.step_size or [_FIRST_SIZE] * len(method.rates))
-        tries, accepted, solves = (np.zeros(count, int) for count in (len(sizes), len(sizes), 3))
-        chain = _Chain(state, sizes, tries, accepted, solves, np.zeros(field.shape), np.zeros(field.shape))
+        target, chain = _begin(problem, settings, number, solve, used)
         if checkpoint is not None:
             path = checkpoint.file.with_name(f"{checkpoint.file.stem}.chain{number}{checkpoint.file.suffix}")
             rows = path.with_name(f"{path.name}.rank{used.rank}of{used.size}.rows")
-            files = RankFiles(path, used, _identity(problem, settings, number, state), _CALL)
-            kept, begin = files.load(), max(files.iteration, 0)
-            if begin > total:
-                text = f"has {begin} steps, but this call has {total}. Pass a larger n_samples or another file"
-                raise agreed(used, ValueError(f"{_CALL}: the checkpoint {checkpoint.path} {text}."))
-            if kept is not None:
-                with raising_together(used, (OSError, ValueError)):
-                    chain.restore(kept, rows)
-
-        def row() -> np.ndarray:
-            found = {name: np.array(fun(chain.state.field.copy()), dtype=float) for name, fun in problem.quantities.items()}
-            shapes = {name: value.shape for name, value in found.items()}
-            if chain.rows and shapes != chain.shapes:
-                before, now = (list(each.values()) for each in (chain.shapes, shapes))
-                raise ValueError(f"{_CALL}: quantities had the shapes {before} before, but now have {now}.")
-            chain.shapes = shapes
-            return np.concatenate([[chain.state.misfit], *map(np.ravel, found.values())])
-
+            files = RankFiles(path, used, _identity(problem, settings, number, chain.state), _CALL)
+            first = _resume(chain, files, rows, total, checkpoint, used)
+        row = partial(chain.row, problem.quantities)
         began = time.perf_counter() - chain.seconds
-        for step in range(begin + 1, total + 1):
+        for step in range(first + 1, total + 1):
             target.solves[:], before = 0, chain.state.field
             draw, count = Draw(prior, settings.seed, number, step), step - settings.warmup
             chain.state, chances, accepted = method.step(target, chain.state, chain.sizes, draw)
@@ -551,9 +588,9 @@ def _show(bar: Any, number: int, step: int, chain: _Chain) -> None:
     bar.update(step - bar.n)
 
 
-def _result(settings: _Settings, found: dict[int, _Chain]) -> Samples:
+def _result(settings: _Settings, by_number: dict[int, _Chain]) -> Samples:
     """Return the result, and warn of stages that accept nothing and of evaluations that failed."""
-    chains, single = [found[number] for number in sorted(found)], settings.chains is None
+    chains, single = [by_number[number] for number in sorted(by_number)], settings.chains is None
 
     def per_chain(values: Sequence[Any]) -> Any:
         return values[0] if single else np.stack(values)

@@ -202,11 +202,11 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
     return [*lengths, *(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), 1][0]
 
 
-def valid_count(given: Any, call: str) -> int:
+def valid_count(number: Any, call: str) -> int:
     """Return a number of samples as an integer; raise a ValueError if it is negative or has a fraction."""
-    count = int(given)
-    if count < 0 or count != given:
-        raise ValueError(f"{call}: the number of samples must be an integer from 0, but got {given!r:.60}.")
+    count = int(number)
+    if count < 0 or count != number:
+        raise ValueError(f"{call}: the number of samples must be an integer from 0, but got {number!r:.60}.")
     return count
 
 
@@ -223,18 +223,18 @@ def _first_leaf(batch: Tree) -> object:
 
 
 def require_equal_replicas(
-    used: Channel, call: str, compared: dict[str, Tree], own: Callable[[str], bool] | None = None
+    channel: Channel, call: str, compared: dict[str, Tree], is_own: Callable[[str], bool] | None = None
 ) -> None:
-    """Raise on all ranks if `compared` differs between ranks, except in leaves that are untrained or `own`."""
-    # In debug mode orders of samples are also compared, if the last container of every rank has as many ranks as `used`.
-    if watch_settings.debug() and not on_any_rank(used.data, last_container.size != used.size):
+    """Raise on all ranks if `compared` differs between ranks, except in leaves that are untrained or `is_own`."""
+    # In debug mode orders of samples are also compared, if the last container of every rank has as many ranks as `channel`.
+    if watch_settings.debug() and not on_any_rank(channel.data, last_container.size != channel.size):
         compared = {**compared, "data": last_container.order}
     leaves = [
         (path, leaf)
         for name, part in compared.items()
         for path, leaf in named_leaves(part, name)
         if (is_variable(leaf) or name not in ("params", "state"))
-        and not (own is not None and name == "params" and own(path))
+        and not (is_own is not None and name == "params" and is_own(path))
     ]
     advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
-    require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)
+    require_replicated(channel, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)

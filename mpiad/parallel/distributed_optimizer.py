@@ -234,21 +234,26 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
 
 
 @contextmanager
-def _raising_in_totals(used: Channel, call: str) -> Iterator[None]:
+def _raising_in_totals(channel: Channel, call: str) -> Iterator[None]:
     """Return a context whose exception all ranks raise: the ranks without one call `totals` later."""
     try:
         yield
     except FAILURES as error:  # the other ranks mustn't wait
         failure = Failure.of(error)
         problem = PendingError(KINDS[failure.builtin], failure.text)
-        totals(used, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
+        totals(channel, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
 
 
 def _examined(
-    used: Channel, call: str, find: Callable[[Tree, str], Variables], samples: Function | None, params: Tree, batch: tuple
+    channel: Channel,
+    call: str,
+    find: Callable[[Tree, str], Variables],
+    samples: Function | None,
+    params: Tree,
+    batch: tuple,
 ) -> tuple[Variables, int]:
     """Return the variables among this rank's parameters, and its number of samples."""
-    with _raising_in_totals(used, call):
+    with _raising_in_totals(channel, call):
         variables, count = find(params, call), count_samples(samples, params, batch, call)
     return variables, count
 
@@ -256,7 +261,7 @@ def _examined(
 class _Step(NamedTuple):
     """A call of `step` or `update` with valid parameters and state; `specs`: of the trained parameters."""
 
-    used: Channel
+    channel: Channel
     call: str
     state: State
     params: Tree
@@ -339,7 +344,7 @@ class DistributedOptimizer:
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
         self.own, self.skip_nonfinite, self.check_every, self.synchronize = own, skip_nonfinite, check_every, synchronize
         self._calls = 0  # without those that end earlier by an error of any rank, so that all ranks have the same number
-        self._checks = _Checks(None, None)  # of the current step
+        self._checks = _Checks()  # of the current step
 
     def setup(self, params: Tree) -> State:
         """Return the initial state.
@@ -487,7 +492,7 @@ class DistributedOptimizer:
         evaluate = _evaluation(loss, samples, self.comm, self.bucket_bytes, call, self, known)
         with restoring_state(), suspended():
             if self.accumulate == 1:
-                return self._made(step, loss, batch, evaluate)
+                return self._make_update(step, loss, batch, evaluate)
             if isinstance(loss, Jitted):
                 evaluate = loss.derived(self._key(step), lambda: evaluate, True)
             mean, parts, _ = evaluate(params, *batch)
@@ -496,7 +501,7 @@ class DistributedOptimizer:
             self._checks = _Checks()
             return *self._reduced(step, parts, count, loss), mean
 
-    def _prepared(self, used: Channel, state: State, params: Tree, call: str, samples: Function | None = None) -> _Step:
+    def _prepared(self, channel: Channel, state: State, params: Tree, call: str, samples: Function | None = None) -> _Step:
         """Check parameters and state, and call the functions of the user that neither loss nor gradient needs."""
         variables = self._variables(params, call)
         specs = [spec_like(variables.leaves[k]) for k in variables.places]
@@ -507,7 +512,7 @@ class DistributedOptimizer:
             text = f"must match the parameters, {expected:.200}, but the state has {got:.200}."
             raise ValueError(f"{call}: the accumulated gradients {text}")
         update = prepared(self.optimizer, state["optimizer"], params)
-        return _Step(used, call, state, params, variables, specs, update, samples)
+        return _Step(channel, call, state, params, variables, specs, update, samples)
 
     def _variables(self, params: Tree, call: str) -> Variables:
         """Return the trained parameters, without frozen ones, and which of them all ranks share."""
@@ -524,7 +529,7 @@ class DistributedOptimizer:
 
     def _due_checks(self, step: _Step, batch: tuple | None = None) -> _Checks:
         """Return the checks of a step, with a comparison of the replicas if it is due."""
-        used, call, state = step.used, step.call, step.state
+        used, call, state = step.channel, step.call, step.state
         due = used.size > 1 and (self._calls % self.check_every if self.check_every else self._calls) == 0
         compared: dict[str, Tree] = {"params": step.params}
         if watch_settings.debug():
@@ -558,14 +563,14 @@ class DistributedOptimizer:
         evaluate = _evaluation(None, None, self.comm, self.bucket_bytes, step.call, self, (step.variables, count))
         with restoring_state(), suspended():
             _, parts, divisor = evaluate(step.params, *parts)
-            return self._made(step, loss, (divisor, *parts))[:2]
+            return self._make_update(step, loss, (divisor, *parts))[:2]
 
-    def _made(
-        self, step: _Step, loss: Function | None, given: Sequence[Any], evaluate: Function | None = None
+    def _make_update(
+        self, step: _Step, loss: Function | None, operands: Sequence[Any], evaluate: Function | None = None
     ) -> tuple[State, Tree, float]:
         """Evaluate, make an update, and return the result of `step`; if `loss` is compiled, all of it is one program.
 
-        `given`: the batch for `evaluate`; without `evaluate`, the divisor of own gradients and the reduced gradients.
+        `operands`: the batch for `evaluate`; without `evaluate`, the divisor of own gradients and the reduced gradients.
         """
         variables, parts = step.variables, step.update.parts
         inputs = variables.leaves, [[*part.columns[1:], part.factors] for part in parts]
@@ -579,9 +584,9 @@ class DistributedOptimizer:
             def of_flat_arguments(*arguments: Any) -> tuple[Any, ...]:
                 return run(*build(list(arguments[:count])), *arguments[count:])
 
-            mean, *made = loss.derived(key, lambda: of_flat_arguments, True, True)(*leaves, *given)
+            mean, *made = loss.derived(key, lambda: of_flat_arguments, True, True)(*leaves, *operands)
         else:
-            mean, *made = run(*inputs, *given)
+            mean, *made = run(*inputs, *operands)
         self._checks = _Checks()  # which may keep parameters and batch in memory
         found, new = iter(made), {"optimizer": step.state["optimizer"], **self._counters}
         columns = [[list(islice(found, len(part.places))) for _ in part.columns] for part in parts]
@@ -593,7 +598,7 @@ class DistributedOptimizer:
             if is_skipped:
                 return new, step.params, mean
         # An optimizer of the user may raise on one rank only, after the last message of this step.
-        with raising_together(step.used, Exception) if others else nullcontext():
+        with raising_together(step.channel, Exception) if others else nullcontext():
             new["optimizer"], params = step.update.finish(columns, gradients, float(factor))
         return new, params, mean
 
@@ -609,15 +614,15 @@ class DistributedOptimizer:
         return self.clip_norm is not None or self.skip_nonfinite
 
     def _update_of(self, step: _Step, others: list[int], evaluate: Function | None) -> Function:
-        """Return the function of arrays and numbers that `_made` runs or compiles; it keeps none of the step's arrays."""
+        """Return the function of arrays and numbers that `_make_update` runs or compiles, without the step's arrays."""
         _, places, build_params, shared = step.variables
         rules = [(part.rule, part.places) for part in step.update.parts]
 
-        def run(leaves: list[Any], columns: list[list[Any]], *given: Any) -> tuple[Any, ...]:
+        def run(leaves: list[Any], columns: list[list[Any]], *operands: Any) -> tuple[Any, ...]:
             if evaluate is None:
-                mean, divisor, *parts = 0.0, *given
+                mean, divisor, *parts = 0.0, *operands
             else:
-                mean, parts, divisor = evaluate(build_params(leaves), *given)
+                mean, parts, divisor = evaluate(build_params(leaves), *operands)
             parts, *clipping = self._clipped(channel(self.comm, "parallel.value_and_grad"), shared, parts, divisor)
             gradients, new = {k: part[()] for k, part in zip(places, parts)}, list[Any]()
             # As in compiled loops there are no warnings about updates that are skipped.
@@ -630,7 +635,7 @@ class DistributedOptimizer:
         return run
 
     def _clipped(
-        self, used: Channel, shared: Sequence[int], parts: list[Array], divisor: float
+        self, channel: Channel, shared: Sequence[int], parts: list[Array], divisor: float
     ) -> tuple[list[Array], float, float]:
         """Divide own gradients; return the gradients, the factor by which they are clipped, and their norm, 0 if unused."""
         own = sorted({*range(len(parts))} - {*shared})
@@ -641,7 +646,7 @@ class DistributedOptimizer:
             divided, norm = [np.true_divide(parts[k], float(divisor)) for k in own], 0.0
             if self._has_norm:
                 norm = norm_of([parts[k] for k in shared])
-                norm = norm if self.own is None else math.hypot(norm, *used.data.allgather(norm_of(divided)))
+                norm = norm if self.own is None else math.hypot(norm, *channel.data.allgather(norm_of(divided)))
             return *divided, clipping(norm, self.clip_norm), norm, None
 
         specs = [*[on_host(spec_like(parts[k])) for k in own], _NUMBER, _NUMBER]
@@ -675,7 +680,7 @@ def norm_of(arrays: list[Array]) -> float:
 
 
 def totals(
-    used: Channel, plan: Plan, variables: Variables, call: str, count: int, loss: Array = 0.0,
+    channel: Channel, plan: Plan, variables: Variables, call: str, count: int, loss: Array = 0.0,
     problem: PendingError | None = None, depends: bool = True, optimizer: DistributedOptimizer | None = None,
     leaves: Sequence[Array] = (),
 ) -> tuple[float, float]:  # fmt: skip
@@ -686,7 +691,7 @@ def totals(
     """
 
     def summed(loss: Array, *leaves: Array) -> tuple[Any, ...]:
-        used.separate()  # is created by all ranks here, in compiled programs, too
+        channel.separate()  # is created by all ranks here, in compiled programs, too
         compare, batch, owns = _Checks() if optimizer is None else optimizer._checks
         mine = problem or problem_with(loss, 1.0, call, "loss must return one real number")
         value = 0.0 if mine else float(np.reshape(to_host(loss), ()))
@@ -696,33 +701,33 @@ def totals(
                 f"{call}: the loss is {value} for {described_batch(batch, count)}. Nothing was updated. "
                 "Check the samples, reduce the learning rate, or pass skip_nonfinite=True to skip such batches.",
             )
-        if are_active(used):
+        if are_active(channel):
             text = f"{call}: an exception {ENDED} Call mpiad.reset on all ranks."
             mine = PendingError(UnfinishedMessagesError, text)
         # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
         counts = [count, plan.digest, plan.digest**2, mine is not None, depends, owns]
-        found = allreduce(used, np.array([*counts, 0.0 if mine else value * count], float), SUM, call)
+        found = allreduce(channel, np.array([*counts, 0.0 if mine else value * count], float), SUM, call)
         total, digests, squares, problems, dependent, owners, sum_of_losses = found.tolist()
         if problems:
-            raise_everywhere(used, mine)
+            raise_everywhere(channel, mine)
         # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too
         # large for exact floats.
-        if used.size * int(squares) != int(digests) ** 2:
+        if channel.size * int(squares) != int(digests) ** 2:
             paths = _paths(variables)
             local = [f"{paths[k]} has {described(spec)}" for k, spec in zip(variables.shared, plan.specs)]
-            require_same_leaves(used, [f"bucket_bytes is {plan.limit}", *local], call)
+            require_same_leaves(channel, [f"bucket_bytes is {plan.limit}", *local], call)
         if total < 1:
-            raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
+            raise agreed(channel, ValueError(f"{call}: none of the {channel.size} rank(s) has a sample."))
         if not dependent:
             text = "the loss doesn't depend on the parameters on any rank. Compute it by functions of autograd.numpy."
-            raise agreed(used, ValueError(f"{call}: {text}"))
+            raise agreed(channel, ValueError(f"{call}: {text}"))
         if not owners:
             paths = ", ".join(_paths(variables))
-            raise agreed(used, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
+            raise agreed(channel, ValueError(f"{call}: own(path) is true for no leaf of the parameters {paths:.200}."))
         if compare is not None:
             compare()
         elif optimizer is None and leaves and watch_settings.debug():
-            require_equal_replicas(used, call, {"params": variables.build(list(leaves))})
+            require_equal_replicas(channel, call, {"params": variables.build(list(leaves))})
         return total, sum_of_losses, None
 
     total, sum_of_losses, _ = opaque_step(summed, loss, *leaves, specs=[_NUMBER, _NUMBER])

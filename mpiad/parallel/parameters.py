@@ -73,15 +73,15 @@ def _matches(g: Array, leaf: Array) -> bool:
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
 
 
-def require_same_leaves(used: Channel, local: list[str], call: str, root: Rank = 0) -> None:
+def require_same_leaves(channel: Channel, local: list[str], call: str, root: Rank = 0) -> None:
     """Raise a ValueError on all ranks if descriptions of leaves differ from those on the root; collective."""
-    expected = used.data.bcast(local, root)
-    with raising_together(used):
+    expected = channel.data.bcast(local, root)
+    with raising_together(channel):
         for mine, other in zip_longest(local, expected, fillvalue="there is no further leaf"):
             if mine != other:
                 raise ValueError(
-                    f"{call}: all pytrees must have the same structure, shapes and dtypes, but on rank {used.rank} {mine}, "
-                    f"and on the root, rank {root}, {other}."
+                    f"{call}: all pytrees must have the same structure, shapes and dtypes, but on rank "
+                    f"{channel.rank} {mine}, and on the root, rank {root}, {other}."
                 )
 
 

@@ -137,7 +137,7 @@ class WorkerGroup:
     """The ranks of one map, without ranks whose processes have died, and a communicator of these ranks."""
 
     def __init__(self, user_channel: Channel):
-        self._used = user_channel
+        self._user_channel = user_channel
         self._survives = FAULT_TOLERANT and user_channel.size > 1  # whether the map continues after a process has died
         self.comm = self._assembled()
         self.user_ranks = ranks_within(user_channel, self.comm)
@@ -147,7 +147,7 @@ class WorkerGroup:
     def _assembled(self) -> Comm:
         # If a process dies during the first `derive`, recovery records this and raises a RemoteError. The communicator then
         # consists of the surviving ranks, as in all later calls.
-        user_channel = self._used
+        user_channel = self._user_channel
         if self._survives and not user_channel.lost:
             try:
                 return recoverable("mpi_map", user_channel.user)(user_channel.derive)()
@@ -172,15 +172,15 @@ class WorkerGroup:
     def close(self) -> None:
         """Free the communicator, and record which ranks have died; collective over the remaining ranks."""
         if not self._survives:
-            self._used.drop(self.comm)
+            self._user_channel.drop(self.comm)
             return
         # `Shrink` succeeds even if a process has died; all remaining ranks get the same list.
         remaining = self.comm.Shrink()
-        alive = ranks_within(self._used, remaining)
+        alive = ranks_within(self._user_channel, remaining)
         remaining.Free()
-        self._used.drop(self.comm)
-        if len(alive) < self._used.size:
-            self._used.lose(sorted(set(range(self._used.size)) - set(alive)))
+        self._user_channel.drop(self.comm)
+        if len(alive) < self._user_channel.size:
+            self._user_channel.lose(sorted(set(range(self._user_channel.size)) - set(alive)))
 
 
 # The root sends batches and receives results. If there are few workers it evaluates batches, too: while it does so, other
@@ -209,7 +209,7 @@ class Scheduler:
         # Batches that were sent, stored until their results arrive, because the rank that evaluates them may die.
         self._batches: dict[Rank, deque[np.ndarray]] = {rank: deque() for rank in workers}
         self._resend: deque[np.ndarray] = deque()
-        self._own: np.ndarray | None = None  # the root's next batch
+        self._root_batch: np.ndarray | None = None  # the root's next batch
         self._item_count, self._exhausted = 0, False
         self._seconds: float | None = None  # exponentially weighted mean of the time per batch
         self._check_timer = Backoff()
@@ -225,9 +225,9 @@ class Scheduler:
             self._send_batches()
             if self.failed is not None:  # after an exception in the iteration over items, no result may be due
                 return
-            if self._own is not None:
+            if self._root_batch is not None:
                 # Items and results are copies, as on the workers.
-                batch, self._own = pickle.loads(self._own.data), None
+                batch, self._root_batch = pickle.loads(self._root_batch.data), None
                 ended = evaluated(self._fun, batch, self._keep_failures, self._rank)
                 self._store(pickle.loads(_packed(ended, self._rank).data))
             elif any(self._batches.values()):
@@ -259,7 +259,7 @@ class Scheduler:
         # First the ranks without a batch get one, then the root, and then, if `max_batches` is 2, the ranks with one batch.
         for number in range(max_batches):
             if number == 1 and evaluates:
-                self._own = self._next()
+                self._root_batch = self._next()
             for rank in list(self._batches):
                 # A dead rank may have been removed from `_batches` since the list was made.
                 if len(self._batches.get(rank, ())) == number:

@@ -183,18 +183,18 @@ def _evaluated(
         return None, _Failed(index, own_error)
 
 
-def _agreed_error(whole: Channel, failed: _Failed | None) -> Exception | None:
+def _agreed_error(channel: Channel, failed: _Failed | None) -> Exception | None:
     """Return the exception that all ranks raise, that of the first item that failed; None if no item failed."""
-    found = whole.data.allgather(None if failed is None else (failed.item, failed.error is None))
+    found = channel.data.allgather(None if failed is None else (failed.item, failed.error is None))
     first = min([(*entry, rank) for rank, entry in enumerate(found) if entry is not None], default=None)
     if first is None:
         return None
     item, _, rank = first
-    cause = failed.error if failed is not None and whole.rank == rank else None
-    failure: Failure = whole.data.bcast(None if cause is None else Failure.of(cause), rank)  # type: ignore[assignment]
+    cause = failed.error if failed is not None and channel.rank == rank else None
+    failure: Failure = channel.data.bcast(None if cause is None else Failure.of(cause), rank)  # type: ignore[assignment]
     text = f"{_CALL}: item {item} failed on rank {rank} with {failure.summary}"
     error: Exception = WorkerError(text, rank, failure.trace, item, failure.exit_code)
     if failure.builtin in (ConvergenceError.__name__, NotFiniteError.__name__):
         error = ConvergenceError(text, getattr(cause, "history", None))
     error.__cause__ = cause
-    return agreed(whole, error)
+    return agreed(channel, error)

@@ -107,7 +107,12 @@ def restartable(
 
 
 def _steps(
-    n_steps: int, state: dict[str, Tree], files: RankFiles, used: Channel, every: int, limits: tuple[float, tuple[int, ...]]
+    n_steps: int,
+    state: dict[str, Tree],
+    files: RankFiles,
+    channel: Channel,
+    every: int,
+    limits: tuple[float, tuple[int, ...]],
 ) -> Iterator[int]:
     first = max(files.iteration, 0)
     interval, due, last = 1, first + 1, time.perf_counter()
@@ -117,16 +122,16 @@ def _steps(
             number = 0
             if done == due or done == n_steps:
                 now, largest = time.perf_counter(), np.empty(2)
-                used.data.Allreduce(np.array([requested() or 0, now - last]), largest, MAX)
+                channel.data.Allreduce(np.array([requested() or 0, now - last]), largest, MAX)
                 number, seconds = int(largest[0]), largest[1]
                 interval = max(1, int(interval * min(2.0, _PERIOD / max(seconds, 1e-9))))
                 due, last = done + interval, now
             if number or done == n_steps or done % every == 0:
                 arrays: dict[str, np.ndarray] = {}
-                with raising_together(used, Exception):
+                with raising_together(channel, Exception):
                     structure = described(state, "state", arrays, _CALL)
                 files.write(done, {"structure": structure}, arrays.items())
             if number:
-                if used.rank == 0:
+                if channel.rank == 0:
                     _log.warning("%s: stopped after %d of %d steps; the same program continues.", _CALL, done, n_steps)
                 raise SystemExit(128 + number)

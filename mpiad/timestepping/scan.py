@@ -22,7 +22,7 @@ from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.pytrees import fetched, is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, schedule_of
-from mpiad.timestepping.snapshots import Snapshots, checksum, own
+from mpiad.timestepping.snapshots import Snapshots, checksum, copy_of
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, spans
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
@@ -41,7 +41,7 @@ class _CheckpointedRun:
         self._snapshots = Snapshots(loop.schedule)
         self._actions = actions(loop.steps, loop.schedule)
         # Copies, here and below, since a step may write into its argument, or return the same buffer each time.
-        self.state = list(map(own, args.state))
+        self.state = list(map(copy_of, args.state))
         self.last = Reverse(0, loop.steps)  # the first action of `reversed`
         for action in self._actions:
             if isinstance(action, Reverse):
@@ -49,13 +49,13 @@ class _CheckpointedRun:
                 break
             self._perform(action, loop, args, observed)
         # The last steps run twice from this state: in the forward pass, and recorded in `reversed`.
-        self.state = list(map(own, self.state))
+        self.state = list(map(copy_of, self.state))
         self._shares = False
 
     def shared(self, loop: Loop) -> _CheckpointedRun:
         """Return a run for another reverse pass, which uses the same stored states."""
         other = copy(self)
-        other._snapshots, other.state = self._snapshots.shared(), list(map(own, self.state))
+        other._snapshots, other.state = self._snapshots.shared(), list(map(copy_of, self.state))
         other._actions = dropwhile(lambda action: not isinstance(action, Reverse), actions(loop.steps, loop.schedule))
         next(other._actions)
         self._shares = other._shares = True
@@ -91,7 +91,7 @@ class _CheckpointedRun:
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
             # A state that is needed again must stay unchanged, even if a step writes into its argument.
-            self.state = state if action.last and not self._shares else list(map(own, state))
+            self.state = state if action.last and not self._shares else list(map(copy_of, state))
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
@@ -106,7 +106,9 @@ class _Comparison:
 
     def __init__(self, loop: Loop):
         self._schedule, self._places, self._last = loop.schedule, loop.stepping.places, loop.steps - 1
-        self._found: list[tuple[int, bool, list[float]]] = []  # step, whether it was observed, accuracies of the leaves
+        self._deviations: list[
+            tuple[int, bool, list[float]]
+        ] = []  # step, whether it was observed, accuracies of the leaves
         self._sizes: list[Array] = []  # for each of these leaves: the largest difference, and the largest sum
 
     def add(self, number: int, leaves: Sequence[Array], expected: Sequence[Array], observed: bool = False) -> None:
@@ -117,7 +119,7 @@ class _Comparison:
             return
         stored = 1e-6 if self._schedule.compress else np.finfo(self._schedule.dtype or float).eps
         precisions = [float(max(stored, np.finfo(getattr(sums, "dtype", float)).eps)) for sums, _ in pairs]
-        self._found.append((number, observed, precisions))
+        self._deviations.append((number, observed, precisions))
         with np.errstate(all="ignore"):
             for a, b in pairs:
                 self._sizes += np.max(np.abs(a - b)), np.max(np.abs(b))
@@ -125,7 +127,7 @@ class _Comparison:
     def require_same(self) -> None:
         """Raise a RuntimeError if values differ by more than rounding."""
         sizes = iter(fetched(self._sizes))
-        for number, observed, precisions in self._found:
+        for number, observed, precisions in self._deviations:
             differences, scales = np.array([(next(sizes), next(sizes)) for _ in precisions], float).T
             # The last term: a leaf of zeros may contain rounding errors of the others.
             allowed = np.sqrt(precisions) * (scales + np.power(precisions, 0.25) * scales.max())
@@ -221,7 +223,7 @@ class Loop:
             # The forward run also stores the states for the reverse pass, so no additional run is needed.
             self._stored = run = _CheckpointedRun(self, args, observed)
             first, state = run.last.first, run.state
-        state = self.run(Span(first, self.steps), args, list(map(own, state)), observed)
+        state = self.run(Span(first, self.steps), args, list(map(copy_of, state)), observed)
         self.last_checksums = list(map(checksum, state)) if self._recorded else []
         return self._results.vector([*state, *observed])
 
@@ -530,11 +532,11 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[
     """Run the loop so that the enclosing tape records every step."""
     args, rows = stepping.args, []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.
-    state = list(map(own, args.state))
+    state = list(map(copy_of, args.state))
     for span in spans(stepping, 0, steps):
         state, observed = stepping.run(span, args.at(span, state))
         # Copies, since a later step may write into an observed state.
-        rows += [list(map(own, row)) for row in observed]
+        rows += [list(map(copy_of, row)) for row in observed]
     return state, [stack(column) for column in zip(*rows)]
 
 

@@ -257,7 +257,7 @@ def sums_of_rows(
 _SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}
 
 
-def own(leaf: Array) -> Any:
+def copy_of(leaf: Array) -> Any:
     """Return a copy of an array on the same device; numbers are returned unchanged."""
     arrays = arrays_of(leaf)
     if arrays is not None:
@@ -281,7 +281,7 @@ def checksum(leaf: Array, step: int | None = None) -> Array:
     """Return the checksum of a leaf after a step, by default of all entries; for a small leaf it is a copy."""
     length = min(getattr(leaf, "size", 1) // _FEWEST, _LONGEST)
     if length < 2:
-        return own(leaf)
+        return copy_of(leaf)
     entries, count, signs = leaf.reshape(-1), leaf.size // length, _signs(length, leaf.dtype, arrays_of(leaf))
     parts = 1 if step is None else min(count // _FEWEST, _PARTS)
     rows, rest = entries[: count * length].reshape(count, 1, length), entries[count * length :]
@@ -370,7 +370,8 @@ class Snapshots:
         else:
             # Uncompressed leaves are copied, since a step may return the same buffer each time.
             self._memory[number] = [
-                item._replace(arrays=[own(leaf)]) if item.arrays[0] is leaf else item for item, leaf in zip(leaves, state)
+                item._replace(arrays=[copy_of(leaf)]) if item.arrays[0] is leaf else item
+                for item, leaf in zip(leaves, state)
             ]
 
     def state(self, number: int, last: bool) -> list[Array]:

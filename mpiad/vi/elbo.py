@@ -156,9 +156,9 @@ class Objective(NamedTuple):
     gradient: str  # {"pathwise", "score"}
     divergence: str  # {"closed", "draws", "path"}
 
-    def require_dependence(self, found: Evaluations) -> None:
+    def require_dependence(self, evaluations: Evaluations) -> None:
         """Raise a ValueError if the loss doesn't depend on its parameters, as far as the draws show."""
-        values, gradients = found.values[found.valid], found.gradients[found.valid]
+        values, gradients = evaluations.values[evaluations.valid], evaluations.gradients[evaluations.valid]
         has_gradient, is_equal = self.gradient == "pathwise", numpy.ptp(values) == 0
         # The gradient of `maximum`, for example, and a loss with few different values may be zero and equal at a few draws.
         is_constant = len(values) >= _MIN_EQUAL if is_equal else has_gradient
@@ -169,9 +169,9 @@ class Objective(NamedTuple):
                 "theta by differentiable functions of autograd.numpy, or use gradient='score' for other models."
             )
 
-    def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[float, float, Tree]:
-        """Return the mean loss, KL without its weight, and the gradient; `noise` is on the device, `found` on the host."""
-        variables, valid = variables_of(params, "VI.run", required=False), found.valid
+    def value_and_gradient(self, params: Tree, noise: Array, evaluations: Evaluations) -> tuple[float, float, Tree]:
+        """Return the mean loss, KL without its weight, and the gradient; only `noise` may be on a device."""
+        variables, valid = variables_of(params, "VI.run", required=False), evaluations.valid
         noise = noise if valid.all() else noise[numpy.flatnonzero(valid)]
         divergences: list[float] = []
 
@@ -180,19 +180,19 @@ class Objective(NamedTuple):
             theta, log_q = self.posterior.draw(params, noise)
             divergence = self._divergence(params, theta, log_q)
             divergences.append(float(to_host(stop_gradient(divergence))))
-            model = self._model_term(params, theta, found)
+            model = self._model_term(params, theta, evaluations)
             return model + self.w * divergence if self.w else model
 
         traced = trace_backwards(surrogate, variables)
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
-        return float(np.mean(found.values[valid])), divergences[0], variables.filled(gradients, lambda leaf: None)
+        return float(np.mean(evaluations.values[valid])), divergences[0], variables.filled(gradients, lambda leaf: None)
 
-    def _model_term(self, params: Tree, theta: Array, found: Evaluations) -> Array:
+    def _model_term(self, params: Tree, theta: Array, evaluations: Evaluations) -> Array:
         count, constant = len(theta), stop_gradient(theta)
         if self.gradient == "pathwise":
             # The model's gradients are constants, so this is linear in θ, and its gradient is that of the mean loss.
-            return np.sum(to_device_of(found.gradients[found.valid], constant) * theta) / count
-        values = found.values[found.valid]
+            return np.sum(to_device_of(evaluations.gradients[evaluations.valid], constant) * theta) / count
+        values = evaluations.values[evaluations.valid]
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
         # The score is the derivative of log q with respect to φ at a constant θ.
         return np.mean(to_device_of(values - others, constant) * self.posterior.log_prob(params, constant))

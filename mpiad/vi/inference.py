@@ -97,7 +97,7 @@ class Training:
             except Exception:  # noqa: BLE001  not all exceptions can be pickled
                 self.end_reason = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
 
-    def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
+    def learn(self, noise: Array, theta: Array, evaluations: Evaluations) -> None:
         """Update the variational parameters, unless an exception was stored; if the run ends, store the reason."""
         if self.failure is not None:
             return
@@ -107,15 +107,21 @@ class Training:
                 f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
                 "gradient of the model infinite."
             )
-        if found.problem is not None:
-            raise WorkerError(f"VI: in epoch {epoch} {found.problem}.", 0, "")
+        if evaluations.problem is not None:
+            raise WorkerError(f"VI: in epoch {epoch} {evaluations.problem}.", 0, "")
         if epoch == 0:
-            self._objective.require_dependence(found)
-        loss, divergence, gradient = self._objective.value_and_gradient(self._params, noise, found)
+            self._objective.require_dependence(evaluations)
+        loss, divergence, gradient = self._objective.value_and_gradient(self._params, noise, evaluations)
         if epoch == 0 and self._objective.w and not math.isfinite(divergence):
             raise FloatingPointError(f"VI: at the start KL(q‖prior) is {divergence}. Correct prior or initial posterior.")
         value = loss + (self._objective.w * divergence if self._objective.w else 0.0)  # may be infinite
-        row = (value, loss, divergence, found.not_converged + found.not_finite, time.perf_counter() - self._start)
+        row = (
+            value,
+            loss,
+            divergence,
+            evaluations.not_converged + evaluations.not_finite,
+            time.perf_counter() - self._start,
+        )
         for column, entry in zip(self.history.values(), row):
             column.append(entry)
         # `value` is the objective before the update.
@@ -386,44 +392,46 @@ class VI:
                 _log.warning("VI: %s", text)
         return result
 
-    def _epochs(self, used: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, bar: Any) -> None:
+    def _epochs(
+        self, channel: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, bar: Any
+    ) -> None:
         for epoch in range(n_epochs):
             noise = theta = None
             if training is not None:
-                with used.evaluating("an update of VI"):
+                with channel.evaluating("an update of VI"):
                     noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
             if self.schedule == "dynamic":
                 rows = mpi_map(model.row, None if theta is None else list(theta), root=root, comm=self.comm)
             else:
                 rows = model.evenly(theta, self.posterior.dim, root, self.comm)
             if training is not None:
-                with used.evaluating("an update of VI"), training.failing():
+                with channel.evaluating("an update of VI"), training.failing():
                     training.learn(noise, theta, evaluations_of(np.asarray(rows)))
                 if bar is not None:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
                     bar.update()
-            end_reason = used.data.bcast(None if training is None else training.end_reason, root)
+            end_reason = channel.data.bcast(None if training is None else training.end_reason, root)
             if isinstance(end_reason, Exception):
                 # The root raises the original exception, which can't always be sent.
-                self._fail(used, model, end_reason if training is None or training.failure is None else training.failure)
+                self._fail(channel, model, end_reason if training is None or training.failure is None else training.failure)
             if end_reason is not None:
                 break
         if bar is not None:
             bar.close()
 
-    def _fail(self, used: Channel, model: Model, error: Exception) -> None:
+    def _fail(self, channel: Channel, model: Model, error: Exception) -> None:
         """Raise the run's exception on all ranks; a WorkerError gets the text on the model's first failure."""
         if isinstance(error, WorkerError):
-            rank, trace = _first_failure(used, model)
+            rank, trace = _first_failure(channel, model)
             error = WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace)
-        raise agreed(used, error)
+        raise agreed(channel, error)
 
     def _agree(
-        self, used: Channel, data: Tree, n_epochs: object, patience: object, n_samples: object, **flags: object
+        self, channel: Channel, data: Tree, n_epochs: object, patience: object, n_samples: object, **flags: object
     ) -> None:
-        with raising_together(used):
+        with raising_together(channel):
             if hasattr(data, "__len__") and len(data) == 0:
-                raise ValueError(f"VI.run: data is empty ({type(data).__name__} of length 0) on rank {used.rank}.")
+                raise ValueError(f"VI.run: data is empty ({type(data).__name__} of length 0) on rank {channel.rank}.")
             positive_count(n_epochs, "VI: n_epochs")
             draws = positive_count(n_samples, "VI: n_samples")
             if patience is not None:
@@ -438,10 +446,10 @@ class VI:
         names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "seed", "root", "devices")
         settings = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
         settings |= {"n_epochs": n_epochs, "n_samples": n_samples, **flags}
-        require_same(used, ", ".join(f"{name}={value}" for name, value in settings.items()), "VI.run")
-        count, idle = self.n_samples_per_epoch, used.size - self.n_samples_per_epoch
-        if used.rank == self.root and idle > 0:
-            _log.warning("VI: with %d draws per epoch, %d of %d ranks have none.", count, idle, used.size)
+        require_same(channel, ", ".join(f"{name}={value}" for name, value in settings.items()), "VI.run")
+        count, idle = self.n_samples_per_epoch, channel.size - self.n_samples_per_epoch
+        if channel.rank == self.root and idle > 0:
+            _log.warning("VI: with %d draws per epoch, %d of %d ranks have none.", count, idle, channel.size)
 
     def elbo(self, params: Tree, data: Tree = None, n_samples: int = 1000) -> tuple[float, float]:
         """Estimate the evidence lower bound E_q[-loss + log prior - log q], and the standard error of the estimate.
@@ -488,24 +496,24 @@ class VI:
         return float(terms.mean()), float(terms.std(ddof=1) / len(terms) ** 0.5) if len(terms) > 1 else math.inf
 
     def _log_weights(
-        self, used: Channel, root: Rank, model: Model, draws: Sequence[Array], call: str, w: float
+        self, channel: Channel, root: Rank, model: Model, draws: Sequence[Array], call: str, w: float
     ) -> tuple[Array, Array]:
         """Return -loss/w + log prior - log q at draws, given with log q, and whether the model succeeded; collective."""
         theta, log_q = draws
         with restoring_state(), suspended():
-            rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
-            found: Evaluations = evaluations_of(used.data.bcast(rows, root))
-        if found.problem is not None:
-            self._fail(used, model, WorkerError(f"{call}: {found.problem}.", root, ""))
-        return -found.values / w + np.asarray(log_prior(self.prior, theta)) - log_q, found.valid
+            rows = model.evenly(theta if channel.rank == root else None, self.posterior.dim, root, self.comm)
+            evaluations: Evaluations = evaluations_of(channel.data.bcast(rows, root))
+        if evaluations.problem is not None:
+            self._fail(channel, model, WorkerError(f"{call}: {evaluations.problem}.", root, ""))
+        return -evaluations.values / w + np.asarray(log_prior(self.prior, theta)) - log_q, evaluations.valid
 
 
 _MIN_WEIGHTS = 100  # minimum number of importance weights for k-hat
 
 
-def _first_failure(used: Channel, model: Model) -> tuple[int, str]:
+def _first_failure(channel: Channel, model: Model) -> tuple[int, str]:
     """Return the lowest rank on which the model raised, or a draw was dropped, and the text on it; collective."""
-    found = enumerate(used.data.allgather((model.raised, model.trace)))
+    found = enumerate(channel.data.allgather((model.raised, model.trace)))
     return min(((not raised, rank, trace) for rank, (raised, trace) in found if trace), default=(True, 0, ""))[1:]
 
 
@@ -548,20 +556,22 @@ def _require_one_device(params: Tree, device: int | None, call: str) -> None:
         )
 
 
-def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
+def _device_of(names: Sequence[str] | None, channel: Channel, call: str) -> int | None:
     """Make this rank's GPU among `names` ("cpu", "cuda:0" and so on) current; return its number or None; collective."""
     if names is None:
         return None
-    with raising_together(used):
+    with raising_together(channel):
         if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
             listed = "a list of names, one for each rank, such as ['cpu', 'cuda:0']"
             raise TypeError(f"{call}: devices must be {listed}, but got {names!r}.")
-        if len(names) != used.size:
-            raise ValueError(f"{call}: devices has {len(names)} names, but there are {used.size} ranks: give one for each.")
-        name = str(names[used.rank])
+        if len(names) != channel.size:
+            raise ValueError(
+                f"{call}: devices has {len(names)} names, but there are {channel.size} ranks: give one for each."
+            )
+        name = str(names[channel.rank])
         if name == "cpu":
             return None
-        prefix = f"{call}: rank {used.rank} has no device {name!r}: "
+        prefix = f"{call}: rank {channel.rank} has no device {name!r}: "
         found = re.fullmatch(r"cuda:(\d+)", name)
         if found is None:
             raise ValueError(f"{prefix}valid names are 'cpu', 'cuda:0', 'cuda:1' and so on.")

@@ -121,13 +121,13 @@ class Prior:
         return (mean, numpy.diag(variance)) if is_usable else None
 
 
-def prior_of(given: Any, dim: int) -> Any:
+def prior_of(distribution: Any, dim: int) -> Any:
     """Return a `Prior` of the given distribution; an object with `log_prob` is returned unchanged."""
-    if isinstance(given, Prior) or callable(getattr(given, "log_prob", None)):
-        if getattr(given, "dim", dim) != dim:
-            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {given.dim}.")
-        return given
-    return Prior(given, dim)
+    if isinstance(distribution, Prior) or callable(getattr(distribution, "log_prob", None)):
+        if getattr(distribution, "dim", dim) != dim:
+            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {distribution.dim}.")
+        return distribution
+    return Prior(distribution, dim)
 
 
 def log_prior(prior: Any, theta: Array) -> Array:
@@ -138,17 +138,17 @@ def log_prior(prior: Any, theta: Array) -> Array:
     return found
 
 
-def _frozen(given: object) -> Any:
-    if isinstance(given, (tuple, list)) and given and isinstance(given[0], str):
-        found = getattr(scipy.stats, given[0], None)
+def _frozen(distribution: object) -> Any:
+    if isinstance(distribution, (tuple, list)) and distribution and isinstance(distribution[0], str):
+        found = getattr(scipy.stats, distribution[0], None)
         if not isinstance(found, scipy.stats.rv_continuous):
-            raise ValueError(f"VI: scipy.stats has no continuous distribution {given[0]!r}.")
-        return found(*given[1:])
-    if callable(getattr(given, "logpdf", None)) and hasattr(given, "dist"):
-        return given
+            raise ValueError(f"VI: scipy.stats has no continuous distribution {distribution[0]!r}.")
+        return found(*distribution[1:])
+    if callable(getattr(distribution, "logpdf", None)) and hasattr(distribution, "dist"):
+        return distribution
     raise TypeError(
         "VI: a prior must be a frozen distribution of scipy.stats, its name with its arguments, a sequence of them, or "
-        f"have log_prob(theta), but got {type(given).__name__} {given!r:.60}."
+        f"have log_prob(theta), but got {type(distribution).__name__} {distribution!r:.60}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Solves that the root drives go on from the last iterate that was written."""
+"""Solves that the root drives, and sums of squares, go on from the last iterate that was written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -19,17 +20,17 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import WorkerError
-from mpiad.optimize import CheckpointFile
+from mpiad.optimize import CheckpointFile, least_squares
 from mpiad.transport.exits import signals
 
 START = np.array([0.3, 0.5, -0.2, 0.1])
 METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-constr"]
+ON_ALL_RANKS = "L-BFGS", "Newton-CG"
 
 
 def mostly_on_one_rank(*names: str) -> list[Any]:
     """What a method's iterates are, and what is written of them, is the root's matter; two show that all ranks follow."""
-    kept = "L-BFGS", "Newton-CG"
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.one_rank) for name in names]
+    return [name if name in ON_ALL_RANKS else pytest.param(name, marks=pytest.mark.one_rank) for name in names]
 
 
 @pytest.fixture
@@ -46,29 +47,104 @@ def solve(checkpoint: Any, fun: Any = valley, **keywords: Any) -> Any:
     return mpiad.minimize(fun, START, objective="mean", checkpoint=checkpoint, **{"tol": 1e-9, **keywords})
 
 
-@pytest.mark.parametrize("method", mostly_on_one_rank(*METHODS))
-def test_goes_on_from_the_last_iterate(method: str, folder: Path) -> None:
+def residuals(x: Any) -> Any:
+    """Rosenbrock's, some on each rank, none on the fifth and further."""
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    terms = [10.0 * (x[1] - x[0] ** 2), 1.0 - x[0], 10.0 * (x[2] - x[1] ** 2), 1.0 - x[1]][rank::size]
+    return anp.array(terms) if terms else None
+
+
+SQUARES_START = np.array([-1.2, 1.0, 0.4])
+
+
+def solve_squares(checkpoint: Any, fun: Any = residuals, **keywords: Any) -> Any:
+    tolerances: dict[str, Any] = {"gtol": 1e-10, "xtol": None, "ftol": None}
+    return least_squares(fun, **{"x0": SQUARES_START, **tolerances, **keywords}, checkpoint=checkpoint)
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A solver with checkpoints, and a problem whose solution is 1 in each component."""
+
+    name: str
+    solve: Callable[..., Any]
+    fun: Callable[[Any], Any]
+    accuracy: float  # of the solution
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+MINIMIZE = Solver("minimize", solve, valley, 1e-3)
+SQUARES = Solver("least_squares", solve_squares, residuals, 1e-6)
+SOLVERS = pytest.mark.parametrize("solver", [MINIMIZE, SQUARES], ids=repr)
+
+
+def settings_and_limits() -> list[Any]:
+    """Return solvers with settings, and with a limit that ends a solve before it converges."""
+    methods = [
+        pytest.param(MINIMIZE, {"method": name}, {"options": {"maxfun": 40} if name == "TNC" else {"maxiter": 7}},
+                     id=name, marks=[] if name in ON_ALL_RANKS else pytest.mark.one_rank)
+        for name in METHODS
+    ]  # fmt: skip
+    squares = [
+        pytest.param(SQUARES, {"tr_solver": solver, "loss": loss}, {"max_nfev": 7}, id=f"{solver}-{loss}")
+        for solver in ("exact", "lsmr")
+        for loss in ("linear", "cauchy")
+    ]
+    return methods + squares
+
+
+@pytest.mark.parametrize(("solver", "settings", "limit"), settings_and_limits())
+def test_goes_on_from_the_last_iterate(
+    solver: Solver, settings: dict[str, Any], limit: dict[str, Any], folder: Path
+) -> None:
     checkpoint = CheckpointFile(folder / "run.npz", every=3)
-    limit = {"maxfun": 40} if method == "TNC" else {"maxiter": 7}
-    first = solve(checkpoint, method=method, options=limit)
+    first = solver.solve(checkpoint, **settings, **limit)
     written = np.load(checkpoint.file)["x"]
     begun: list[np.ndarray] = []
-    second = solve(checkpoint, lambda x: begun.append(np.array(mpiad.stop_gradient(x))) or valley(x), method=method)
+
+    def recorded(x: Any) -> Any:
+        begun.append(np.array(mpiad.stop_gradient(x)))
+        return solver.fun(x)
+
+    second = solver.solve(checkpoint, recorded, **settings)
     np.testing.assert_array_equal(begun[0], written)
-    np.testing.assert_allclose(second.x, 1.0, atol=1e-3)
+    np.testing.assert_allclose(second.x, 1.0, atol=solver.accuracy)
     rows = len(first.history.loss)
     assert second.nit == len(second.history.loss) - 1 > first.nit
     np.testing.assert_array_equal(second.history.loss[:rows], first.history.loss)
     assert second.history.evaluations[-1] <= second.nfev and np.all(np.diff(second.history.evaluations) >= 0)
     assert np.all(np.diff(second.history.seconds) >= 0.0)
+    if solver is SQUARES:
+        assert (first.status, first.nfev) == (0, 7) and second.success
+        np.testing.assert_array_equal(written, first.x)
+        assert second.nfev == second.evaluations["residuals"]
+        assert np.all(np.diff(second.history.loss) <= 0.0) and second.history.step[rows] > 0.0
+        np.testing.assert_allclose(second.cost, solver.solve(None, **settings).cost, atol=1e-12)
 
 
-def test_limits_are_those_of_all_runs_together(folder: Path) -> None:
-    first = solve(folder / "run.npz", options={"maxiter": 4})
-    second = solve(folder / "run.npz", options={"maxiter": 9})
-    third = solve(folder / "run.npz", options={"maxfun": second.nfev + 5})
-    assert (first.nit, second.nit) == (4, 9) and not second.success
-    assert third.nfev <= second.nfev + 5 and third.nit > 9 and not third.success
+@SOLVERS
+def test_limits_are_those_of_all_runs_together(solver: Solver, folder: Path) -> None:
+    called: list[int] = []
+
+    def counted(x: Any) -> Any:
+        called.append(1)
+        return solver.fun(x)
+
+    if solver is SQUARES:
+        first, second = (solver.solve(folder / "run.npz", max_nfev=limit) for limit in (4, 9))
+        third = solver.solve(folder / "run.npz", counted, max_nfev=9)
+        assert (first.nfev, second.nfev, third.nfev) == (4, 9, 9) and third.nit > first.nit and called == []
+        assert third.status == 0 and "max_nfev" in third.message
+        np.testing.assert_array_equal(third.x, second.x)
+        np.testing.assert_array_equal(third.grad, second.grad)
+        assert third.cost == second.cost
+    else:
+        first, second = (solver.solve(folder / "run.npz", options={"maxiter": limit}) for limit in (4, 9))
+        third = solver.solve(folder / "run.npz", options={"maxfun": second.nfev + 5})
+        assert (first.nit, second.nit) == (4, 9) and third.nfev <= second.nfev + 5 and third.nit > 9
+    assert not second.success and not third.success
 
 
 @pytest.mark.parametrize("method", mostly_on_one_rank(*METHODS))
@@ -96,57 +172,82 @@ def test_objective_and_gradient_apart(folder: Path) -> None:
         mpiad.mpi_optimize(valley, gradient, START, "BFGS", **call)
 
 
-def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int) -> None:
+@pytest.mark.parametrize(("solver", "at", "every"), [(MINIMIZE, 15, 4), (SQUARES, 30, 2)], ids=repr)
+def test_an_exception_leaves_what_was_written(
+    solver: Solver, at: int, every: int, folder: Path, rank: int, size: int
+) -> None:
     count = [0]
 
     def fails(x: Any) -> Any:
         count[0] += 1
-        if count[0] == 15 and rank == size - 1:
+        if count[0] == at and rank == size - 1:
             raise ZeroDivisionError("no way")
-        return valley(x)
+        return solver.fun(x)
 
-    checkpoint = CheckpointFile(folder / "run.npz", every=4)
+    checkpoint = CheckpointFile(folder / "run.npz", every=every)
     with pytest.raises(WorkerError, match="no way"):
-        solve(checkpoint, fails)
-    assert len(np.load(checkpoint.file)["history"]) in (5, 9, 13)
-    result = solve(checkpoint)
-    assert result.success and result.nit > 13
+        solver.solve(checkpoint, fails)
+    written = len(np.load(checkpoint.file)["history"])
+    assert written % every == 1 and 1 < written < at
+    result = solver.solve(checkpoint)
+    assert result.success and result.nit >= written
+    assert solver is SQUARES or result.nit > 13
 
 
-KILLED = """
+KILLED = {
+    "minimize": """
 def fun(x):
     counted(x)
     return mpiad.mpi_sum(sum(100.0 * (x[k + 1] - x[k] ** 2) ** 2 + (1.0 - x[k]) ** 2 for k in range(rank, 3, 2)))
 
 start = np.array([0.3, 0.5, -0.2, 0.1])
 result = mpiad.minimize(fun, start, tol=1e-9, checkpoint=CheckpointFile(path, every=3))
-"""
+""",
+    "least_squares": """
+def fun(x):
+    counted(x)
+    return np.array([10.0 * (x[rank + 1] - x[rank] ** 2), 1.0 - x[rank]])
+
+start = np.array([-1.2, 1.0, 0.4])
+result = least_squares(fun, start, checkpoint=CheckpointFile(path, every=2))
+""",
+}
 
 
 @pytest.mark.launches
-def test_killed_and_started_again(tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
-    written, whole = killed_and_started_again(mpirun, tmp_path, KILLED, 14)
+@pytest.mark.parametrize(("name", "at"), [("minimize", 14), ("least_squares", 40)])
+def test_killed_and_started_again(name: str, at: int, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
+    written, whole = killed_and_started_again(mpirun, tmp_path, KILLED[name], at)
     assert 1 < written < whole
 
 
-def test_sigterm_of_one_rank_returns_on_all(folder: Path, rank: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("solver", "settings"),
+    [(MINIMIZE, {}), (SQUARES, {"tr_solver": "exact"}), (SQUARES, {"tr_solver": "lsmr"})],
+    ids=["minimize", "exact", "lsmr"],
+)
+def test_sigterm_of_one_rank_returns_on_all(
+    solver: Solver, settings: dict[str, Any], folder: Path, rank: int, size: int
+) -> None:
     count = [0]
 
     def told(x: Any) -> Any:
         count[0] += 1
         if count[0] == 12 and rank == size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return valley(x)
+        return solver.fun(x)
 
     try:
-        part = solve(folder / "run.npz", told, options={"on_signal": "return"})
+        part = solver.solve(folder / "run.npz", told, **settings, options={"on_signal": "return"})
     finally:
         signals._requested = None
-    assert part.status == 143 and not part.success and "SIGTERM" in part.message and part.nfev == 12
+    assert part.status == 143 and not part.success and "SIGTERM" in part.message
+    assert solver is SQUARES or part.nfev == 12
     np.testing.assert_array_equal(np.load(folder / "run.npz")["x"], part.x)
+    assert len(np.load(folder / "run.npz")["history"]) == len(part.history.loss) == part.nit + 1
+    assert solver is MINIMIZE or np.all(np.isfinite(part.grad))
     assert all(np.array_equal(x, part.x) for x in MPI.COMM_WORLD.allgather(part.x))
-    result = solve(folder / "run.npz")
-    np.testing.assert_allclose(result.x, 1.0, atol=1e-5)
+    np.testing.assert_allclose(solver.solve(folder / "run.npz", **settings).x, 1.0, atol=min(1e-5, solver.accuracy))
 
 
 SOLVES: dict[str, Callable[..., Any]] = {
@@ -230,15 +331,38 @@ def test_a_batch_chain_sees_the_signal(method: str, tmp_path: Path, mpirun: Call
     assert continued.returncode == 0 and "x [1. 1.]" in continued.stdout
 
 
-@pytest.mark.parametrize("name", ["x0", "variables", "method", "bounds"])
-def test_another_problem_is_refused(name: str, folder: Path) -> None:
-    solve(folder / "run.npz", options={"maxiter": 2})
-    other: dict[str, Any] = {
-        "x0": {"x0": START + 1.0}, "variables": {"x0": START[:3]}, "method": {"x0": START, "method": "BFGS"},
-        "bounds": {"x0": START, "bounds": [(-2.0, 3.0)] * 4},
-    }[name]  # fmt: skip
-    with pytest.raises(ValueError, match=rf"belongs to another problem: .*{name}"):
-        mpiad.minimize(valley, objective="mean", checkpoint=folder / "run.npz", **other)
+OTHERS: list[tuple[Solver, str, dict[str, Any]]] = [
+    (MINIMIZE, "x0", {"x0": START + 1.0}),
+    (MINIMIZE, "variables", {"x0": START[:3]}),
+    (MINIMIZE, "method", {"method": "BFGS"}),
+    (MINIMIZE, "bounds", {"bounds": [(-2.0, 3.0)] * 4}),
+    (SQUARES, "x0", {"x0": SQUARES_START + 1.0}),
+    (SQUARES, "loss", {"loss": "huber"}),
+    (SQUARES, "tr_solver", {"tr_solver": "lsmr"}),
+    (SQUARES, "bounds", {"bounds": (-2.0, np.array([3.0, np.inf, np.inf]))}),
+    (SQUARES, "method", {"method": "dogbox"}),
+    (SQUARES, "f_scale", {"f_scale": 2.0}),
+]
+
+
+@pytest.mark.parametrize(("solver", "name", "other"), OTHERS, ids=[f"{solver}-{name}" for solver, name, _ in OTHERS])
+def test_another_problem_is_refused(solver: Solver, name: str, other: dict[str, Any], folder: Path) -> None:
+    path = folder / "run.npz"
+    if solver is SQUARES:
+        call, arguments = least_squares, {"fun": residuals, "x0": SQUARES_START, "max_nfev": 2}
+    else:
+        call, arguments = mpiad.minimize, {"fun": valley, "x0": START, "objective": "mean", "options": {"maxiter": 2}}
+    call(**arguments, checkpoint=path)
+    with pytest.raises(ValueError, match=rf"{solver}: .*belongs to another problem: .*{name}"):
+        call(**{**arguments, **other}, checkpoint=path)
+    if solver is SQUARES:  # the same bounds in other words are the same problem
+        call(**{**arguments, "max_nfev": 3, "bounds": (np.full(3, -np.inf), np.inf)}, checkpoint=path)
+
+
+def test_a_file_of_another_solver_is_refused(folder: Path) -> None:
+    mpiad.minimize(lambda x: anp.sum(x**2), SQUARES_START, checkpoint=folder / "run.npz")
+    with pytest.raises(ValueError, match="belongs to another problem"):
+        solve_squares(folder / "run.npz")
 
 
 def test_a_damaged_file_is_refused_on_all_ranks(folder: Path, rank: int) -> None:
@@ -271,10 +395,13 @@ def test_a_disk_that_takes_nothing_does_not_end_the_solve(
     assert len(np.load(folder / "run.npz")["history"]) == 4
 
 
-def test_more_often_on_one_rank_is_refused(folder: Path, rank: int, size: int) -> None:
+@SOLVERS
+def test_wrong_arguments(solver: Solver, folder: Path, rank: int, size: int) -> None:
+    with pytest.raises(TypeError, match="checkpoint must be a path"):
+        solver.solve(3.5)
     if size > 1:
         with pytest.raises(ValueError, match="checkpoint every"):
-            solve(CheckpointFile(folder / "run.npz", every=1 + rank))
+            solver.solve(CheckpointFile(folder / "run.npz", every=1 + rank))
 
 
 @pytest.mark.parametrize("method", mostly_on_one_rank(*METHODS))
