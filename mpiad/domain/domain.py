@@ -13,11 +13,11 @@ import numpy as np
 import scipy
 from autograd.tracer import getval
 
+from mpiad import higher_layers
 from mpiad._typing import Array, Function, LocalArray, Rank, ReplicatedArray, RootArray, Shape, Tree
 from mpiad.domain import (
     field_exchange,
     interpolation,
-    minimization,
     random_fields,
     scatter_gather,
     stencils,
@@ -811,7 +811,7 @@ class Domain(Decomposition):
         >>> print(np.allclose(result.x, x))
         True
         """
-        return minimization.minimize(
+        return higher_layers.minimize_field(
             self, fun, x0, method, checkpoint, jac=jac, hessp=hessp, bounds=bounds, constraints=constraints,
             tol=tol, options=options, callback=callback, objective=objective, args=args, progress=progress,
         )  # fmt: skip
