@@ -97,7 +97,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
 
 
-
 def _minimize_field(*arguments: Any, **keywords: Any) -> Any:
     from mpiad.optimize.minimize import minimize_field  # at first use, like the packages above
 

@@ -280,7 +280,7 @@ def deposit(domain: Decomposition, tables: PointTables, points: Array, values: A
             )
         return owners, given.shape[: given.ndim - owners.ndim]
 
-    describe = lambda made: [f"values of dtype {given.dtype} with leading axes {made[1]}"]  # noqa: E731
+    describe = lambda result: [f"values of dtype {given.dtype} with leading axes {result[1]}"]  # noqa: E731
     owners, lead = alike_on_all(domain._channel, checked, describe, call)
     order, (sent, received), arrived = _sent(domain, points, owners)
     flat = anp.reshape(values, (*lead, owners.size))

@@ -10,7 +10,7 @@ has the shape of a block.
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,17 @@ _ADVICE = (
 )
 
 
+@dataclass(slots=True)
+class RootCopies:
+    """The copies of a solve whose variables are on the root."""
+
+    arrays: tuple[Array, ...] = ()  # those that the solve has passed to the current function
+    warned: bool = False
+
+
 def with_registered_copies(fun: Function) -> Function:
     """Return `fun` with a check: while `fun` runs, domains don't accept the arrays of its first argument as blocks."""
-    # The arrays that the solve has passed to the current function, and whether a warning was issued.
-    solve = SimpleNamespace(arrays=(), warned=False)
+    solve = RootCopies()
 
     def run(x: Array, *args: Any) -> Any:
         # In nested solves, the variables of all solves are registered.

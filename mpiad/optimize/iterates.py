@@ -12,7 +12,7 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Ending, EndMethod, Point, Points
-from mpiad.optimize.history import Record, Row
+from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.totals import Totals
@@ -36,7 +36,7 @@ class Iterates:
 
     def __init__(self, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
         self._callback, self.checkpoint = _with_row(callback), checkpoint
-        self._packing, self._used = solve.packing, solve.used
+        self._packing, self._channel = solve.packing, solve.channel
         self.record, self.in_callback = Record(solve.progress), False
 
     def add_row(self, point: Point, evaluations: int) -> Row:
@@ -63,7 +63,7 @@ class Iterates:
         self.in_callback = True
         # A copy, because SciPy writes into x again, and the callback may keep or overwrite its argument.
         variables = self._packing.unpack(np.array(x, dtype=float))
-        with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
+        with self._channel.refusing("the callback runs on the root alone, and the other ranks take no part"):
             answer = self._callback(variables, row)
         self.in_callback = False
         return answer
@@ -79,7 +79,7 @@ class IteratesOfPoints(Iterates):
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
         points, found = self._points, self.restore(self._points.counts)
-        points.interruptible = self.checkpoint.given is not None
+        points.interruptible = self.checkpoint.settings is not None
         if found is None:
             return start
         self.resumed = True
@@ -118,7 +118,7 @@ class ShardedIterates:
         self._packing, self._agreement, self._called, self._totals = packing, agreement, called, totals
         self._callback, self.record, self.stopped = _with_row(callback), record, False
 
-    def report(self, point: Any, evaluations: int, step: float) -> None:
+    def report(self, point: Iterate, evaluations: int, step: float) -> None:
         """Add a row and call the callback; all ranks call this."""
         row = self.record.add(point, evaluations, step)
 

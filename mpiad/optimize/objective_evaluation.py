@@ -35,11 +35,11 @@ class Evaluation:
     call = "minimize"  # for errors
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm | None = None
+        self, program: Program, packing: Packing, agreement: StageFailures, channel: Channel, comm: Comm | None = None
     ):
         self._program, self.packing, self.agreement = program, packing, agreement
-        self._used, self._comm = used, comm
-        self._weight = weight_of(program.objective, used, program.root)
+        self._channel, self._comm = channel, comm
+        self._weight = weight_of(program.objective, channel, program.root)
         # The weight of the result of `jac`. Without `comm`, this is the gradient of the whole objective.
         self._gradient_weight = 1.0 if comm is None else self._weight
         self._zeros = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
@@ -53,7 +53,7 @@ class Evaluation:
 
     def not_finite(self, vector: np.ndarray) -> str:
         """Return a sentence about the values that aren't finite at the first point, and their ranks, or ""; collective."""
-        return self.at_start.not_finite(self._used.data, self._program.args)
+        return self.at_start.not_finite(self._channel.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
         """Return the objective, NaN if an inner solver fails after the start; store the forward pass for `gradient`."""
@@ -66,7 +66,7 @@ class Evaluation:
             found = evaluate()
         except NotConverged:
             self._forward, self._not_converged = None, True
-            self.agreement.clear(self._used.members)
+            self.agreement.clear(self._channel.members)
             return otherwise()
         finally:
             self.agreement.tolerates = False
@@ -148,7 +148,7 @@ class Evaluation:
                 raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
             return self._checked(out[0]), self._weighted(out[1], "fun")
 
-        (_, local), value = self.agreement.summed(pair, lambda found: self._term(found[0]))
+        (_, local), value = self.agreement.summed(pair, lambda result: self._term(result[0]))
         return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
@@ -171,7 +171,7 @@ class Evaluation:
         """Return value, gradient and Hessian products of the objective at x, with `fun` as the user's function."""
         objective, root = self._program.objective, self._program.root
         evaluate = make_hvp(
-            lambda x: self.agreement.run(lambda: fun(x)), objective=objective, root=root, comm=self._used.user
+            lambda x: self.agreement.run(lambda: fun(x)), objective=objective, root=root, comm=self._channel.user
         )
         return self.agreement.run(lambda: evaluate(x))
 
@@ -249,9 +249,9 @@ class Program(NamedTuple):
     root: Rank
 
 
-def check_program(program: Program, used: Channel, call: str) -> None:
+def check_program(program: Program, channel: Channel, call: str) -> None:
     """Raise if an argument of this rank is invalid."""
-    root_of(program.root, used, call)
+    root_of(program.root, channel, call)
     check_objective(program.objective, call)
     for name, value, allowed in (
         ("fun", program.fun, callable(program.fun)),

@@ -44,7 +44,7 @@ class Side(NamedTuple):
 
     kind: str
     alpha: Any
-    given: Any = None  # g or q; None for zero
+    value: Any = None  # g or q; None for zero
 
 
 class Sides(NamedTuple):
@@ -83,7 +83,7 @@ def _side(entry: Any, call: str) -> Side:
 
 
 def _check_values(side: Side, shape: tuple[int, ...], call: str) -> None:
-    for name, value in (("alpha", side.alpha), ("the given value", 0.0 if side.given is None else side.given)):
+    for name, value in (("alpha", side.alpha), ("the given value", 0.0 if side.value is None else side.value)):
         array = np.asarray(on_host(stop_gradient(value)))
         # Values may have leading axes, for several right-hand sides.
         fits = all(n in (1, m) for n, m in zip(array.shape[::-1], shape[::-1]))
@@ -245,10 +245,10 @@ class Elliptic:
         """
         total: Any = 0.0
         for axis, end, side, weight in self._own_sides(kappa):
-            if side.given is not None:
+            if side.value is not None:
                 n, rest = self.domain.local_shape[axis], (1,) * (len(self.sides.spacing) - axis - 1)
                 nearest = (np.arange(n) == (n - 1) * end).astype(float).reshape(n, *rest)
-                flux = weight * side.given / self.sides.spacing[axis]
+                flux = weight * side.value / self.sides.spacing[axis]
                 xp = arrays_of(stop_gradient(flux))
                 total = total + flux * (nearest if xp is None else xp.to_device(nearest))
         return total

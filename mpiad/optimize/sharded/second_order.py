@@ -158,14 +158,14 @@ class SecondOrderEvaluation:
         self._evaluation.at_start.note("residuals", array)
         return array
 
-    def on_vectors(self, given: Callable[[Tree], Tree] | None, name: str) -> Callable[[Array], Array] | None:
+    def on_vectors(self, operator: Callable[[Tree], Tree] | None, name: str) -> Callable[[Array], Array] | None:
         """Return an operator on this rank's vectors, given the user's operator on pytrees like x."""
-        if given is None:
+        if operator is None:
             return None
 
         def applied(vector: Array) -> Array:
             try:
-                return self._packing.pack(given(self._packing.unpack(vector)))
+                return self._packing.pack(operator(self._packing.unpack(vector)))
             except TypeError as error:
                 raise WrongValueError(f"{error} The option {name} returned or raised this.") from None
 
