@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -85,7 +84,7 @@ class Domain(Decomposition):
     def _tables(self) -> PointTables:
         return PointTables(self)
 
-    def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
+    def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Tree:
         """Return the block with its halo, which contains copies of the neighbors' cells.
 
         Parameters
@@ -167,7 +166,7 @@ class Domain(Decomposition):
         """
         return field_exchange.begin_exchange(self, u, boundary, corners)
 
-    def end_exchange(self, begun: ActiveExchange) -> Any:
+    def end_exchange(self, begun: ActiveExchange) -> Tree:
         """Complete an exchange.
 
         Parameters

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function, LocalArray, Rank, Shape
+from mpiad._typing import Array, Function, LocalArray, Rank, Scalar, Shape
 from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import restoring_state, tracing
 
@@ -38,7 +37,7 @@ def with_registered_copies(fun: Function) -> Function:
     """Return `fun` with a check: while `fun` runs, domains don't accept the arrays of its first argument as blocks."""
     solve = RootCopies()
 
-    def run(x: Array, *args: Any) -> Any:
+    def run(x: Array, *args: object) -> Scalar:
         # In nested solves, the variables of all solves are registered.
         outer = tracing.root_copies
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))

@@ -58,8 +58,8 @@ class _Operator(NamedTuple):
     """The user's operator A(p) for blocks of shape `shape`."""
 
     matvec: Function
-    build: Callable[[Any], Any]  # assembles the params from their leaves
-    leaves: list[Any]  # copies of the plain leaves of the params
+    build: Callable[[Sequence], Tree]  # assembles the params from their leaves
+    leaves: list  # copies of the plain leaves of the params
     shape: tuple[int, ...]
     takes_batches: bool
 
@@ -172,7 +172,7 @@ class _Factors:
     `user_leaves` are the leaves of the params, which the user may change later; None if nobody asks whether they changed.
     """
 
-    def __init__(self, operator: _Operator, leaves: Any, options: _Options, previous: _Factors | None = None):
+    def __init__(self, operator: _Operator, leaves: list | None, options: _Options, previous: _Factors | None = None):
         self.operator, self.user_leaves, self.options = operator, leaves, options
         self.number, self._probing = (0, None) if previous is None else (previous.number + 1, previous._probing)
         with restoring_state(), suspended():
@@ -219,7 +219,7 @@ class _Factors:
 
     def again(self) -> _Factors:
         """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
-        leaves = [np.array(x) for x in self.user_leaves]
+        leaves = [np.array(x) for x in self.user_leaves or ()]
         if not on_any_rank(self.options.group.data, not self._has_leaves(leaves)):
             text = (
                 f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
@@ -248,7 +248,7 @@ class _Factors:
         rows = self._rows(b)
         comm, inverse = self.options.comm, self._inverse.T if transposed else self._inverse
         settings = Settings("gmres", _RTOL, 0.0, None, comm, None, batch=1, call=_CALL, preconditioned=True, probe=False)
-        matrix: Any = self.matrix.T if transposed else self.matrix
+        matrix = self.matrix.T if transposed else self.matrix
         system = System(matrix.matvec, inverse, rows, settings, name="matrix")
         found = iterate(gmres, system, rows, None)
         system.settle()
@@ -268,7 +268,7 @@ class KeptFactors:
         self._reuse, self._uses_left, self._transposed = reuse, 0, False
         self.factors: Any = None
 
-    def update(self, leaves: list[Any]) -> None:
+    def update(self, leaves: list) -> None:
         """Factor the operator with the leaves of the params, unless the factors may serve another step."""
         if self._uses_left:
             self._uses_left -= 1
@@ -435,7 +435,7 @@ class _Options(NamedTuple):
 # The last operators with their factors, the newest first. A step of a time loop that calls `factorized` uses them again.
 # Their number is limited, since factors refer to their operator, and would keep it and themselves alive.
 _MOST_KEPT = 4
-_kept: list[tuple[Any, _Factors]] = []
+_kept: list[tuple[object, _Factors]] = []
 
 
 @recoverable(_CALL)
@@ -522,7 +522,9 @@ def factorized(
     return Factorized(factors, [leaves[k] for k in indices], indices)
 
 
-def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:
+def _check(
+    matvec: Function | DistributedMatrix, like: Array, params: tuple, pattern: object, method: str, group: Channel
+) -> None:
     if method not in _METHODS:
         raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r}.")
     if isinstance(matvec, DistributedMatrix):

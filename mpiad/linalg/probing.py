@@ -104,7 +104,7 @@ def probing_of(pattern: Any, count: int, comm: Comm, call: str) -> Probing:
     return probing
 
 
-def _of_stencil(domain: Domain, offsets: np.ndarray, rank: Rank) -> tuple[Any, np.ndarray]:
+def _of_stencil(domain: Domain, offsets: np.ndarray, rank: Rank) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:
     """Return the pattern of this rank's rows, and the colors of its columns; points are numbered by blocks."""
     counts = []
     for n, h, wraps in zip(domain.shape, domain.halo, domain.periodic):
@@ -122,7 +122,7 @@ def _of_stencil(domain: Domain, offsets: np.ndarray, rank: Rank) -> tuple[Any, n
     return scipy.sparse.csr_matrix(entries, (len(own), int(offsets[-1]))), own
 
 
-def _rows_of(pattern: Any, offsets: np.ndarray, rank: Rank, call: str) -> Any:
+def _rows_of(pattern: Any, offsets: np.ndarray, rank: Rank, call: str) -> scipy.sparse.csr_matrix:
     """Return a given pattern as a CSR matrix of this rank's rows, sorted and without repeated entries."""
     count, total = int(offsets[rank + 1] - offsets[rank]), int(offsets[-1])
     if pattern is None:
@@ -141,7 +141,7 @@ def _rows_of(pattern: Any, offsets: np.ndarray, rank: Rank, call: str) -> Any:
     return rows
 
 
-def _colors(rows: Any, offsets: np.ndarray, group: Channel, comm: Comm) -> np.ndarray:
+def _colors(rows: scipy.sparse.csr_matrix, offsets: np.ndarray, group: Channel, comm: Comm) -> np.ndarray:
     """Return the colors of this rank's columns: columns with a row in common have different colors; collective."""
     start, stop = offsets[group.rank : group.rank + 2].tolist()
     columns, places = np.unique(rows.indices, return_inverse=True)

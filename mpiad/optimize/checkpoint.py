@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,7 +61,9 @@ class CheckpointFile(NamedTuple):
         return Path(self.path).absolute()
 
 
-def as_checkpoint(argument: Any, call: str, writes: bool = True) -> CheckpointFile | None:
+def as_checkpoint(
+    argument: str | PathLike[str] | CheckpointFile | None, call: str, writes: bool = True
+) -> CheckpointFile | None:
     """Return a `CheckpointFile`; raise if the argument is invalid or, if this rank `writes`, the folder is missing."""
     if argument is None:
         return None
@@ -79,7 +81,7 @@ def as_checkpoint(argument: Any, call: str, writes: bool = True) -> CheckpointFi
     return found
 
 
-def without_on_signal(options: Any, call: str) -> tuple[Any, str]:
+def without_on_signal(options: dict | None, call: str) -> tuple[dict | None, str]:
     """Return the options of the method, and the option `on_signal`; raise a ValueError if the latter is invalid."""
     if not isinstance(options, dict):
         return options, "exit"

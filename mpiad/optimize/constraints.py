@@ -147,8 +147,8 @@ class Constraint(NamedTuple):
 
     for_scipy: Any
     values: Callable[[np.ndarray], np.ndarray]
-    low: Any
-    high: Any
+    low: np.ndarray | float
+    high: np.ndarray | float
 
     def violation(self, vector: np.ndarray) -> float:
         """Return the largest violation; 0 if it is at most a rounding error."""
@@ -177,7 +177,7 @@ def constraint_of(constraint: Any, packing: Packing, channel: Channel) -> Constr
     hess = constraint.hess
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
 
-        def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
+        def hess(vector: np.ndarray, weights: np.ndarray) -> Array:
             with channel.refusing(_ON_ROOT):
                 return constraint.hess(packing.unpack(vector), weights)
 

@@ -56,7 +56,7 @@ class Iterates:
         counts.update(zip(counts, state["counts"].tolist()))
         return point
 
-    def call_callback(self, x: np.ndarray, row: Row) -> Any:
+    def call_callback(self, x: np.ndarray, row: Row) -> object:
         """Call the user's callback, which may raise StopIteration."""
         if self._callback is None:
             return None
@@ -98,7 +98,7 @@ class IteratesOfPoints(Iterates):
         self._points.iterate = point
         return self.add_row(self._points.iterate, self._points.count("value"))
 
-    def __call__(self, x: np.ndarray, *state: Any) -> Any:
+    def __call__(self, x: np.ndarray, *state: object) -> object:
         """Record an iterate and call the user's callback."""
         first = self._points.first
         if first is not None and not first.finite:  # "trust-constr" would continue up to `maxiter`
@@ -137,7 +137,7 @@ class ShardedIterates:
         return self._called and bool(self._totals.sums(np.array([self.stopped], float))[0])
 
 
-def _with_row(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
+def _with_row(callback: Function | None) -> Callable[[Tree, Row], object] | None:
     """Return a function that calls the callback with variables, or with an OptimizeResult made from variables and row."""
     if callback is None:
         return None
@@ -148,7 +148,7 @@ def _with_row(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
     if parameters != {"intermediate_result"}:
         return lambda x, row: callback(x)
 
-    def with_result(x: Tree, row: Row) -> Any:
+    def with_result(x: Tree, row: Row) -> object:
         counts = {"nit": row.iteration, "nfev": row.evaluations, "gradient_norm": row.gradient_norm}
         return callback(intermediate_result=scipy.optimize.OptimizeResult(x=x, fun=row.loss, **counts))
 

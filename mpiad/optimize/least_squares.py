@@ -304,7 +304,7 @@ class _Problem(Iterates):
             self.last_residuals[: 1 + self._robust] = roots[: 1 + self._robust]
         return self.last_residuals
 
-    def jacobian(self, x: np.ndarray) -> Any:
+    def jacobian(self, x: np.ndarray) -> np.ndarray | scipy.sparse.linalg.LinearOperator:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
         first, self._restarted = self._restarted, False  # the first point of a resumed run is already recorded
         if (self.iterate is None or first) and not np.all(np.isfinite(self.last_residuals)):
@@ -328,7 +328,7 @@ class _Problem(Iterates):
             rows[0] = iterate.gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
-    def _operator(self, iterate: Point) -> Any:
+    def _operator(self, iterate: Point) -> scipy.sparse.linalg.LinearOperator:
         def transposed(weights: np.ndarray) -> np.ndarray:
             self._evaluation.weights = np.array(weights, dtype=float).reshape(-1)
             found = self._carry_out("cotangent", "product", iterate.x)

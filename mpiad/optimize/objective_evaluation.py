@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from autograd.tracer import Box, getval
@@ -84,15 +84,15 @@ class Evaluation:
         self._forward = traced, variables
         return self._reduced(traced.build(traced.values))
 
-    def _untraced(self, vector: np.ndarray) -> Any:
+    def _untraced(self, vector: np.ndarray) -> Array:
         x = self.packing.unpack(vector)
         value, self._objective = self.agreement.summed(lambda: self.value_at(x), self._term)
         return self._reduced(value)
 
-    def _forward_pass(self, x: Tree) -> Any:
+    def _forward_pass(self, x: Tree) -> Array:
         """Return this rank's value in a trace, and store the objective; the ranks agree that the function has succeeded."""
 
-        def finished() -> Any:
+        def finished() -> Array:
             value, problem = self.value_at(x), unfinished(tracing.tape)
             if problem is not None:
                 raise problem.kind(problem.text)
@@ -101,7 +101,7 @@ class Evaluation:
         value, self._objective = self.agreement.summed(finished, lambda value: self._term(getval(value)))
         return value
 
-    def _reduced(self, value: Any) -> Any:
+    def _reduced(self, value: Array) -> Array:
         """Return the objective of the last forward pass."""
         return self._objective
 
@@ -140,7 +140,7 @@ class Evaluation:
             return self._value(vector), self._gradient(vector)
         x = self.packing.unpack(vector)
 
-        def pair() -> tuple[Any, np.ndarray]:
+        def pair() -> tuple[Scalar, np.ndarray]:
             out = self._program.fun(x, *self._program.args)
             if out is None and self._gradient_weight == 0.0:
                 return None, self._zeros
@@ -167,7 +167,7 @@ class Evaluation:
         product = self.differentiated(self.value_at, x).product
         return lambda v: self._total_product(lambda v: self.packing.pack_gradient(product(v)), v)
 
-    def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
+    def differentiated(self, fun: Callable[[Tree], Scalar], x: Tree) -> SecondOrder:
         """Return value, gradient and Hessian products of the objective at x, with `fun` as the user's function."""
         objective, root = self._program.objective, self._program.root
         evaluate = make_hvp(

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Function, Rank, Tree
+from mpiad._typing import Buffer, Function, Rank, Tree
 from mpiad.differentiation.advice import explain
 from mpiad.domain.root_copies import with_registered_copies
 from mpiad.errors import DeadlockError, WorkerError
@@ -117,7 +117,7 @@ class RootDriven(Solve):
         self._programs, self._factory, self._is_root = programs, factory, user_channel.rank == root
         self.evaluations: list[Any] = [None] * len(programs)
         self.evaluation: Any = None  # of the function that was defined last
-        self._message: Any = np.zeros(_HEADER + _SHORT)
+        self._message: Buffer = np.zeros(_HEADER + _SHORT)
         self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
         self._lock = threading.RLock()
         self._by_main = threading.current_thread() is threading.main_thread()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +27,8 @@ from mpiad.optimize.root_driven import RootDriven
 class MethodArguments(NamedTuple):
     """The root's arguments for the method, besides the objective and x0."""
 
-    bounds: Any
-    constraints: Any
+    bounds: Sequence | scipy.optimize.Bounds | None
+    constraints: Sequence | dict | scipy.optimize.LinearConstraint | scipy.optimize.NonlinearConstraint
     tol: float | None
     options: dict | None
     callback: Function | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from autograd.tracer import getval, isbox
@@ -33,7 +32,7 @@ from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, empty_
 _CALL = "linalg.Multigrid"
 
 
-def coefficients(domain: Domain, kappa: Any, c: object, group: Channel) -> tuple[Coefficient, LocalArray]:
+def coefficients(domain: Domain, kappa: Coefficient, c: object, group: Channel) -> tuple[Coefficient, LocalArray]:
     """Return κ and c of this rank, on the host; collective. Raise on all ranks if they are invalid on any rank."""
     local, ndim, faces = domain.local_shape, len(domain.shape), isinstance(kappa, (list, tuple))
     with raising_together(group):

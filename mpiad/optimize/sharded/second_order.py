@@ -6,13 +6,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Function, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize
 from mpiad.optimize.least_squares import LOSSES
@@ -91,7 +91,7 @@ class SecondOrderEvaluation:
             value = self._checked(self.totals.reduce([half], [], [])[0])
             return Derivatives(value, gradient, multiply)
 
-        def regularizer_with_value(x: Tree) -> Any:
+        def regularizer_with_value(x: Tree) -> Scalar:
             nonlocal own_value
             found = regularizer(x)
             own_value = to_host(stop_gradient(found))
