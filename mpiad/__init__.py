@@ -4,6 +4,7 @@ from importlib import import_module
 from os import environ, getcwd
 from typing import TYPE_CHECKING, Any
 
+from mpiad import higher_layers as _higher_layers
 from mpiad.differentiation import (
     grad,
     hvp,
@@ -95,6 +96,14 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return [*__all__, *_PACKAGES]
 
+
+def _minimize_field(*arguments: Any, **keywords: Any) -> Any:
+    from mpiad.optimize.minimize import minimize_field  # at first use, like the packages above
+
+    return minimize_field(*arguments, **keywords)
+
+
+_higher_layers.minimize_field = _minimize_field
 
 # Relative paths in MPIAD_TRACE are relative to this folder, although the program may change its working directory.
 _folder = getcwd() if environ.get("MPIAD_TRACE") else ""

@@ -42,7 +42,7 @@ class Side(NamedTuple):
     # Minimum number of cells of the grid along the dimension, minus the width of the halo; None if any number suffices.
     extra_cells: int | None = None
     factor: complex = 1
-    value: Any = 0
+    value: Array = 0
 
     def filled(self, layers: LocalArray | None) -> Array:
         """Return the values of the halo, given the copied layers of the block."""
@@ -72,7 +72,7 @@ def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
     return tuple((_side(low, call), _side(high, call)) for low, high in pairs_of(boundary, ndim, _ALLOWED, call))
 
 
-def pairs_of(boundary: Boundary, ndim: int, allowed: str, call: str) -> list[tuple[Any, ...]]:
+def pairs_of(boundary: Boundary, ndim: int, allowed: str, call: str) -> list[tuple[Boundary, ...]]:
     """Return a pair of entries, before and after, for each dimension; raise a ValueError for a wrong number of entries."""
     entries = boundary if isinstance(boundary, (tuple, list)) else (boundary,) * ndim
     if len(entries) != ndim:
@@ -104,7 +104,7 @@ def homogeneous(sides: Sides) -> Sides:
     return tuple([(low._replace(value=0), high._replace(value=0)) for low, high in sides])
 
 
-def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
+def shifted(sides: Sides, call: str) -> tuple[Array | None, Sides]:
     """Return the traced boundary value v (None if no value is traced), and the sides with zero instead of v."""
     # An exchange of u with the value v is equal to an exchange of u - v with the value zero, plus v; v must be one number.
     all_sides = [side for pair in sides for side in pair]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from autograd.tracer import getval
 
@@ -111,7 +111,7 @@ def _partition(
     return Partition(cells, ranks, wraps), widths
 
 
-def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
+def per_dimension(value: Array, ndim: int, argument: str) -> list[Array]:
     """Return a list with one entry per dimension; raise a ValueError if `value` is a sequence of another length."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value] * ndim
@@ -120,7 +120,7 @@ def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
     return list(value)
 
 
-def _integers(values: Sequence[Any], argument: str, minimum: int) -> list[int]:
+def _integers(values: Sequence[object], argument: str, minimum: int) -> list[int]:
     integers = [integer_of(value, "Domain", argument, "an integer or a tuple of integers") for value in values]
     if integers and min(integers) < minimum:
         raise ValueError(f"Domain: {argument} must be {minimum} or more along each dimension, but got {tuple(integers)}.")

@@ -6,18 +6,17 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 import scipy
 from autograd.tracer import getval
 
+from mpiad import higher_layers
 from mpiad._typing import Array, Function, LocalArray, Rank, ReplicatedArray, RootArray, Shape, Tree
 from mpiad.domain import (
     field_exchange,
     interpolation,
-    minimization,
     random_fields,
     scatter_gather,
     stencils,
@@ -85,7 +84,7 @@ class Domain(Decomposition):
     def _tables(self) -> PointTables:
         return PointTables(self)
 
-    def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
+    def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Tree:
         """Return the block with its halo, which contains copies of the neighbors' cells.
 
         Parameters
@@ -167,7 +166,7 @@ class Domain(Decomposition):
         """
         return field_exchange.begin_exchange(self, u, boundary, corners)
 
-    def end_exchange(self, begun: ActiveExchange) -> Any:
+    def end_exchange(self, begun: ActiveExchange) -> Tree:
         """Complete an exchange.
 
         Parameters
@@ -811,7 +810,7 @@ class Domain(Decomposition):
         >>> print(np.allclose(result.x, x))
         True
         """
-        return minimization.minimize(
+        return higher_layers.minimize_field(
             self, fun, x0, method, checkpoint, jac=jac, hessp=hessp, bounds=bounds, constraints=constraints,
             tol=tol, options=options, callback=callback, objective=objective, args=args, progress=progress,
         )  # fmt: skip

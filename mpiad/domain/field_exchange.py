@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -66,10 +66,15 @@ class Exchange(NamedTuple):
         return self._replace(sides=homogeneous(self.sides), backwards=not self.backwards)
 
 
+Finish = Callable[[LocalArray], LocalArray | list[LocalArray]]
+
+
 class ActiveExchange(Request):
     """An active exchange: `Domain.end_exchange` returns its result."""
 
     __slots__ = ("__weakref__", "pending", "exchange", "finish", "values")
+
+    finish: Finish  # from the filled array to the user's result; `begin_exchange` sets it
 
     def __init__(self, exchange: Exchange, values: LocalArray, pending: list[PendingReceive]):
         lead = values.shape[: values.ndim - len(exchange.halo.shape)]
@@ -77,7 +82,6 @@ class ActiveExchange(Request):
         super().__init__(_BEGIN, None, None, None, Spec(shape, values.dtype))
         # `values`, of shape (..., *padded), is the array being filled or folded.
         self.exchange, self.values, self.pending = exchange, values, pending
-        self.finish: Any = None  # function from the filled array to the user's result
 
 
 def _next_number(group: Channel) -> int:
@@ -94,7 +98,7 @@ def _next_number(group: Channel) -> int:
     return number
 
 
-def end_exchange(begun: ActiveExchange) -> Any:
+def end_exchange(begun: ActiveExchange) -> LocalArray | list[LocalArray]:
     """See `Domain.end_exchange`. The adjoint is the first half of folding."""
     if not isinstance(begun, ActiveExchange):
         raise TypeError(f"{_END}: expected a result of {_BEGIN}, but got {type(begun).__name__}.")
@@ -166,9 +170,6 @@ _BEGIN_OPERATION.define(_start, _adjoint_of_begin, _tangent_of_begin)
 _END_OPERATION.define(_finish, _adjoint_of_end, _tangent_of_end)
 
 
-Finish = Callable[[LocalArray], Any]
-
-
 def exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> Array | list[Array]:
     """See `Domain.exchange`."""
     u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.exchange")
@@ -189,7 +190,9 @@ def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: 
     return begun
 
 
-def _prepared(domain: Decomposition, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
+def _prepared(
+    domain: Decomposition, u: Array, boundary: Boundary, corners: bool, call: str
+) -> tuple[Array | None, Sides, Finish]:
     """Return one array to exchange, its boundary, and the function that converts the padded array to the result."""
     # A traced boundary value is subtracted before the exchange and added afterwards, since only u may be traced.
     value, sides = shifted(sides_of(boundary, len(domain.shape), call), call)

@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -43,7 +43,7 @@ class Lattice(NamedTuple):
     steps: np.ndarray  # distance from one cell to the next
 
 
-def lattice_of(domain: Decomposition, spacing: object, origin: object, extent: Any, centred: bool) -> Lattice:
+def lattice_of(domain: Decomposition, spacing: object, origin: object, extent: Array, centred: bool) -> Lattice:
     """Return the positions of cells from the arguments of `Domain.coordinates`; raise a ValueError if one is invalid."""
     ndim = len(domain.shape)
     if extent is None:
@@ -128,7 +128,7 @@ class PointTable(NamedTuple):
     corners: Constants
     order: Constants  # for each point, its index in a list that contains first the points of this rank, then all others
     owned: Constants  # for each point, 1.0 if this rank owns it and 0.0 otherwise, in the dtype of the weights
-    weights: Any  # weights of the cells in `corners`: Constants, or a traced array
+    weights: Array  # weights of the cells in `corners`: Constants, or a traced array
     shape: Shape  # shape of the array of points, without its last axis
 
 
@@ -149,7 +149,7 @@ class PointTables:
         # The weights of traced points belong to this trace and aren't cached.
         if isbox(points):
             return self._table_of(located(points, lattice, self._partition, call), dtype)
-        plain: Any = np.ascontiguousarray(points)
+        plain: Array = np.ascontiguousarray(points)
         # The key contains a hash of the values, since a program may write other points into the same array.
         content = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
         key = (*content, *lattice.firsts, *lattice.steps, dtype.char)
@@ -280,7 +280,7 @@ def deposit(domain: Decomposition, tables: PointTables, points: Array, values: A
             )
         return owners, given.shape[: given.ndim - owners.ndim]
 
-    describe = lambda made: [f"values of dtype {given.dtype} with leading axes {made[1]}"]  # noqa: E731
+    describe = lambda result: [f"values of dtype {given.dtype} with leading axes {result[1]}"]  # noqa: E731
     owners, lead = alike_on_all(domain._channel, checked, describe, call)
     order, (sent, received), arrived = _sent(domain, points, owners)
     flat = anp.reshape(values, (*lead, owners.size))

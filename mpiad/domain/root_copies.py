@@ -10,13 +10,12 @@ has the shape of a block.
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function, LocalArray, Rank, Shape
+from mpiad._typing import Array, Function, LocalArray, Rank, Scalar, Shape
 from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import restoring_state, tracing
 
@@ -26,12 +25,19 @@ _ADVICE = (
 )
 
 
+@dataclass(slots=True)
+class RootCopies:
+    """The copies of a solve whose variables are on the root."""
+
+    arrays: tuple[Array, ...] = ()  # those that the solve has passed to the current function
+    warned: bool = False
+
+
 def with_registered_copies(fun: Function) -> Function:
     """Return `fun` with a check: while `fun` runs, domains don't accept the arrays of its first argument as blocks."""
-    # The arrays that the solve has passed to the current function, and whether a warning was issued.
-    solve = SimpleNamespace(arrays=(), warned=False)
+    solve = RootCopies()
 
-    def run(x: Array, *args: Any) -> Any:
+    def run(x: Array, *args: object) -> Scalar:
         # In nested solves, the variables of all solves are registered.
         outer = tracing.root_copies
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import factorial
-from typing import Any
 
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
@@ -178,7 +177,7 @@ def derivative(y: LocalArray, w: LocalArray, u: LocalArray, ndim: int) -> LocalA
     return found
 
 
-def _adjoint(k: int, ans: LocalArray, *args: Any) -> Function:
+def _adjoint(k: int, ans: LocalArray, *args: Array) -> Function:
     """Return the function from the cotangent of the result, which replaces the factor None, to that of factor k."""
 
     def vjp(g: LocalArray) -> LocalArray:

@@ -111,7 +111,7 @@ class Operator:
         if entry is None:
             return None
         note_channels(entry.channels)
-        params = [self._given.leaves[k] for k in self._given.traced]
+        params = [self._arguments.leaves[k] for k in self._arguments.traced]
         replays, free = entry.replays, entry.replays.free[not FAULT_TOLERANT]
 
         def run(*state: LocalArray) -> list[Array]:
@@ -124,7 +124,7 @@ class Operator:
         return run
 
     @cached_property
-    def _given(self) -> Arguments:
+    def _arguments(self) -> Arguments:
         return arguments_of(self._params, {}) if self._params else _NO_PARAMS
 
     @cached_property
@@ -133,7 +133,7 @@ class Operator:
         if is_shown():  # reports contain the user's calls
             return None
         try:
-            key = self._given.key, self.shape, self.comm, self.side
+            key = self._arguments.key, self.shape, self.comm, self.side
         except TypeError:  # a param can't be compared
             return None
         key = *key, *[getattr(fun, "__code__", type(fun)) for fun in self._read]

@@ -58,8 +58,8 @@ class _Operator(NamedTuple):
     """The user's operator A(p) for blocks of shape `shape`."""
 
     matvec: Function
-    build: Callable[[Any], Any]  # assembles the params from their leaves
-    leaves: list[Any]  # copies of the plain leaves of the params
+    build: Callable[[Sequence], Tree]  # assembles the params from their leaves
+    leaves: list  # copies of the plain leaves of the params
     shape: tuple[int, ...]
     takes_batches: bool
 
@@ -169,14 +169,14 @@ defjvp(_with_factors, lambda g, ans, b, solve, number: _with_factors(g, solve, n
 class _Factors:
     """The factors of an operator with fixed params.
 
-    `given` contains the leaves of the params, which the user may change later; None if nobody asks whether they changed.
+    `user_leaves` are the leaves of the params, which the user may change later; None if nobody asks whether they changed.
     """
 
-    def __init__(self, operator: _Operator, given: Any, options: _Options, previous: _Factors | None = None):
-        self.operator, self.given, self.options = operator, given, options
+    def __init__(self, operator: _Operator, leaves: list | None, options: _Options, previous: _Factors | None = None):
+        self.operator, self.user_leaves, self.options = operator, leaves, options
         self.number, self._probing = (0, None) if previous is None else (previous.number + 1, previous._probing)
         with restoring_state(), suspended():
-            self.matrix = matrix = self._assembled(is_exact=given is not None or previous is None)
+            self.matrix = matrix = self._assembled(is_exact=leaves is not None or previous is None)
             if options.group.size == 1:
                 name = f"{options.call}: the matrix {matrix.shape}"
                 self._inverse: Any = SparseFactors(matrix.local_rows(), name)
@@ -186,12 +186,12 @@ class _Factors:
                 self._inverse = AdditiveSchwarz(matrix, restricted=True)
         self._watch: Watch | None = None
         self._is_followed = True  # whether the watch includes the objects that the operator reads
-        if given is not None:
+        if leaves is not None:
             try:
-                self._watch = watch_of(operator.matvec, (), given)
+                self._watch = watch_of(operator.matvec, (), leaves)
             except Unknown:
                 self._is_followed = False
-                self._watch = watch_of(lambda: None, (), [x for x in given if isinstance(x, np.ndarray)])
+                self._watch = watch_of(lambda: None, (), [x for x in leaves if isinstance(x, np.ndarray)])
 
     def _assembled(self, is_exact: bool) -> DistributedMatrix:
         """Return the matrix; if `is_exact`, raise on all ranks if the pattern misses an entry."""
@@ -219,14 +219,14 @@ class _Factors:
 
     def again(self) -> _Factors:
         """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
-        leaves = [np.array(x) for x in self.given]
+        leaves = [np.array(x) for x in self.user_leaves or ()]
         if not on_any_rank(self.options.group.data, not self._has_leaves(leaves)):
             text = (
                 f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
                 "object among the params, or call factorized again."
             )
             raise agreed(self.options.group, RuntimeError(text))
-        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options, self)
+        return _Factors(self.operator._replace(leaves=leaves), self.user_leaves, self.options, self)
 
     def _rows(self, b: LocalArray) -> LocalArray:
         """Return blocks (..., *shape) as rows, in the dtype of the solution."""
@@ -248,7 +248,7 @@ class _Factors:
         rows = self._rows(b)
         comm, inverse = self.options.comm, self._inverse.T if transposed else self._inverse
         settings = Settings("gmres", _RTOL, 0.0, None, comm, None, batch=1, call=_CALL, preconditioned=True, probe=False)
-        matrix: Any = self.matrix.T if transposed else self.matrix
+        matrix = self.matrix.T if transposed else self.matrix
         system = System(matrix.matvec, inverse, rows, settings, name="matrix")
         found = iterate(gmres, system, rows, None)
         system.settle()
@@ -268,7 +268,7 @@ class KeptFactors:
         self._reuse, self._uses_left, self._transposed = reuse, 0, False
         self.factors: Any = None
 
-    def update(self, leaves: list[Any]) -> None:
+    def update(self, leaves: list) -> None:
         """Factor the operator with the leaves of the params, unless the factors may serve another step."""
         if self._uses_left:
             self._uses_left -= 1
@@ -435,7 +435,7 @@ class _Options(NamedTuple):
 # The last operators with their factors, the newest first. A step of a time loop that calls `factorized` uses them again.
 # Their number is limited, since factors refer to their operator, and would keep it and themselves alive.
 _MOST_KEPT = 4
-_kept: list[tuple[Any, _Factors]] = []
+_kept: list[tuple[object, _Factors]] = []
 
 
 @recoverable(_CALL)
@@ -522,7 +522,9 @@ def factorized(
     return Factorized(factors, [leaves[k] for k in indices], indices)
 
 
-def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:
+def _check(
+    matvec: Function | DistributedMatrix, like: Array, params: tuple, pattern: object, method: str, group: Channel
+) -> None:
     if method not in _METHODS:
         raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r}.")
     if isinstance(matvec, DistributedMatrix):

@@ -309,7 +309,7 @@ class NonlinearProblem(NamedTuple):
 
 
 @custom_operator
-def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
+def root(*leaves: Array, problem: NonlinearProblem) -> LocalArray:
     """Return the root: a differentiable operator, whose arguments are the leaves of the parameters."""
     jacobian, kept = problem.jacobian.with_failures(), problem.jacobian.preconditioner
 
@@ -328,7 +328,7 @@ def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     return u
 
 
-def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callable:
+def _adjoint(ans: LocalArray, *leaves: Array, problem: NonlinearProblem) -> Callable:
     """Return the transpose of the root's derivative -J⁻¹ ∂F/∂p."""
 
     def vjp(g: LocalArray) -> list:
@@ -342,7 +342,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
     return vjp
 
 
-def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
+def _tangent(gs: list, ans: LocalArray, *leaves: Array, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
     jacobian = problem.jacobian.with_failures()
     along = lambda u: change_along(problem.at, u, leaves, gs)  # noqa: E731

@@ -42,10 +42,10 @@ _MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is pro
 
 
 class Probing:
-    """The pattern of this rank's rows, a CSR matrix of shape (n, N) with the colors of its columns; `own`: this rank's."""
+    """The pattern of this rank's rows, a CSR matrix (n, N) of column colors, and `colors` of this rank's columns."""
 
-    def __init__(self, rows: Any, own: np.ndarray, count: int, halo: tuple[int, ...] | None):
-        self.rows, self.own = rows, own
+    def __init__(self, rows: Any, colors: np.ndarray, count: int, halo: tuple[int, ...] | None):
+        self.rows, self.colors = rows, colors
         self.count, self.halo = count, halo  # the number of colors, the same on all ranks, and the halo of a stencil
         self.latest: Any = None  # the last matrix, after the entries of the pattern that it contains
         # The place of each entry in the products with the fields of all colors.
@@ -57,10 +57,10 @@ class Probing:
         """Return the entries in the order of `rows`; raise on all ranks if a product reaches beyond the halo."""
         failures, images = DeferredFailures(comm, call), np.zeros((0, *shape))
         if self.count and takes_batches:
-            fields = (self.own == np.arange(self.count)[:, None]).astype(float)
+            fields = (self.colors == np.arange(self.count)[:, None]).astype(float)
             images = checked_product(matvec, fields.reshape(self.count, *shape), params, failures, call)
         elif self.count:
-            fields = ((self.own == color).astype(float).reshape(shape) for color in range(self.count))
+            fields = ((self.colors == color).astype(float).reshape(shape) for color in range(self.count))
             images = stack([checked_product(matvec, field, params, failures, call) for field in fields])
         entries = anp.reshape(images, (-1,))[self._places]
         if self.halo is not None:
@@ -104,7 +104,7 @@ def probing_of(pattern: Any, count: int, comm: Comm, call: str) -> Probing:
     return probing
 
 
-def _of_stencil(domain: Domain, offsets: np.ndarray, rank: Rank) -> tuple[Any, np.ndarray]:
+def _of_stencil(domain: Domain, offsets: np.ndarray, rank: Rank) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:
     """Return the pattern of this rank's rows, and the colors of its columns; points are numbered by blocks."""
     counts = []
     for n, h, wraps in zip(domain.shape, domain.halo, domain.periodic):
@@ -122,7 +122,7 @@ def _of_stencil(domain: Domain, offsets: np.ndarray, rank: Rank) -> tuple[Any, n
     return scipy.sparse.csr_matrix(entries, (len(own), int(offsets[-1]))), own
 
 
-def _rows_of(pattern: Any, offsets: np.ndarray, rank: Rank, call: str) -> Any:
+def _rows_of(pattern: Any, offsets: np.ndarray, rank: Rank, call: str) -> scipy.sparse.csr_matrix:
     """Return a given pattern as a CSR matrix of this rank's rows, sorted and without repeated entries."""
     count, total = int(offsets[rank + 1] - offsets[rank]), int(offsets[-1])
     if pattern is None:
@@ -141,7 +141,7 @@ def _rows_of(pattern: Any, offsets: np.ndarray, rank: Rank, call: str) -> Any:
     return rows
 
 
-def _colors(rows: Any, offsets: np.ndarray, group: Channel, comm: Comm) -> np.ndarray:
+def _colors(rows: scipy.sparse.csr_matrix, offsets: np.ndarray, group: Channel, comm: Comm) -> np.ndarray:
     """Return the colors of this rank's columns: columns with a row in common have different colors; collective."""
     start, stop = offsets[group.rank : group.rank + 2].tolist()
     columns, places = np.unique(rows.indices, return_inverse=True)

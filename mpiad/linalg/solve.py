@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
     matvec: Function
     preconditioner: Function | None
-    build: Callable[[Any], Any]  # assembles the parameters from their leaves
+    build: Callable[[Sequence], Tree]  # assembles the parameters from their leaves
     settings: Settings
     start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
@@ -129,7 +129,7 @@ def over_lanes(fun: Function, lanes: int = 1) -> Function:
 
 
 @custom_operator
-def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
+def solution(b: LocalArray, *leaves: Array, problem: Problem) -> LocalArray:
     """Return this rank's block of the solution, given the parameters' `leaves`; for errors see `solve`."""
     system = problem.system(leaves, b)
     if problem.solver is None:
@@ -141,7 +141,7 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     return u
 
 
-def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
+def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Array, problem: Problem) -> Callable:
 
     def vjp(g: LocalArray) -> list:
         lanes = len(spec_like(g).shape) > len(spec_like(ans).shape)
@@ -220,7 +220,7 @@ def solution_of_adjoint(
     return solution(g, *leaves, problem=derived._replace(start=start))
 
 
-def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
+def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Array, problem: Problem) -> LocalArray:
     """Return the derivative of the solution along tangents of b and of the leaves."""
     residual, derived = tangent_of(b, gs[0]), problem.with_failures().derived()
     if leaves:
@@ -440,7 +440,7 @@ def check_arguments(settings: Settings, functions: dict[str, Any], name: str, bl
             fun.require_fit(block)
 
 
-def require_functions(call: str, functions: dict[str, object]) -> None:
+def require_functions(call: str, functions: dict[str, Any]) -> None:
     """Raise a TypeError if one of the functions isn't callable; all but the first may be None, a transpose "derived"."""
     for number, (name, fun) in enumerate(functions.items()):
         is_derived = name == "preconditioner_transpose" and isinstance(fun, str) and fun == "derived"

@@ -10,7 +10,6 @@ import cmath
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -126,7 +125,7 @@ def require_on_host(call: str, name: str, x: Array) -> None:
         raise TypeError(f"{call} works on the host, but {name} is {named(x)}: copy it with mpiad.device.to_host.")
 
 
-def require_together(call: str, **values: Any) -> None:
+def require_together(call: str, **values: Array) -> None:
     """Raise a TypeError unless all untraced arrays are on the host, or all on one device; numbers are ignored."""
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
     for name, value in arrays:

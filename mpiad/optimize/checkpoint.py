@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,13 +61,15 @@ class CheckpointFile(NamedTuple):
         return Path(self.path).absolute()
 
 
-def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile | None:
+def as_checkpoint(
+    argument: str | PathLike[str] | CheckpointFile | None, call: str, writes: bool = True
+) -> CheckpointFile | None:
     """Return a `CheckpointFile`; raise if the argument is invalid or, if this rank `writes`, the folder is missing."""
-    if given is None:
+    if argument is None:
         return None
-    found = given if isinstance(given, CheckpointFile) else CheckpointFile(given)
+    found = argument if isinstance(argument, CheckpointFile) else CheckpointFile(argument)
     if not isinstance(found.path, (str, PathLike)):
-        got = f"{type(given).__name__} {given!r:.60}"
+        got = f"{type(argument).__name__} {argument!r:.60}"
         raise TypeError(f"{call}: checkpoint must be a path or an mpiad.optimize.CheckpointFile, but got {got}.")
     positive_count(found.every, f"{call}: every")
     as_warnings(found.signals, call)
@@ -79,7 +81,7 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
     return found
 
 
-def without_on_signal(options: Any, call: str) -> tuple[Any, str]:
+def without_on_signal(options: dict | None, call: str) -> tuple[dict | None, str]:
     """Return the options of the method, and the option `on_signal`; raise a ValueError if the latter is invalid."""
     if not isinstance(options, dict):
         return options, "exit"
@@ -110,17 +112,17 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
 
 
 class RootCheckpoint:
-    """Writes and reads iterates on the root; it does nothing if the user passed no checkpoint (`given` is None)."""
+    """Writes and reads iterates on the root; it does nothing if the user passed no checkpoint (`settings` is None)."""
 
     def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, object], call: str = "minimize"):
-        self.given, self._problem, self._call, self._failures = checkpoint, problem, call, WriteFailures(call)
+        self.settings, self._problem, self._call, self._failures = checkpoint, problem, call, WriteFailures(call)
         self._written = 0, b"", [0]  # iteration, point and counts of the last state
 
     def load(self) -> dict[str, np.ndarray] | None:
         """Return an earlier run's arrays, the gradient empty if it wasn't evaluated; None if there is no file."""
-        if self.given is None:
+        if self.settings is None:
             return None
-        file = self.given.file
+        file = self.settings.file
         others = files_of_ranks(file)
         if others:
             raise ValueError(
@@ -136,10 +138,10 @@ class RootCheckpoint:
 
     def write_if_due(self, record: Record, point: Point | None, counts: dict[str, int], ended: bool) -> None:
         """Write an iterate, if there is one and it is due; `counts` are the numbers of evaluations by kind."""
-        if self.given is None or point is None:
+        if self.settings is None or point is None:
             return
         iteration = record.iterations
-        if not ended and (iteration <= self._written[0] or iteration % self.given.every):
+        if not ended and (iteration <= self._written[0] or iteration % self.settings.every):
             return
         # At the end of a solve an iterate is written again if the last line search has found a better point or made further
         # evaluations, which count for `maxfun`.
@@ -150,9 +152,9 @@ class RootCheckpoint:
         arrays = {"x": point.x, "value": np.array(point.value, dtype=float), "gradient": gradient}
         arrays |= {"counts": np.array(state[2]), "history": record.table()}
         try:
-            write(self.given.file, self._problem, arrays.items())
+            write(self.settings.file, self._problem, arrays.items())
         except OSError as error:
-            self._failures.report(iteration, self._failures.reason(error, self.given.file))
+            self._failures.report(iteration, self._failures.reason(error, self.settings.file))
         else:
             self._failures.report(iteration, None)
             self._written = state

@@ -114,8 +114,8 @@ _ON_ROOT = "constraints are evaluated on the root alone, and the other ranks don
 class _ConstraintFunction:
     """A constraint as a function of the vector of variables, with its Jacobian."""
 
-    def __init__(self, fun: Callable, jac: Function | str | None, args: tuple, packing: Packing, used: Channel):
-        self._fun, self._args, self._packing, self._used = fun, args, packing, used
+    def __init__(self, fun: Callable, jac: Function | str | None, args: tuple, packing: Packing, channel: Channel):
+        self._fun, self._args, self._packing, self._channel = fun, args, packing, channel
         self._user_jacobian = jac if callable(jac) else None
         self._stored = lru_cache(_MAX_STORED)(self._evaluated)
         # The exact Jacobian replaces '2-point', which is SciPy's default.
@@ -126,14 +126,14 @@ class _ConstraintFunction:
         return self._stored(np.asarray(vector, dtype=float).tobytes()).copy()
 
     def _evaluated(self, key: bytes) -> np.ndarray:
-        with self._used.refusing(_ON_ROOT):
+        with self._channel.refusing(_ON_ROOT):
             found = to_host(self._fun(self._packing.unpack(np.frombuffer(key)), *self._args))
         # A copy, because the user's function may write its next result into the same array.
         return np.array(found, dtype=float).reshape(-1)
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         x = self._packing.unpack(vector)
-        with self._used.refusing(_ON_ROOT):
+        with self._channel.refusing(_ON_ROOT):
             if self._user_jacobian is not None:
                 return np.atleast_2d(np.array(to_host(self._user_jacobian(x, *self._args)), dtype=float))
             # Reverse mode is used, since a constraint has few values and many variables.
@@ -147,8 +147,8 @@ class Constraint(NamedTuple):
 
     for_scipy: Any
     values: Callable[[np.ndarray], np.ndarray]
-    low: Any
-    high: Any
+    low: np.ndarray | float
+    high: np.ndarray | float
 
     def violation(self, vector: np.ndarray) -> float:
         """Return the largest violation; 0 if it is at most a rounding error."""
@@ -165,23 +165,23 @@ def as_list(constraints: object) -> list:
     return list(constraints) if isinstance(constraints, (list, tuple)) else [constraints]
 
 
-def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
-    """Return a constraint as a function of the vector, which may not communicate on `used`; raise if it is invalid."""
-    if isinstance(given, scipy.optimize.LinearConstraint):
-        return Constraint(given, lambda x: np.asarray(given.A @ x), given.lb, given.ub)
-    parts = UserConstraint.of(given)
-    function = _ConstraintFunction(parts.fun, parts.jac, parts.args, packing, used)
-    if isinstance(given, dict):
-        in_scipy: Any = {"type": given["type"], "fun": function.value, "jac": function.jacobian}
+def constraint_of(constraint: Any, packing: Packing, channel: Channel) -> Constraint:
+    """Return a constraint as a function of the vector, which may not communicate on `channel`; raise if it is invalid."""
+    if isinstance(constraint, scipy.optimize.LinearConstraint):
+        return Constraint(constraint, lambda x: np.asarray(constraint.A @ x), constraint.lb, constraint.ub)
+    parts = UserConstraint.of(constraint)
+    function = _ConstraintFunction(parts.fun, parts.jac, parts.args, packing, channel)
+    if isinstance(constraint, dict):
+        in_scipy: Any = {"type": constraint["type"], "fun": function.value, "jac": function.jacobian}
         return Constraint(in_scipy, function.value, parts.low, parts.high)
-    hess = given.hess
+    hess = constraint.hess
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
 
-        def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
-            with used.refusing(_ON_ROOT):
-                return given.hess(packing.unpack(vector), weights)
+        def hess(vector: np.ndarray, weights: np.ndarray) -> Array:
+            with channel.refusing(_ON_ROOT):
+                return constraint.hess(packing.unpack(vector), weights)
 
-    in_scipy = copy(given)
+    in_scipy = copy(constraint)
     in_scipy.fun, in_scipy.jac, in_scipy.hess = function.value, function.jacobian, hess
     return Constraint(in_scipy, function.value, parts.low, parts.high)
 
@@ -197,25 +197,26 @@ class UserConstraint(NamedTuple):
     matrix: np.ndarray | None = None
 
     @classmethod
-    def of(cls, given: Any) -> UserConstraint:
+    def of(cls, constraint: Any) -> UserConstraint:
         """Return a constraint of SciPy's types; raise a TypeError or ValueError if it is invalid."""
-        if isinstance(given, dict):
-            kind, fun, args = given.get("type"), given.get("fun"), given.get("args", ())
+        if isinstance(constraint, dict):
+            kind, fun, args = constraint.get("type"), constraint.get("fun"), constraint.get("args", ())
             if not isinstance(kind, str) or kind.lower() not in ("eq", "ineq") or not callable(fun):
                 raise ValueError(
                     "minimize: a constraint's dict must have a type, 'eq' or 'ineq', and a function fun, but got "
-                    f"{given!r:.80}."
+                    f"{constraint!r:.80}."
                 )
             high = 0.0 if kind.lower() == "eq" else np.inf
             args = args if isinstance(args, tuple) else (args,)
-            return cls(np.zeros(1), np.full(1, high), fun, given.get("jac"), args)
-        if not isinstance(given, (scipy.optimize.LinearConstraint, scipy.optimize.NonlinearConstraint)):
+            return cls(np.zeros(1), np.full(1, high), fun, constraint.get("jac"), args)
+        if not isinstance(constraint, (scipy.optimize.LinearConstraint, scipy.optimize.NonlinearConstraint)):
             raise TypeError(
                 "minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
-                f"{type(given).__name__} {given!r:.60}."
+                f"{type(constraint).__name__} {constraint!r:.60}."
             )
-        low, high = (np.atleast_1d(np.asarray(limit, dtype=float)) for limit in (given.lb, given.ub))
-        if isinstance(given, scipy.optimize.NonlinearConstraint):
-            return cls(low, high, given.fun, given.jac)
-        matrix = given.A.toarray() if scipy.sparse.issparse(given.A) else np.atleast_2d(np.asarray(given.A, dtype=float))
+        low, high = (np.atleast_1d(np.asarray(limit, dtype=float)) for limit in (constraint.lb, constraint.ub))
+        if isinstance(constraint, scipy.optimize.NonlinearConstraint):
+            return cls(low, high, constraint.fun, constraint.jac)
+        rows = constraint.A
+        matrix = rows.toarray() if scipy.sparse.issparse(rows) else np.atleast_2d(np.asarray(rows, dtype=float))
         return cls(low, high, matrix=matrix)

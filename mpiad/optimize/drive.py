@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
@@ -29,6 +29,9 @@ from mpiad.transport.core.tracing import restoring_state, tracing
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import WrongValueError, common_error
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 _CALL = "drive"
 
 
@@ -40,7 +43,7 @@ class DrivenEvaluation(Evaluation):
     _cotangent = np.zeros(0)  # of the stored Hessian
     _point = b""  # of the last value
 
-    def value(self, vector: np.ndarray) -> Any:
+    def value(self, vector: np.ndarray) -> Scalar | np.ndarray:
         """Return the value, an array on the root only; store the forward pass for `gradient` and `vjp`."""
         self._point = vector.tobytes()
         return self.attempted(lambda: self._value(vector), self._not_a_number)
@@ -53,7 +56,7 @@ class DrivenEvaluation(Evaluation):
         """Return the gradient, on the root, from the stored forward pass if it is at this point."""
         return super().gradient(vector) if self.is_ready(vector) else self.both(vector)[1]
 
-    def plain(self, vector: np.ndarray) -> Any:
+    def plain(self, vector: np.ndarray) -> Scalar | np.ndarray:
         """Return the value, an array on the root only, of a run on plain values."""
         forward = self._forward
         found = self.attempted(partial(self._untraced, vector), self._not_a_number)
@@ -68,7 +71,7 @@ class DrivenEvaluation(Evaluation):
     def _not_a_number(self) -> np.ndarray | float:
         return np.full(self.shape or (), math.nan)[()]
 
-    def value_at(self, x: Tree) -> Any:
+    def value_at(self, x: Tree) -> Array:
         """Return this rank's number or array; report the function's communication at its own lines, not at `drive`'s."""
         around, tracing.site = tracing.site, None
         try:
@@ -90,10 +93,10 @@ class DrivenEvaluation(Evaluation):
             )
         return to_host(out)
 
-    def _term(self, value: Any) -> float:
+    def _term(self, value: Array) -> float:
         return 0.0 if np.ndim(value) and type(value) not in Box.types else super()._term(value)
 
-    def _reduced(self, value: Any) -> Any:
+    def _reduced(self, value: Array) -> float | np.ndarray:
         return np.array(getval(value), dtype=float) if self.shape else self._objective
 
     def _backward(self, cotangent: Array = None, keep: bool = False) -> np.ndarray:
@@ -112,11 +115,11 @@ class DrivenEvaluation(Evaluation):
         pulled = partial(self._backward, cotangent, keep=True)
         return self.attempted(lambda: self._total(self.agreement.run(pulled)), lambda: vector * math.nan)
 
-    def jvp(self, vector: np.ndarray, direction: np.ndarray) -> Any:
+    def jvp(self, vector: np.ndarray, direction: np.ndarray) -> Scalar | np.ndarray:
         """Return the product of the Jacobian with a direction, on the root if it is an array."""
         x, v = self.packing.unpack(vector), self.packing.unpack(direction)
 
-        def pushed() -> Any:
+        def pushed() -> float | np.ndarray:
             tangent, self._objective = self.agreement.summed(lambda: make_jvp(self._forward_pass)(x)(v)[1], self._term)
             return self._reduced(tangent)
 
@@ -188,7 +191,7 @@ class DrivenFunction:
     [5. 2. 4. 2. 2.]
     """
 
-    def __init__(self, driver: RootDriven, number: int, bar: Any):
+    def __init__(self, driver: RootDriven, number: int, bar: tqdm | None):
         self._driver, self._number, self._bar = driver, number, bar
         self.evaluations: dict[str, int] = dict.fromkeys(("value", "gradient", "both", "product", "jvp", "vjp"), 0)
         self.seconds: dict[str, float] = dict.fromkeys(self.evaluations, 0.0)
@@ -196,7 +199,7 @@ class DrivenFunction:
         # tracing takes longer than a short function. So values are plain until a derivative is requested at the last point.
         self._traces, self._last = False, b""
 
-    def __call__(self, x: Tree) -> Any:
+    def __call__(self, x: Tree) -> Scalar | np.ndarray:
         """Return the function's value at x, a number or an array."""
         vector = self._vector(x)
         self._last = vector.tobytes()
@@ -224,7 +227,7 @@ class DrivenFunction:
             raise TypeError(f"{_CALL}: the function returns arrays. Pass a cotangent: f.hvp(x, v, w).")
         return self._like_x(self._evaluated("product", vector, direction))
 
-    def jvp(self, x: Tree, v: Tree) -> Any:
+    def jvp(self, x: Tree, v: Tree) -> Scalar | np.ndarray:
         """Return the product of the Jacobian at x with v, in the shape of the function's values."""
         return self._evaluated("jvp", self._vector(x), self._evaluation.packing.pack(as_variables(v, _CALL, "v")))
 

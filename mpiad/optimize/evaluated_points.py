@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function, Scalar
 from mpiad.optimize.objective_evaluation import Evaluation
 
 _MAX_STORED = 4  # number of stored points, since a line search may accept an earlier point than the last one
@@ -111,7 +111,7 @@ class Points:
             self._evaluate("gradient" if ready else "both", point, x)
         return self.for_method(point)[1].copy()
 
-    def for_method(self, point: Point) -> tuple[Any, Any]:
+    def for_method(self, point: Point) -> tuple[Scalar, Array]:
         """Return value and gradient, or finite ones of a parabola from the iterate: SciPy's line searches fail at NaN."""
         iterate, pair = self.iterate, (point.value, point.gradient)
         if point.finite or iterate is None or iterate.gradient is None or iterate.value is None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from mpiad._typing import Array
 from mpiad.progress import progress_bar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class Row(NamedTuple):
@@ -51,6 +55,25 @@ class History(NamedTuple):
     seconds: np.ndarray
 
 
+class Iterate(Protocol):
+    """A point that a solve records."""
+
+    @property
+    def x(self) -> Array:
+        """The variables, shape (n,)."""
+        ...
+
+    @property
+    def value(self) -> float | None:
+        """The objective; None until it is evaluated."""
+        ...
+
+    @property
+    def norm(self) -> float:
+        """The gradient's largest entry; NaN until it is evaluated."""
+        ...
+
+
 class Record:
     """The rows of a solve; the gradient's norm is added later if the callback comes before the gradient."""
 
@@ -58,15 +81,15 @@ class Record:
         self.rows: list[Row] = []
         self._progress = progress
         self._start = time.perf_counter()
-        self.last: Any = None  # the point of the last row
+        self.last: Iterate | None = None  # the point of the last row
 
     @property
     def iterations(self) -> int:
         """Return the number of iterations."""
         return max(len(self.rows) - 1, 0)
 
-    def add(self, point: Any, evaluations: int, step: float) -> Row:
-        """Append a row for a point with `value` and `norm`, the gradient's largest entry or NaN, and show it."""
+    def add(self, point: Iterate, evaluations: int, step: float) -> Row:
+        """Append a row for a point, and show it."""
         self._complete_last()
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
@@ -85,7 +108,7 @@ class Record:
         self._complete_last()
         return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
 
-    def restore(self, table: np.ndarray, last: object = None) -> None:
+    def restore(self, table: np.ndarray, last: Iterate | None = None) -> None:
         """Restore the rows and the elapsed time of an earlier run, and the point of its last row."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
         self._start, self.last = time.perf_counter() - self.rows[-1].seconds, last
@@ -101,7 +124,7 @@ class Progress:
 
     def __init__(self, options: dict[str, object] | None):
         self._options = options
-        self._bar: Any = None
+        self._bar: tqdm | None = None
 
     def show(self, row: Row) -> None:
         """Update the bar for an iterate."""
@@ -109,11 +132,10 @@ class Progress:
         max_evaluations = self._limit("maxfun") or self._limit("max_nfev")
         if limit is None and max_evaluations is not None:
             limit, count, unit, other = max_evaluations, row.evaluations, "evaluations", f"iteration {row.iteration}"
-        if self._bar is None:
-            # The estimate of the remaining time excludes the iterations of an earlier run.
-            self._bar = progress_bar(unit, limit, count)
-        self._bar.set_postfix_str(f"loss {row.loss:.6e}, |gradient| {row.gradient_norm:.2e}, {other}", refresh=False)
-        self._bar.update(count - self._bar.n)
+        # The estimate of the remaining time excludes the iterations of an earlier run.
+        self._bar = bar = progress_bar(unit, limit, count) if self._bar is None else self._bar
+        bar.set_postfix_str(f"loss {row.loss:.6e}, |gradient| {row.gradient_norm:.2e}, {other}", refresh=False)
+        bar.update(count - bar.n)
 
     def _limit(self, name: str) -> int | None:
         found = (self._options or {}).get(name)

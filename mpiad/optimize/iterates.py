@@ -12,7 +12,7 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Ending, EndMethod, Point, Points
-from mpiad.optimize.history import Record, Row
+from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.totals import Totals
@@ -36,7 +36,7 @@ class Iterates:
 
     def __init__(self, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
         self._callback, self.checkpoint = _with_row(callback), checkpoint
-        self._packing, self._used = solve.packing, solve.used
+        self._packing, self._channel = solve.packing, solve.channel
         self.record, self.in_callback = Record(solve.progress), False
 
     def add_row(self, point: Point, evaluations: int) -> Row:
@@ -56,14 +56,14 @@ class Iterates:
         counts.update(zip(counts, state["counts"].tolist()))
         return point
 
-    def call_callback(self, x: np.ndarray, row: Row) -> Any:
+    def call_callback(self, x: np.ndarray, row: Row) -> object:
         """Call the user's callback, which may raise StopIteration."""
         if self._callback is None:
             return None
         self.in_callback = True
         # A copy, because SciPy writes into x again, and the callback may keep or overwrite its argument.
         variables = self._packing.unpack(np.array(x, dtype=float))
-        with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
+        with self._channel.refusing("the callback runs on the root alone, and the other ranks take no part"):
             answer = self._callback(variables, row)
         self.in_callback = False
         return answer
@@ -79,7 +79,7 @@ class IteratesOfPoints(Iterates):
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
         points, found = self._points, self.restore(self._points.counts)
-        points.interruptible = self.checkpoint.given is not None
+        points.interruptible = self.checkpoint.settings is not None
         if found is None:
             return start
         self.resumed = True
@@ -98,7 +98,7 @@ class IteratesOfPoints(Iterates):
         self._points.iterate = point
         return self.add_row(self._points.iterate, self._points.count("value"))
 
-    def __call__(self, x: np.ndarray, *state: Any) -> Any:
+    def __call__(self, x: np.ndarray, *state: object) -> object:
         """Record an iterate and call the user's callback."""
         first = self._points.first
         if first is not None and not first.finite:  # "trust-constr" would continue up to `maxiter`
@@ -118,7 +118,7 @@ class ShardedIterates:
         self._packing, self._agreement, self._called, self._totals = packing, agreement, called, totals
         self._callback, self.record, self.stopped = _with_row(callback), record, False
 
-    def report(self, point: Any, evaluations: int, step: float) -> None:
+    def report(self, point: Iterate, evaluations: int, step: float) -> None:
         """Add a row and call the callback; all ranks call this."""
         row = self.record.add(point, evaluations, step)
 
@@ -137,7 +137,7 @@ class ShardedIterates:
         return self._called and bool(self._totals.sums(np.array([self.stopped], float))[0])
 
 
-def _with_row(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
+def _with_row(callback: Function | None) -> Callable[[Tree, Row], object] | None:
     """Return a function that calls the callback with variables, or with an OptimizeResult made from variables and row."""
     if callback is None:
         return None
@@ -148,7 +148,7 @@ def _with_row(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
     if parameters != {"intermediate_result"}:
         return lambda x, row: callback(x)
 
-    def with_result(x: Tree, row: Row) -> Any:
+    def with_result(x: Tree, row: Row) -> object:
         counts = {"nit": row.iteration, "nfev": row.evaluations, "gradient_norm": row.gradient_norm}
         return callback(intermediate_result=scipy.optimize.OptimizeResult(x=x, fun=row.loss, **counts))
 

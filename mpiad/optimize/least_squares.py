@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -110,12 +110,12 @@ class ResidualEvaluation:
     """Residuals and derivatives at the root's variables, on all ranks; if it `gathers`, `counts` are the ranks' lengths."""
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm,
+        self, program: Program, packing: Packing, agreement: StageFailures, channel: Channel, comm: Comm,
         loss: Loss | None, solver: str | None,
     ):  # fmt: skip
         self._program, self.packing, self.agreement = program, packing, agreement
         self._comm = comm
-        self._is_root = used.rank == program.root
+        self._is_root = channel.rank == program.root
         self.loss = loss
         self.gathers = packing.size > _MAX_DENSE if solver is None else solver == "lsmr"
         self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
@@ -148,14 +148,14 @@ class ResidualEvaluation:
             square = float(model @ model)
         return square if factors is None else twice, square, model, factors
 
-    def _as_vector(self, found: object, size: int | None = None) -> np.ndarray:
+    def _as_vector(self, values: object, size: int | None = None) -> np.ndarray:
         """Return residuals or tangents as a vector; raise unless their number is `size`, or that of the first call."""
-        found = np.ascontiguousarray(found, dtype=float).reshape(-1)
+        values = np.ascontiguousarray(values, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
-        if size is not None and found.size != size:
-            got = f"{size} and then {found.size}"
+        if size is not None and values.size != size:
+            got = f"{size} and then {values.size}"
             raise WrongValueError(f"least_squares: fun must return the same number of residuals each time, but got {got}.")
-        return found
+        return values
 
     def _gathered(self, f: np.ndarray) -> np.ndarray | None:
         whole = np.empty(sum(self.counts)) if self._is_root else None
@@ -187,14 +187,14 @@ class ResidualEvaluation:
         x, jac, args = self.packing.unpack(vector), self._program.jac, self._program.args
         if callable(jac):
 
-            def given() -> np.ndarray:
+            def checked() -> np.ndarray:
                 # A copy, because the user's function may write its next result into the same array.
                 rows, expected = np.array(to_host(jac(x, *args)), dtype=float), (size, self.packing.size)
                 if rows.shape != expected:
                     raise WrongValueError(f"least_squares: jac must return shape {expected}, but got {rows.shape}.")
                 return rows
 
-            found = self.agreement.run(given)
+            found = self.agreement.run(checked)
         else:
 
             def column(unit: np.ndarray) -> np.ndarray:
@@ -291,7 +291,7 @@ class _Problem(Iterates):
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
-        if self.checkpoint.given is not None and self.iterate is not None and self._evaluation.agreement.end_requested:
+        if self.checkpoint.settings is not None and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
         found: np.ndarray = self._carry_out("residuals", "residuals", x)
         if self._evaluation.gathers:
@@ -304,7 +304,7 @@ class _Problem(Iterates):
             self.last_residuals[: 1 + self._robust] = roots[: 1 + self._robust]
         return self.last_residuals
 
-    def jacobian(self, x: np.ndarray) -> Any:
+    def jacobian(self, x: np.ndarray) -> np.ndarray | scipy.sparse.linalg.LinearOperator:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
         first, self._restarted = self._restarted, False  # the first point of a resumed run is already recorded
         if (self.iterate is None or first) and not np.all(np.isfinite(self.last_residuals)):
@@ -328,7 +328,7 @@ class _Problem(Iterates):
             rows[0] = iterate.gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
-    def _operator(self, iterate: Point) -> Any:
+    def _operator(self, iterate: Point) -> scipy.sparse.linalg.LinearOperator:
         def transposed(weights: np.ndarray) -> np.ndarray:
             self._evaluation.weights = np.array(weights, dtype=float).reshape(-1)
             found = self._carry_out("cotangent", "product", iterate.x)
@@ -353,19 +353,28 @@ class _Problem(Iterates):
         return result
 
 
-def run_method(
-    keywords: dict[str, Any], loss: str | Function, f_scale: float, tr_solver: str | None, program: Program,
-    callback: Function | None, checkpoint: CheckpointFile | None, x0: Tree, solve: RootDriven,
-) -> dict[str, Any]:  # fmt: skip
-    """Run SciPy's method with these `keywords` on the root; return its result without `fun` and `jac`."""
+class Arguments(NamedTuple):
+    """The root's arguments for the method, besides the residuals and x0."""
+
+    keywords: dict[str, Any]  # of SciPy's function
+    loss: str | Function
+    f_scale: float
+    tr_solver: str | None
+    callback: Function | None
+    checkpoint: CheckpointFile | None
+
+
+def run_method(arguments: Arguments, program: Program, x0: Tree, solve: RootDriven) -> dict[str, Any]:
+    """Run SciPy's method on the root; return its result without `fun` and `jac`."""
+    keywords, loss, f_scale, tr_solver, callback, checkpoint = arguments
     start = solve.packing.pack(x0)
-    description: dict[str, Any] = {}
+    description: dict[str, object] = {}
     if checkpoint is not None:
         bounds = keywords["bounds"]
         limits = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
         description = {
             "method": f"least_squares, {keywords['method']}",
-            **problem_of(program, solve.packing, start, solve.used.size),
+            **problem_of(program, solve.packing, start, solve.channel.size),
             "loss": loss if isinstance(loss, str) else "a function",
             "f_scale": float(f_scale),
             "tr_solver": tr_solver,
@@ -552,5 +561,5 @@ def least_squares(
         solve = RootDriven(used, root, [program], factory, _CALL, progress=bar)
         solve.define(0, start)
         with solve.ending(file, bar, on_signal):
-            arguments = keywords, loss, f_scale, tr_solver, program, callback, file, start
-            return result_like_x0(solve, partial(run_method, *arguments))
+            arguments = Arguments(keywords, loss, f_scale, tr_solver, callback, file)
+            return result_like_x0(solve, partial(run_method, arguments, program, start))

@@ -1,4 +1,4 @@
-"""`minimize` and `mpi_optimize`: the root runs one of SciPy's methods, and all ranks evaluate the objective.
+"""`minimize`, `mpi_optimize` and `Domain.minimize`: the root runs SciPy's methods, and all ranks evaluate the objective.
 
 The root makes every decision (another trial, stop, a limit, an error) and sends it to all ranks. `root_driven` begins and
 ends a solve, and sends the root's instructions, `objective_evaluation` executes them,
@@ -16,7 +16,8 @@ from typing import Any
 
 import scipy
 
-from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad._typing import Comm, Function, LocalArray, Rank, Tree
+from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint, without_on_signal
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import result_like_x0
@@ -28,9 +29,11 @@ from mpiad.optimize.scipy_methods import MethodArguments, method_named, run_meth
 from mpiad.optimize.sharded import Sharded, check_local_arguments
 from mpiad.optimize.sharded.convergence import compared_settings
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import is_array
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import common_error
 
@@ -270,3 +273,24 @@ def mpi_optimize(
     solver = {"method": method, "bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
     output = {"callback": callback, "checkpoint": checkpoint, "progress": progress}
     return minimize(f, x0, jac=jac, root=root, comm=comm, objective=objective, args=args, **solver, **output)
+
+
+def minimize_field(
+    domain: Decomposition, fun: Function, x0: LocalArray | Tree, method: str,
+    checkpoint: str | PathLike[str] | CheckpointFile | None, **keywords: Any,
+) -> scipy.optimize.OptimizeResult:  # fmt: skip
+    """See `Domain.minimize`."""
+    call = "Domain.minimize"
+    with raising_together(domain._channel):
+        if not (isinstance(method, str) and method.lower().endswith("-sharded")):
+            raise ValueError(
+                f"{call}: method must be 'L-BFGS-sharded', 'Newton-CG-sharded' or 'MMA-sharded', for which each rank has "
+                f"its own block, but got {method!r}. Use mpiad.minimize for methods that need all variables on the root."
+            )
+        for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
+            checked_block(domain, leaf, call)
+    file = CheckpointFile(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
+    # The files contain the positions of blocks, so that any number of ranks can read them.
+    if isinstance(file, CheckpointFile) and file.blocks is None:
+        file = file._replace(blocks=domain.owned)
+    return minimize(fun, x0, method=method, comm=domain.comm, checkpoint=file, **keywords)

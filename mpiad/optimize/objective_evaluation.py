@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from autograd.tracer import Box, getval
@@ -35,11 +35,11 @@ class Evaluation:
     call = "minimize"  # for errors
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm | None = None
+        self, program: Program, packing: Packing, agreement: StageFailures, channel: Channel, comm: Comm | None = None
     ):
         self._program, self.packing, self.agreement = program, packing, agreement
-        self._used, self._comm = used, comm
-        self._weight = weight_of(program.objective, used, program.root)
+        self._channel, self._comm = channel, comm
+        self._weight = weight_of(program.objective, channel, program.root)
         # The weight of the result of `jac`. Without `comm`, this is the gradient of the whole objective.
         self._gradient_weight = 1.0 if comm is None else self._weight
         self._zeros = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
@@ -53,7 +53,7 @@ class Evaluation:
 
     def not_finite(self, vector: np.ndarray) -> str:
         """Return a sentence about the values that aren't finite at the first point, and their ranks, or ""; collective."""
-        return self.at_start.not_finite(self._used.data, self._program.args)
+        return self.at_start.not_finite(self._channel.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
         """Return the objective, NaN if an inner solver fails after the start; store the forward pass for `gradient`."""
@@ -66,7 +66,7 @@ class Evaluation:
             found = evaluate()
         except NotConverged:
             self._forward, self._not_converged = None, True
-            self.agreement.clear(self._used.members)
+            self.agreement.clear(self._channel.members)
             return otherwise()
         finally:
             self.agreement.tolerates = False
@@ -84,15 +84,15 @@ class Evaluation:
         self._forward = traced, variables
         return self._reduced(traced.build(traced.values))
 
-    def _untraced(self, vector: np.ndarray) -> Any:
+    def _untraced(self, vector: np.ndarray) -> Array:
         x = self.packing.unpack(vector)
         value, self._objective = self.agreement.summed(lambda: self.value_at(x), self._term)
         return self._reduced(value)
 
-    def _forward_pass(self, x: Tree) -> Any:
+    def _forward_pass(self, x: Tree) -> Array:
         """Return this rank's value in a trace, and store the objective; the ranks agree that the function has succeeded."""
 
-        def finished() -> Any:
+        def finished() -> Array:
             value, problem = self.value_at(x), unfinished(tracing.tape)
             if problem is not None:
                 raise problem.kind(problem.text)
@@ -101,7 +101,7 @@ class Evaluation:
         value, self._objective = self.agreement.summed(finished, lambda value: self._term(getval(value)))
         return value
 
-    def _reduced(self, value: Any) -> Any:
+    def _reduced(self, value: Array) -> Array:
         """Return the objective of the last forward pass."""
         return self._objective
 
@@ -140,7 +140,7 @@ class Evaluation:
             return self._value(vector), self._gradient(vector)
         x = self.packing.unpack(vector)
 
-        def pair() -> tuple[Any, np.ndarray]:
+        def pair() -> tuple[Scalar, np.ndarray]:
             out = self._program.fun(x, *self._program.args)
             if out is None and self._gradient_weight == 0.0:
                 return None, self._zeros
@@ -148,7 +148,7 @@ class Evaluation:
                 raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
             return self._checked(out[0]), self._weighted(out[1], "fun")
 
-        (_, local), value = self.agreement.summed(pair, lambda found: self._term(found[0]))
+        (_, local), value = self.agreement.summed(pair, lambda result: self._term(result[0]))
         return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
@@ -167,11 +167,11 @@ class Evaluation:
         product = self.differentiated(self.value_at, x).product
         return lambda v: self._total_product(lambda v: self.packing.pack_gradient(product(v)), v)
 
-    def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
+    def differentiated(self, fun: Callable[[Tree], Scalar], x: Tree) -> SecondOrder:
         """Return value, gradient and Hessian products of the objective at x, with `fun` as the user's function."""
         objective, root = self._program.objective, self._program.root
         evaluate = make_hvp(
-            lambda x: self.agreement.run(lambda: fun(x)), objective=objective, root=root, comm=self._used.user
+            lambda x: self.agreement.run(lambda: fun(x)), objective=objective, root=root, comm=self._channel.user
         )
         return self.agreement.run(lambda: evaluate(x))
 
@@ -249,9 +249,9 @@ class Program(NamedTuple):
     root: Rank
 
 
-def check_program(program: Program, used: Channel, call: str) -> None:
+def check_program(program: Program, channel: Channel, call: str) -> None:
     """Raise if an argument of this rank is invalid."""
-    root_of(program.root, used, call)
+    root_of(program.root, channel, call)
     check_objective(program.objective, call)
     for name, value, allowed in (
         ("fun", program.fun, callable(program.fun)),

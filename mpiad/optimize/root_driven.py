@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Function, Rank, Tree
+from mpiad._typing import Buffer, Function, Rank, Tree
 from mpiad.differentiation.advice import explain
 from mpiad.domain.root_copies import with_registered_copies
 from mpiad.errors import DeadlockError, WorkerError
@@ -54,12 +54,12 @@ _HEADER, _SHORT = 4, 28  # lengths: of the header, and at most of the vectors th
 
 
 class Solve:
-    """The base class of all solves; `used`: the user's channel; `agreement` raises an exception of one rank on all."""
+    """The base class of all solves; `channel`: the user's; `agreement` raises an exception of one rank on all."""
 
-    def __init__(self, used: Channel, call: str):
+    def __init__(self, user_channel: Channel, call: str):
         # A duplicate of the communicator, because the user's function may communicate while instructions are pending, and
         # later calls mustn't receive messages of an interrupted solve.
-        self._used, self._comm, self._call = used, used.derive(), call
+        self.channel, self._comm, self._call = user_channel, user_channel.derive(), call
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
 
     @contextmanager
@@ -80,22 +80,22 @@ class Solve:
             elif not self.agreement.broken and not is_interruption(error):
                 self._close()
             if self.agreement.error is not None:
-                renew(self._used.user, self._call)  # otherwise later calls could receive pending messages
+                renew(self.channel.user, self._call)  # otherwise later calls could receive pending messages
             raise
         finally:
             if progress is not None:
                 progress.close()
         self._close()
         if checkpoint is not None:
-            numbers, choices = zip(*self._used.data.allgather((requested() or 0, on_signal)))
+            numbers, choices = zip(*self.channel.data.allgather((requested() or 0, on_signal)))
             if max(numbers) and "return" not in choices:
-                if self._used.rank == 0:
+                if self.channel.rank == 0:
                     _log.warning("%s: ended by signal %d; the same program continues.", self._call, max(numbers))
                 raise SystemExit(128 + max(numbers))
 
     def _close(self) -> None:
         self.agreement.close()
-        self._used.drop(self._comm)
+        self.channel.drop(self._comm)
 
 
 _OUTSIDE = "a driven function is evaluated by groups of ranks, and communicates on its argument comm"
@@ -106,18 +106,18 @@ ELSEWHERE = (
 
 
 class RootDriven(Solve):
-    """A call that `root` drives; ``factory(program, packing, agreement, used, comm)`` makes an evaluation; collective."""
+    """A call that `root` drives; ``factory(program, packing, agreement, channel, comm)`` makes evaluations; collective."""
 
     def __init__(
-        self, used: Channel, root: Rank, programs: list[Program], factory: Function, call: str,
+        self, user_channel: Channel, root: Rank, programs: list[Program], factory: Function, call: str,
         division: RankGroups | None = None, progress: Progress | None = None,
     ):  # fmt: skip
-        super().__init__(used, call)
-        self.used, self.root, self.progress = used, root, progress
-        self._programs, self._factory, self._is_root = programs, factory, used.rank == root
+        super().__init__(user_channel, call)
+        self.root, self.progress = root, progress
+        self._programs, self._factory, self._is_root = programs, factory, user_channel.rank == root
         self.evaluations: list[Any] = [None] * len(programs)
         self.evaluation: Any = None  # of the function that was defined last
-        self._message: Any = np.zeros(_HEADER + _SHORT)
+        self._message: Buffer = np.zeros(_HEADER + _SHORT)
         self._header = memoryview(self._message)[:_HEADER]  # takes half as long to read or write as an array
         self._lock = threading.RLock()
         self._by_main = threading.current_thread() is threading.main_thread()
@@ -134,7 +134,7 @@ class RootDriven(Solve):
         if group._comm.size > 1:
             program = program._replace(fun=with_registered_copies(program.fun))
         self.packing = Packing(start, self._call, name)
-        self.evaluation = self._factory(program, self.packing, group.agreement, group._used, group._comm)
+        self.evaluation = self._factory(program, self.packing, group.agreement, group.channel, group._comm)
         self.evaluations[function] = self.evaluation
 
     def request(self, method: str, *vectors: np.ndarray, function: int = 0, start: Tree = None) -> Any:
@@ -150,7 +150,7 @@ class RootDriven(Solve):
             if self._failure is not None:
                 raise self._failure
             self._thread = thread
-            refusal, self.used.fault = self.used.fault, None  # `program` alone may not communicate
+            refusal, self.channel.fault = self.channel.fault, None  # `program` alone may not communicate
             around, tracing.site = tracing.site, self.site or tracing.site
             # `program` may use other threads than the one that called `drive`, and evaluations may contain further solves.
             for_main, tracing.for_main = tracing.for_main, tracing.for_main or self._by_main
@@ -163,7 +163,7 @@ class RootDriven(Solve):
                 self._failure = error
                 raise
             finally:
-                self._thread, self.used.fault, tracing.site, tracing.for_main = None, refusal, around, for_main
+                self._thread, self.channel.fault, tracing.site, tracing.for_main = None, refusal, around, for_main
 
     def _send(self, method: str, function: int = 0, vectors: Sequence[np.ndarray] = ()) -> None:
         if self._comm.size == 1:
@@ -195,7 +195,7 @@ class RootDriven(Solve):
 
     def _execute(self, method: str, function: int, vectors: Sequence[np.ndarray], start: Tree = None) -> Any:
         if method == "start":
-            start = shared_start(self.used, self.root, start, None, self._programs[function].args, self._call)
+            start = shared_start(self.channel, self.root, start, None, self._programs[function].args, self._call)
             return self.define(function, start, "the first point")
         call, group, division = getattr(self.evaluations[function], method), self._group, self._division
         if division is None:
@@ -203,7 +203,7 @@ class RootDriven(Solve):
 
         def stage() -> Any:
             try:
-                with self.used.refusing(_OUTSIDE):
+                with self.channel.refusing(_OUTSIDE):
                     return call(*vectors)
             except FAILURES as error:
                 if error is not group.agreement.error:
@@ -258,5 +258,5 @@ class RootDriven(Solve):
         if self._group is not self:
             self._group._close()
             if self.agreement.error is not None:
-                renew(self._group._used.user, self._call)
+                renew(self._group.channel.user, self._call)
         super()._close()

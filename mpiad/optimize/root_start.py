@@ -28,11 +28,11 @@ _ADVICE = (
 )
 
 
-def shared_start(used: Channel, root: Rank, start: Tree, x0: Tree, args: tuple, call: str) -> Tree:
+def shared_start(channel: Channel, root: Rank, start: Tree, x0: Tree, args: tuple, call: str) -> Tree:
     """Return the root's `start` on all ranks (placeholders for device arrays); raise if any x0 differs; collective."""
-    if used.size == 1:
+    if channel.size == 1:
         return start
-    is_root = used.rank == root
+    is_root = channel.rank == root
     template = None
     if is_root:
         leaves, build = flatten(start)
@@ -41,9 +41,9 @@ def shared_start(used: Channel, root: Rank, start: Tree, x0: Tree, args: tuple, 
             if arrays_of(leaves[k]) is not None:
                 leaves[k] = RemoteArray(on_host.shape, on_host.dtype, _fingerprint(on_host))
         template = build(leaves)
-    template = used.data.bcast(template, root)
+    template = channel.data.bcast(template, root)
     if any(type(leaf) is RemoteArray for leaf in flatten(template)[0]):
-        with raising_together(used, ImportError):
+        with raising_together(channel, ImportError):
             if not is_root:
                 # The placeholders get this rank's device: that of its arguments, or the current device.
                 xp = arrays_of(leaf_on_device([x0, args])) or arrays_of(to_device(np.zeros(0)))
@@ -58,9 +58,9 @@ def shared_start(used: Channel, root: Rank, start: Tree, x0: Tree, args: tuple, 
     leaves = zip(own, fetched([leaf for _, leaf in own]), remote)
     compared = [(path, _comparable(leaf, is_remote)) for (path, _), leaf, is_remote in leaves]
     try:
-        require_replicated(used, compared, f"{call}: x0 must be the same as on the root, rank {root}", _ADVICE, root)
+        require_replicated(channel, compared, f"{call}: x0 must be the same as on the root, rank {root}", _ADVICE, root)
     except ReplicationError as error:
-        raise agreed(used, error) from None
+        raise agreed(channel, error) from None
     return start if is_root else template
 
 

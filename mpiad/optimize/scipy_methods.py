@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
 
 from mpiad._typing import Function, Tree
-from mpiad.optimize.checkpoint import RootCheckpoint, fingerprint, problem_of
-from mpiad.optimize.constraints import Box, as_list, box_of, constraint_of
+from mpiad.optimize.checkpoint import CheckpointFile, RootCheckpoint, fingerprint, problem_of
+from mpiad.optimize.constraints import Box, Constraint, as_list, box_of, constraint_of
 from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
@@ -26,30 +27,22 @@ from mpiad.optimize.root_driven import RootDriven
 class MethodArguments(NamedTuple):
     """The root's arguments for the method, besides the objective and x0."""
 
-    bounds: Any
-    constraints: Any
+    bounds: Sequence | scipy.optimize.Bounds | None
+    constraints: Sequence | dict | scipy.optimize.LinearConstraint | scipy.optimize.NonlinearConstraint
     tol: float | None
     options: dict | None
     callback: Function | None
-    checkpoint: Any = None
+    checkpoint: CheckpointFile | None = None
 
 
 def run_method(method: Method, arguments: MethodArguments, program: Program, x0: Tree, solve: RootDriven) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected if necessary."""
-    points = Points(solve.evaluation, solve.request, method.gradient_with_value)
-    if arguments.bounds is not None and not method.bounded:
-        supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
-        raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
-    start = solve.packing.pack(x0)
-    box = box_of(arguments.bounds, start.size)
-    given = as_list(arguments.constraints)
-    if given and not method.constrained:
-        raise ValueError(f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'.")
-    constraints = [constraint_of(each, solve.packing, solve.used) for each in given]
+    points, start = Points(solve.evaluation, solve.request, method.gradient_with_value), solve.packing.pack(x0)
+    box, constraints = _bounds_and_constraints(method, arguments, solve)
     checks = [part.violation for part in (box, *constraints) if part is not None]
     points.violation = lambda x: max((check(x) for check in checks), default=0.0)
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
-    problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.used.size)}
+    problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.channel.size)}
     problem["bounds (checksum)"] = None if box is None else fingerprint(*box)
     iterates = IteratesOfPoints(points, arguments.callback, solve, RootCheckpoint(arguments.checkpoint, problem))
     start = iterates.resume(start)
@@ -100,6 +93,19 @@ def run_method(method: Method, arguments: MethodArguments, program: Program, x0:
     iterates.checkpoint.write_if_due(iterates.record, points.last_or_best, points.counts, ended=True)
     result.x, evaluations = np.array(result.x, dtype=float), dict(points.counts)
     return {**result, "history": iterates.record.history(), "evaluations": evaluations}
+
+
+def _bounds_and_constraints(
+    method: Method, arguments: MethodArguments, solve: RootDriven
+) -> tuple[Box | None, list[Constraint]]:
+    """Return them as functions of the vector of variables; raise a ValueError if the method doesn't support them."""
+    if arguments.bounds is not None and not method.bounded:
+        supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
+        raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
+    box, constraints = box_of(arguments.bounds, solve.packing.size), as_list(arguments.constraints)
+    if constraints and not method.constrained:
+        raise ValueError(f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'.")
+    return box, [constraint_of(each, solve.packing, solve.channel) for each in constraints]
 
 
 def _evaluation_limit(method: Method, options: dict) -> tuple[float | None, dict]:

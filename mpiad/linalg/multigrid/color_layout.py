@@ -169,7 +169,7 @@ class Layout:
         box = self.box.coarse().grown(rim)
         return tuple(slice(a - f + 1, b - f + 1) for a, b, f in zip(box.low, box.high, self.first))
 
-    def whole(self, flat: LocalArray) -> LocalArray:
+    def shaped(self, flat: LocalArray) -> LocalArray:
         """Return flat arrays (..., size) of colors in the shape (..., *shape)."""
         return flat.reshape(flat.shape[:-1] + self.shape)
 
@@ -178,7 +178,7 @@ class Layout:
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
             out = Spec((*lead, len(self.colors), self.size), np.dtype(float), arrays_of(block)).zeros()
-        whole = self.whole(out)
+        whole = self.shaped(out)
         for row, color in enumerate(self.colors):
             entries, points = self.slices_of(color)
             whole[(..., row, *entries)] = block[(..., *points)]
@@ -187,7 +187,7 @@ class Layout:
     def join(self, split: LocalArray, rim: int = 0) -> LocalArray:
         """Return the block from the arrays of all colors, with `rim` layers of the halo around it."""
         out = empty_like(split, split.shape[:-2] + self.box.grown(rim).shape)
-        whole = self.whole(split)
+        whole = self.shaped(split)
         for row, color in enumerate(self.colors):
             entries, points = self.slices_of(color, rim)
             out[(..., *points)] = whole[(..., row, *entries)]

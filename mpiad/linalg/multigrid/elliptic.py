@@ -43,8 +43,8 @@ class Side(NamedTuple):
     """The condition on a side of the grid; its numbers or arrays may be traced."""
 
     kind: str
-    alpha: Any
-    given: Any = None  # g or q; None for zero
+    alpha: Array
+    value: Array = None  # g or q; None for zero
 
 
 class Sides(NamedTuple):
@@ -73,7 +73,7 @@ def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, c
     return Sides(steps, pairs, bool(centred))  # type: ignore[arg-type]
 
 
-def _side(entry: Any, call: str) -> Side:
+def _side(entry: object, call: str) -> Side:
     kind, value = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (entry, None)
     if isinstance(kind, str) and kind == "robin" and isinstance(value, (tuple, list)) and len(value) == 2:
         return Side(kind, *value)
@@ -83,7 +83,7 @@ def _side(entry: Any, call: str) -> Side:
 
 
 def _check_values(side: Side, shape: tuple[int, ...], call: str) -> None:
-    for name, value in (("alpha", side.alpha), ("the given value", 0.0 if side.given is None else side.given)):
+    for name, value in (("alpha", side.alpha), ("the given value", 0.0 if side.value is None else side.value)):
         array = np.asarray(on_host(stop_gradient(value)))
         # Values may have leading axes, for several right-hand sides.
         fits = all(n in (1, m) for n, m in zip(array.shape[::-1], shape[::-1]))
@@ -243,17 +243,19 @@ class Elliptic:
         -------
         The given values, κ on sides, and α get the derivatives of the fluxes through the sides.
         """
-        total: Any = 0.0
+        total: Array = 0.0
         for axis, end, side, weight in self._own_sides(kappa):
-            if side.given is not None:
+            if side.value is not None:
                 n, rest = self.domain.local_shape[axis], (1,) * (len(self.sides.spacing) - axis - 1)
                 nearest = (np.arange(n) == (n - 1) * end).astype(float).reshape(n, *rest)
-                flux = weight * side.given / self.sides.spacing[axis]
+                flux = weight * side.value / self.sides.spacing[axis]
                 xp = arrays_of(stop_gradient(flux))
                 total = total + flux * (nearest if xp is None else xp.to_device(nearest))
         return total
 
-    def product(self, u: LocalArray, c: LocalArray | float, faces: Sequence[LocalArray], padded: Any = None) -> LocalArray:
+    def product(
+        self, u: LocalArray, c: LocalArray | float, faces: Sequence[LocalArray], padded: LocalArray | None = None
+    ) -> LocalArray:
         """Return this rank's block of the product, given the result of `faces`, and u with its halo if it is known."""
         _check_kinds(stop_gradient(u), faces)
         total, ndim, dtype = c * u, len(self.sides.spacing), stop_gradient(u).dtype
@@ -265,7 +267,7 @@ class Elliptic:
             total = total + of_flux(0, -1) - of_flux(1, None)
         return total
 
-    def field(self, kappa: Any, like: Array) -> LocalArray:
+    def field(self, kappa: Coefficient, like: Array) -> LocalArray:
         """Return a number as an array of shape local_shape, on the host or device of `like`; return arrays unchanged."""
         if np.shape(stop_gradient(kappa)):
             return kappa

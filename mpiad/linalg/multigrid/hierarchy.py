@@ -80,10 +80,10 @@ class Agglomeration:
                 whole[target] = mpi_wait(request)
             return whole
 
-    def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
+    def scatter(self, merged: Array, block: LocalArray) -> LocalArray:
         """Return this rank's old block, shaped like `block` plus a layer, from the new blocks; all owners call it."""
         if self._same:
-            return whole
+            return merged
         # The layer is included, so that interpolation needs no exchange of halos.
         own_box = self._own_box.grown(1)
         with restoring_state(), suspended():
@@ -92,9 +92,9 @@ class Agglomeration:
                 return mpi_wait(mpi_irecv(buffer, self._leader, _TAG_SCATTER, self._comm))
             for member, box in self._members:
                 if member != self._rank:
-                    part = whole[(..., *box.grown(1).within(self.box.grown(1)))]
+                    part = merged[(..., *box.grown(1).within(self.box.grown(1)))]
                     mpi_send(copied(part), member, _TAG_SCATTER, self._comm)
-            return whole[(..., *own_box.within(self.box.grown(1)))]
+            return merged[(..., *own_box.within(self.box.grown(1)))]
 
 
 def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]) -> Rank:
@@ -276,7 +276,7 @@ class Level:
         for relax, group in self._before:
             relax(f)
             self._fill(group)
-        coarse = self.layout.whole(self.sums.state[:, self._coarse])
+        coarse = self.layout.shaped(self.sums.state[:, self._coarse])
         self._residuals(f)
         # Restriction reads residuals of neighboring points, which have other colors than coarse points (0, ...).
         self._fill([color for color in self._unfinished if any(color)], self._count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from autograd.tracer import getval, isbox
@@ -33,7 +32,7 @@ from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, empty_
 _CALL = "linalg.Multigrid"
 
 
-def coefficients(domain: Domain, kappa: Any, c: object, group: Channel) -> tuple[Coefficient, LocalArray]:
+def coefficients(domain: Domain, kappa: Coefficient, c: object, group: Channel) -> tuple[Coefficient, LocalArray]:
     """Return κ and c of this rank, on the host; collective. Raise on all ranks if they are invalid on any rank."""
     local, ndim, faces = domain.local_shape, len(domain.shape), isinstance(kappa, (list, tuple))
     with raising_together(group):
@@ -344,18 +343,21 @@ class Multigrid:
             return {"with_x0": x0 is not None, "leading axes of b": b.shape[: -len(self.domain.shape)]}
 
         with restoring_state(), suspended():
-            settings = agree_on(settings, check)
-            if not b.size:
-                self.history = [0.0]
-                return empty_like(b, b.shape)
-            # The solve is in double precision, since in single precision the residual can't fall by a factor of 1e-8.
-            split, start = (None if x is None else self._split(x.astype(np.float64)) for x in (b, x0))
-            product = lambda u: self._split(self.matvec(self._layout.join(u)))  # noqa: E731
-            system = System(product, None, split, settings, diagnose=self._slowness_reason)
-            u = iterate(partial(_conjugate_gradients, self._level_for(b)), system, split, start)
-            system.settle()
-            self.history = system.history
-            return self._without_mean(self._layout.join(u)).reshape(b.shape).astype(b.dtype)
+            return self._solved(b, x0, agree_on(settings, check))
+
+    def _solved(self, b: LocalArray, x0: LocalArray | None, settings: Settings) -> LocalArray:
+        """Return the solution for checked arguments."""
+        if not b.size:
+            self.history = [0.0]
+            return empty_like(b, b.shape)
+        # The solve is in double precision, since in single precision the residual can't fall by a factor of 1e-8.
+        split, start = (None if x is None else self._split(x.astype(np.float64)) for x in (b, x0))
+        product = lambda u: self._split(self.matvec(self._layout.join(u)))  # noqa: E731
+        system = System(product, None, split, settings, diagnose=self._slowness_reason)
+        u = iterate(partial(_conjugate_gradients, self._level_for(b)), system, split, start)
+        system.settle()
+        self.history = system.history
+        return self._without_mean(self._layout.join(u)).reshape(b.shape).astype(b.dtype)
 
     def _slowness_reason(self) -> str:
         """Return a possible reason for slow convergence; collective."""

@@ -58,7 +58,7 @@ class LevelHalo:
         """Fill the halo, including corners, of some colors' rows (the same on all ranks) of an array (..., rows, size)."""
         if not any(self._neighbors) or not rows:
             return
-        whole = self._layout.whole(values)
+        whole = self._layout.shaped(values)
         # Dimensions are exchanged one after another: the layers that are sent along a dimension include the halo of
         # earlier dimensions, and thus the corners. `suspended` marks the channel as unusable if an exception leaves a
         # message pending.
@@ -216,7 +216,7 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
                 if row is not None:
                     part = product[row, entries]
                     out[number, layout.inner] += part * stencil.weights_of(color)[k, entries] if any(color) else part
-    return layout.whole(out)[(slice(None), *layout.coarse())].copy()
+    return layout.shaped(out)[(slice(None), *layout.coarse())].copy()
 
 
 def _multiply(stencil: Stencil, color: Color, product: np.ndarray, row_of: dict[tuple[int, ...], int]) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.color_layout import Layout
 from mpiad.transport.devices.device_arrays import empty_like, zeros_like
@@ -83,7 +83,7 @@ class Sums:
         inner = self._layout.inner
         return slice(inner.start + shift, inner.stop + shift)
 
-    def _factors(self, term: Term) -> tuple[Any, LocalArray]:
+    def _factors(self, term: Term) -> tuple[Array, LocalArray]:
         entries = self._at(term.coefficient_shift)
         weights = None if term.coefficient is None else self._coefficients[term.coefficient, entries]
         return weights, self.state[:, term.row, self._at(term.shift)]

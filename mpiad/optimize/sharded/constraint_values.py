@@ -35,14 +35,14 @@ _SUPPORTED = {
 }
 
 
-def local_constraints(given: object, size: int, method: str) -> list[UserConstraint]:
+def local_constraints(constraints: object, size: int, method: str) -> list[UserConstraint]:
     """Return a sharded method's constraints on `size` local variables; raise a TypeError or ValueError if invalid."""
-    found = list(map(UserConstraint.of, as_list(given)))
+    found = list(map(UserConstraint.of, as_list(constraints)))
     for constraint in found:
         equal, linear = constraint.low == constraint.high, constraint.matrix is not None
         supported = {"MMA-sharded": not np.any(equal), "L-BFGS-sharded": linear and bool(np.all(equal))}.get(method, False)
         if not supported:
-            raise ValueError(f"minimize: method {method!r} supports {_SUPPORTED[method]}, but got {given!r:.80}.")
+            raise ValueError(f"minimize: method {method!r} supports {_SUPPORTED[method]}, but got {constraints!r:.80}.")
         if constraint.matrix is not None and constraint.matrix.shape[1] != size:
             raise ValueError(
                 f"minimize: with a sharded method the matrix of a LinearConstraint must have a column for each of this "
@@ -54,8 +54,8 @@ def local_constraints(given: object, size: int, method: str) -> list[UserConstra
 class ConstraintValues:
     """Constraints in the form f(x) ≤ 0; `names` describes each f."""
 
-    def __init__(self, constraints: list[UserConstraint], evaluation: Evaluation, totals: Totals, used: Channel):
-        self._constraints, self.evaluation, self.totals, self._used = constraints, evaluation, totals, used
+    def __init__(self, constraints: list[UserConstraint], evaluation: Evaluation, totals: Totals, channel: Channel):
+        self._constraints, self.evaluation, self.totals, self._channel = constraints, evaluation, totals, channel
         self._packing, self._weight = evaluation.packing, evaluation._weight
         self._counts: list[int] = []
         self._limits: list[tuple[int, float, float]] = []  # index of a value, sign, and limit, for each f
@@ -80,10 +80,10 @@ class ConstraintValues:
         return np.array([value for value, _ in signed]), [row for _, row in signed]
 
     def _agree_on_counts(self, counts: list[int]) -> None:
-        every = self._used.data.allgather(counts)
+        every = self._channel.data.allgather(counts)
         if any(others != every[0] for others in every):
             text = f"minimize: constraints must return the same numbers of values on all ranks, but returned {every}."
-            raise agreed(self._used, ValueError(text))
+            raise agreed(self._channel, ValueError(text))
         self._counts, start = counts, 0
         for number, (constraint, count) in enumerate(zip(self._constraints, counts)):
             for sign, limits in ((-1.0, constraint.low), (1.0, constraint.high)):
@@ -91,7 +91,7 @@ class ConstraintValues:
                     text = (
                         f"minimize: constraint {number} has {count} values, but {len(limits)} limits. Pass one or {count}."
                     )
-                    raise agreed(self._used, ValueError(text))
+                    raise agreed(self._channel, ValueError(text))
                 for k, limit in enumerate(np.broadcast_to(limits, count).tolist()):
                     if np.isfinite(limit):
                         self._limits.append((start + k, sign, limit))

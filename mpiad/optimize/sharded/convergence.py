@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from mpiad._typing import Function
+from mpiad._typing import Function, Scalar, Tree
 from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.least_squares import LOSSES
 
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     maxls: int = 20  # maximum number of evaluations per line search
 
 
-def checked(name: str, value: Any) -> float:
+def checked(name: str, value: Scalar) -> float:
     """Return the numeric value of an option; raise a ValueError if it is invalid."""
     real = name in _REAL or name in _POSITIVE
     lowest = 0 if real or name in ("maxiter", "maxfun") else 1
@@ -83,10 +83,10 @@ class NewtonSettings(NamedTuple):
     globalization: str = "line search"  # {"line search", "trust region"}
     # Product of an approximate inverse Hessian with a vector. By default the method `precondition` of `inner_product`, or
     # `inner_product` itself.
-    preconditioner: Callable[[Any], Any] | None = None
-    inner_product: Callable[[Any], Any] | None = None  # product of R⁻¹ with a vector, for the inner product uᵀ R v
+    preconditioner: Callable[[Tree], Tree] | None = None
+    inner_product: Callable[[Tree], Tree] | None = None  # product of R⁻¹ with a vector, for the inner product uᵀ R v
     regularizer: Function | None = None  # added to half the sum of squared residuals ("gauss-newton")
-    noise_precision: Callable[[Any], Any] | None = None  # product of the noise's inverse covariance with residuals
+    noise_precision: Callable[[Tree], Tree] | None = None  # product of the noise's inverse covariance with residuals
     loss: str = "linear"  # robust loss of the residuals, as in `least_squares`
     f_scale: float = 1.0  # size of residuals at which the loss begins to reduce their weight
     # Tolerance of the relative residual of each Newton system. By default Eisenstat and Walker's, and the solve's own
@@ -170,7 +170,7 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> AnySett
     return settings
 
 
-def _function(name: str, value: object) -> Any:
+def _function(name: str, value: object) -> Function | None:
     """Return the function of an option, or for an object, its method of the name in `_FUNCTIONS`."""
     method = _FUNCTIONS[name]
     if callable(found := getattr(value, method, None)):

@@ -160,7 +160,7 @@ def _cubic(a: Sample, b: Sample) -> tuple[float, bool]:
     return a.step + fraction * (b.step - a.step), root > 0.0
 
 
-class LBFGS(ShardedMethod):
+class LBFGS(ShardedMethod[Point]):
     """The L-BFGS iteration."""
 
     _settings: Settings
@@ -264,10 +264,10 @@ class LBFGS(ShardedMethod):
         yield "count", np.array(self._count_here)
         yield from self._memory.state().items()
 
-    def _restored(self, found: dict[str, np.ndarray], x: Array) -> Point:
+    def _restored(self, arrays: dict[str, np.ndarray], x: Array) -> Point:
         iterate = Point(x, current=True)  # the gradient is in the memory
-        iterate.value, iterate.norm, *numbers, iterate.range = found["numbers"].tolist()
+        iterate.value, iterate.norm, *numbers, iterate.range = arrays["numbers"].tolist()
         self._value_before, self._slope, self._grad_norm = numbers
-        self.count = self._count_here = int(found["count"])
-        self._memory.restore(found)
+        self.count = self._count_here = int(arrays["count"])
+        self._memory.restore(arrays)
         return iterate

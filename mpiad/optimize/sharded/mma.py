@@ -146,7 +146,7 @@ def dual_ascent(values: np.ndarray, start: np.ndarray) -> Generator[np.ndarray, 
     yield np.append(best, 1.0)
 
 
-class MMA(ShardedMethod):
+class MMA(ShardedMethod[MMAPoint]):
     """The iteration; `multipliers` are those of the constraints, shape (m,)."""
 
     _box: Box
@@ -284,12 +284,12 @@ class MMA(ShardedMethod):
         yield "numbers", np.array([point.norm, point.length, point.change])
         yield "count", np.array(self.count)
 
-    def _restored(self, found: dict[str, np.ndarray], x: Array) -> MMAPoint:
-        rows = put(list(found["rows"]), [arrays_of(x)] * len(found["rows"]))
-        self.multipliers = found["multipliers"]
+    def _restored(self, arrays: dict[str, np.ndarray], x: Array) -> MMAPoint:
+        rows = put(list(arrays["rows"]), [arrays_of(x)] * len(arrays["rows"]))
+        self.multipliers = arrays["multipliers"]
         point = self._evaluated(x, None)
         if rows:
             self._before, self._asymptotes = (rows[0], rows[1]), Box(rows[2], rows[3])
-        point.norm, point.length, point.change = found["numbers"].tolist()
-        self.count = int(found["count"])
+        point.norm, point.length, point.change = arrays["numbers"].tolist()
+        self.count = int(arrays["count"])
         return point

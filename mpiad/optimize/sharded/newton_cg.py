@@ -177,8 +177,8 @@ class NewtonPoint:
     - `length`, `slope`: length of the step from the previous point, and derivative at the previous point along the step.
     """
 
-    def __init__(self, x: Array, found: Derivatives):
-        self.x, self.value, self.gradient, self.multiply = x, found.value, found.gradient, found.multiply
+    def __init__(self, x: Array, derivatives: Derivatives):
+        self.x, self.value, self.gradient, self.multiply = x, derivatives.value, derivatives.gradient, derivatives.multiply
         self.finite, self.free, self.projected_step = False, cast(Any, None), cast(Any, None)
         self.norm, self.square, self.length, self.slope = math.nan, math.nan, 0.0, 0.0
 
@@ -187,7 +187,7 @@ class NewtonPoint:
         return vector if self.free is None else vector * self.free
 
 
-class NewtonCG(ShardedMethod):
+class NewtonCG(ShardedMethod[NewtonPoint]):
     """The Newton iteration."""
 
     _settings: NewtonSettings
@@ -393,10 +393,10 @@ class NewtonCG(ShardedMethod):
         yield "numbers", np.array([self._forcing, radius, self._norm_at_start, self._value_before, iterate.length])
         yield "counts", np.array([self.count, self._evaluation.products])
 
-    def _restored(self, found: dict[str, np.ndarray], x: Array) -> NewtonPoint:
+    def _restored(self, arrays: dict[str, np.ndarray], x: Array) -> NewtonPoint:
         iterate = self._evaluated(x, None)
         self._measure(iterate)
-        self._forcing, radius, self._norm_at_start, self._value_before, iterate.length = found["numbers"].tolist()
+        self._forcing, radius, self._norm_at_start, self._value_before, iterate.length = arrays["numbers"].tolist()
         self._radius = None if math.isnan(radius) else radius
-        self.count, self._evaluation.products = map(int, found["counts"].tolist())
+        self.count, self._evaluation.products = map(int, arrays["counts"].tolist())
         return iterate

@@ -6,13 +6,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Function, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize
 from mpiad.optimize.least_squares import LOSSES
@@ -91,7 +91,7 @@ class SecondOrderEvaluation:
             value = self._checked(self.totals.reduce([half], [], [])[0])
             return Derivatives(value, gradient, multiply)
 
-        def regularizer_with_value(x: Tree) -> Any:
+        def regularizer_with_value(x: Tree) -> Scalar:
             nonlocal own_value
             found = regularizer(x)
             own_value = to_host(stop_gradient(found))
@@ -158,14 +158,14 @@ class SecondOrderEvaluation:
         self._evaluation.at_start.note("residuals", array)
         return array
 
-    def on_vectors(self, given: Callable[[Tree], Tree] | None, name: str) -> Callable[[Array], Array] | None:
+    def on_vectors(self, operator: Callable[[Tree], Tree] | None, name: str) -> Callable[[Array], Array] | None:
         """Return an operator on this rank's vectors, given the user's operator on pytrees like x."""
-        if given is None:
+        if operator is None:
             return None
 
         def applied(vector: Array) -> Array:
             try:
-                return self._packing.pack(given(self._packing.unpack(vector)))
+                return self._packing.pack(operator(self._packing.unpack(vector)))
             except TypeError as error:
                 raise WrongValueError(f"{error} The option {name} returned or raised this.") from None
 

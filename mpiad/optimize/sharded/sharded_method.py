@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,20 +33,51 @@ from mpiad.transport.devices.device_arrays import arrays_of
 from mpiad.transport.exits.user_failures import StageFailures
 
 
-class ShardedMethod:
-    """The base class; points have `x`, `value`, `norm` (of the gradient), `length` (of the step) and `finite`."""
+class ShardedPoint(Protocol):
+    """An iterate of a sharded method: this rank's variables, and scalars that are the same on all ranks."""
 
-    _evaluated: Any  # (x, before) -> the point x, with the length of the step from the point `before`
-    _next_point: Any  # (point) -> the next point, or an Ending
-    _ending: Any  # (point) -> the ending at a point, or None
-    _arrays: Any  # (point) -> names and arrays of the state, besides "x" and "history"
-    _restored: Any  # (arrays, x) -> the point of such arrays; x is in the variables' memory
+    x: Array
+    value: float
+    norm: float  # of the gradient
+    length: float  # of the step from the previous point
+
+    @property
+    def finite(self) -> bool:
+        """Whether the value and the derivatives are finite."""
+        ...
+
+
+P = TypeVar("P", bound=ShardedPoint)
+
+
+class ShardedMethod(ABC, Generic[P]):
+    """The base class of the methods; P is the type of their points."""
+
+    @abstractmethod
+    def _evaluated(self, x: Array, before: P | None, /) -> P:
+        """Return the point x, with the length of the step from the point `before`."""
+
+    @abstractmethod
+    def _next_point(self, point: P, /) -> P | Ending:
+        """Return the next point, or an ending."""
+
+    @abstractmethod
+    def _ending(self, point: P, /) -> Ending | None:
+        """Return the ending at a point, or None."""
+
+    @abstractmethod
+    def _arrays(self, point: P, /) -> Iterator[tuple[str, np.ndarray]]:
+        """Return names and arrays of the state, besides "x" and "history"."""
+
+    @abstractmethod
+    def _restored(self, arrays: dict[str, np.ndarray], x: Array, /) -> P:
+        """Return the point of such arrays; x is in the variables' memory."""
 
     def __init__(self, iterates: ShardedIterates, files: StateFiles, box: Box | None, settings: AnySettings):
         self._iterates, self._files, self._box, self._settings = iterates, files, box, settings
         self.count = 0  # of evaluations
 
-    def run(self, start: Array) -> tuple[Any, Ending]:
+    def run(self, start: Array) -> tuple[P, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
         found = self._files.load()
         if found is not None:
@@ -70,13 +102,13 @@ class ShardedMethod:
             self._arrive(new, point)
             point = new
 
-    def _begin(self, point: Any) -> None:
+    def _begin(self, point: P, /) -> None:
         """Prepare the iteration from a finite start, before it is recorded."""
 
-    def _arrive(self, new: Any, before: Any) -> None:
+    def _arrive(self, new: P, before: P | None, /) -> None:
         """Continue from a recorded point; `before` is None for the start."""
 
-    def _ended(self, point: Any) -> Ending | None:
+    def _ended(self, point: P) -> Ending | None:
         """Return the ending at a point, or None; write the state if it is due."""
         ending = self._ending(point) or (INTERRUPTED if self._files.interrupted else None)
         self._write(point, ending is not None)
@@ -94,7 +126,7 @@ class ShardedMethod:
             return ITERATIONS
         return EVALUATIONS if self.count >= self._settings.maxfun else None
 
-    def _write(self, point: Any, ended: bool) -> None:
+    def _write(self, point: P, ended: bool) -> None:
         def arrays() -> Iterator[tuple[str, np.ndarray]]:
             yield "x", to_host(point.x)
             yield "history", self._iterates.record.table()
@@ -118,10 +150,10 @@ class Identity(NamedTuple):
 class StateFiles:
     """The files of states, without effect if there is no checkpoint."""
 
-    def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
-        self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement
+    def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, channel: Channel, agreement: StageFailures):
+        self._checkpoint, self._identity, self._channel, self._agreement = checkpoint, identity, channel, agreement
         self._obsolete = list[Path]()
-        self._files = None if checkpoint is None else RankFiles(checkpoint.file, used, identity.problem, "minimize")
+        self._files = None if checkpoint is None else RankFiles(checkpoint.file, channel, identity.problem, "minimize")
 
     @property
     def interrupted(self) -> bool:
@@ -136,13 +168,13 @@ class StateFiles:
         if self._identity.layout is not None:
             # Redistribute if all ranks find the same files of another number of ranks, and no files of this number.
             names_here = [] if self._files.of_this_size(others) else [file.name for file in others]
-            every = self._used.data.allgather(names_here)
+            every = self._channel.data.allgather(names_here)
             if every[0] and all(names == every[0] for names in every):
-                iteration, entries = newest_state(others, self._identity.any_ranks, self._used)
+                iteration, entries = newest_state(others, self._identity.any_ranks, self._channel)
                 self._files.iteration, self._obsolete = iteration, others
-                with raising_together(self._used, ValueError):
+                with raising_together(self._channel, ValueError):
                     return _redistributed_arrays(iteration, entries, self._identity.layout)
-        with raising_together(self._used, (OSError, ValueError)):
+        with raising_together(self._channel, (OSError, ValueError)):
             if (file := self._checkpoint.file).exists():
                 raise ValueError(
                     f"minimize: the checkpoint must have been written by a sharded method, but {file} was written by a "
@@ -159,7 +191,7 @@ class StateFiles:
         _, any_ranks, layout = self._identity
         if self._files.write(iteration, any_ranks if layout is None else {**any_ranks, "boxes": layout.boxes}, arrays):
             # The files of another number of ranks are now obsolete.
-            for file in self._obsolete[self._used.rank :: self._used.size]:
+            for file in self._obsolete[self._channel.rank :: self._channel.size]:
                 file.unlink(missing_ok=True)
             self._obsolete = []
 
@@ -228,16 +260,16 @@ def _hashed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def newest_state(files: list[Path], problem: dict[str, object], used: Channel) -> tuple[int, list[Entry]]:
+def newest_state(files: list[Path], problem: dict[str, object], channel: Channel) -> tuple[int, list[Entry]]:
     """Return iteration and entries of the newest complete state; raise on all ranks if there is none; collective."""
     own = []
-    with raising_together(used, (OSError, ValueError)):
-        for file in files[used.rank :: used.size]:
+    with raising_together(channel, (OSError, ValueError)):
+        for file in files[channel.rank :: channel.size]:
             description = read_description(file)
             require_same_problem(file, description, problem, "minimize")
             own.append((file, description["iteration"], description.get("boxes")))
-    by_ranks: dict[tuple[int, int], dict[int, tuple[Path, Any]]] = {}
-    for file, iteration, boxes in [entry for entries in used.data.allgather(own) for entry in entries]:
+    by_ranks: dict[tuple[int, int], dict[int, Entry]] = {}
+    for file, iteration, boxes in [entry for entries in channel.data.allgather(own) for entry in entries]:
         rank, size = map(int, re.findall(r"\.rank(\d+)of(\d+)\.", file.name)[-1])
         by_ranks.setdefault((iteration, size), {})[rank] = file, boxes
     common = [key for key, found in by_ranks.items() if len(found) == key[1] and all(boxes for _, boxes in found.values())]
@@ -246,7 +278,7 @@ def newest_state(files: list[Path], problem: dict[str, object], used: Channel) -
             f"minimize: the files of another number of ranks, such as {files[0]}, don't have an iteration that is "
             "complete. Restore the missing files, or delete all of them."
         )
-        raise agreed(used, ValueError(missing))
+        raise agreed(channel, ValueError(missing))
     return max(common)[0], [entry for _, entry in sorted(by_ranks[max(common)].items())]
 
 

@@ -49,32 +49,32 @@ class LocalArguments(NamedTuple):
     checkpoint: CheckpointFile | None
 
 
-def check_local_arguments(method: str, start: Tree, given: MethodArguments) -> LocalArguments:
+def check_local_arguments(method: str, start: Tree, arguments: MethodArguments) -> LocalArguments:
     """Check this rank's arguments; raise a TypeError or ValueError if one is invalid."""
     packing = local_packing(start)
-    settings, box = settings_of(method, given.tol, given.options), box_of(given.bounds, packing.size)
-    constraints = local_constraints(given.constraints, packing.size, settings.method)
+    settings, box = settings_of(method, arguments.tol, arguments.options), box_of(arguments.bounds, packing.size)
+    constraints = local_constraints(arguments.constraints, packing.size, settings.method)
     if isinstance(settings, MMASettings) and not (box is not None and np.all(np.isfinite(box))) and packing.size:
         raise ValueError(
             "minimize: method 'MMA-sharded' needs a finite lower and upper bound for each variable, but got "
-            f"bounds={given.bounds!r:.80}."
+            f"bounds={arguments.bounds!r:.80}."
         )
-    return LocalArguments(start, packing, box, constraints, settings, given.checkpoint)
+    return LocalArguments(start, packing, box, constraints, settings, arguments.checkpoint)
 
 
 class Sharded(Solve):
     """A solve with distributed variables; collective."""
 
-    def __init__(self, used: Channel, program: Program, arguments: LocalArguments):
-        super().__init__(used, "minimize")
+    def __init__(self, user_channel: Channel, program: Program, arguments: LocalArguments):
+        super().__init__(user_channel, "minimize")
         self._program, self._arguments, self._totals = program, arguments, Totals(self._comm, program.root)
-        self._evaluation = Evaluation(program, arguments.packing, self.agreement, used)
+        self._evaluation = Evaluation(program, arguments.packing, self.agreement, user_channel)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Return the result on all ranks, or raise an exception on all ranks."""
         packing, settings = self._arguments.packing, self._arguments.settings
         start = packing.pack(self._arguments.start)
-        files = StateFiles(self._arguments.checkpoint, self._identity(start), self._used, self.agreement)
+        files = StateFiles(self._arguments.checkpoint, self._identity(start), self.channel, self.agreement)
         # If any rank has bounds or a callback, all ranks exchange additional messages.
         bounded, with_callback = self._totals.sums(np.array([self._arguments.box is not None, callback is not None], float))
         record = Record(progress if self._totals.is_root else None)
@@ -114,7 +114,7 @@ class Sharded(Solve):
         self, start: Array, iterates: ShardedIterates, files: StateFiles, box: Box
     ) -> scipy.optimize.OptimizeResult:
         settings = cast(MMASettings, self._arguments.settings)
-        constraints = ConstraintValues(self._arguments.constraints, self._evaluation, self._totals, self._used)
+        constraints = ConstraintValues(self._arguments.constraints, self._evaluation, self._totals, self.channel)
         mma = MMA(constraints, iterates, settings, files, box)
         point, ending = mma.run(start)
         result = self._result(point, point.slopes[0], ending, mma.count, iterates)
@@ -127,10 +127,10 @@ class Sharded(Solve):
         return result
 
     def _identity(self, start: Array) -> Identity:
-        arguments, comm = self._arguments, self._used.data
+        arguments, comm = self._arguments, self.channel.data
         if arguments.checkpoint is None:
             return Identity({})
-        problem = problem_of(self._program, arguments.packing, to_host(start), self._used.size)
+        problem = problem_of(self._program, arguments.packing, to_host(start), self.channel.size)
         problem |= identity_of(arguments.settings)
         problem["bounds (checksum)"] = None if arguments.box is None else fingerprint(*arguments.box)
         if arguments.constraints:

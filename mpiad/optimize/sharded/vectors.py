@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -153,9 +153,9 @@ class HostVectors:
             found[1:] += products
         return found.tolist()
 
-    def numbers(self, found: list[Any]) -> list[float]:
+    def numbers(self, scalars: list[Array]) -> list[float]:
         """Return scalars on the host, by one copy from a device."""
-        return list(map(float, found))
+        return list(map(float, scalars))
 
     def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
         """Return the rows' products over free variables, and the slope over others, at x; store the step from `before`."""
@@ -238,9 +238,9 @@ class DeviceVectors(HostVectors):
         terms = (factors[positions] @ self.memory[rows] for rows, positions in parts)
         self.memory[row] = functools.reduce(operator.add, terms)
 
-    def numbers(self, found: list[Array]) -> list[float]:
+    def numbers(self, scalars: list[Array]) -> list[float]:
         """Return scalars on the host, by one copy."""
-        return to_host(np.stack(found)).tolist()
+        return to_host(np.stack(scalars)).tolist()
 
     def gram(self, ring: Ring, tile: Array, free: Array) -> Array:
         """Return the products; see `HostVectors.gram`."""
