@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from autograd.tracer import Box
@@ -18,6 +18,7 @@ from mpiad.transport.core.tracing import restoring_state, tracing
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 _box_types = Box.types
+T = TypeVar("T")
 
 
 class InPlace(NamedTuple):
@@ -107,8 +108,8 @@ class CustomOperator(Recorded):
         """Run the function in a buffer that holds its first argument (see `InPlace`)."""
         self._as_one_node(buffer, self.in_place.run, buffer, *rest)  # type: ignore[union-attr]
 
-    def _as_one_node(self, x: Array, fun: Function, *args: object, **kwargs: object) -> Any:
-        def run() -> Any:
+    def _as_one_node(self, x: Array, fun: Callable[..., T], *args: object, **kwargs: object) -> T:
+        def run() -> T:
             with suspended(operator=True):
                 return fun(*args, **kwargs)
 

@@ -14,11 +14,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
-from autograd.tracer import Box, getval, new_box
+from autograd.tracer import Box, Node, getval, new_box
 
 from mpiad._typing import Array, Shape
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
@@ -34,6 +34,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import interruptible
 
 _box_types = Box.types
+T = TypeVar("T")
 
 
 class Tape(Protocol):
@@ -51,8 +52,8 @@ class Tape(Protocol):
     passes: str
 
     def communicated(
-        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
-    ) -> Any:
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Node]
+    ) -> Node | None:
         """Record a communication and return its node, or None if the result isn't an array."""
 
 
@@ -106,7 +107,7 @@ class suspended:
 # recording is on, so there is no overhead while it is off.
 
 
-def recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: object) -> Any:
+def recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable[..., T], *args: object) -> T:
     """Return ``fun(*args)``, and record the call, which ``begin(*arguments)`` describes."""
     with restoring_state():
         call = begin(*arguments)
@@ -322,7 +323,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: object) ->
 
 
 def _apply_above(
-    operator: Recorded, tape: Tape | None, args: tuple, params: object, argnums: list[int], parents: list[Any], level: int
+    operator: Recorded, tape: Tape | None, args: tuple, params: object, argnums: list[int], parents: list[Node], level: int
 ) -> Any:
     """Apply an operator to values of a trace with a higher number: a trace of plain autograd, or an ended trace of ours."""
     for parent in parents:

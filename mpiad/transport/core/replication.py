@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -107,7 +107,7 @@ class _Leaf(NamedTuple):
 
 
 def require_replicated(
-    channel: Channel, leaves: Sequence[tuple[str, Any]], prefix: str, advice: str = "", reference: int | None = None
+    channel: Channel, leaves: Sequence[tuple[str, object]], prefix: str, advice: str = "", reference: int | None = None
 ) -> None:
     """Raise a ReplicationError on all ranks if the copies of a value, with `leaves` by path, differ; collective."""
     # Leaves are arrays, numbers, strings or None, else a TypeError is raised. `advice` comes before the differences, which
@@ -149,7 +149,13 @@ def _described(value: object) -> tuple[str, int]:
 
 
 def _explain(
-    channel: Channel, values: list[Any], described: list[_Leaf], wrong: str, prefix: str, advice: str, reference: int | None
+    channel: Channel,
+    values: list[Array],
+    described: list[_Leaf],
+    wrong: str,
+    prefix: str,
+    advice: str,
+    reference: int | None,
 ) -> None:
     every: list[tuple[list[_Leaf], str]] = channel.data.allgather((described, wrong))
     for rank, (_, text) in enumerate(every):
@@ -171,7 +177,7 @@ def _explain(
 
 
 def _compared(
-    channel: Channel, values: list[Any], copies: list[tuple[_Leaf, ...]], reference: int, places: dict[int, int]
+    channel: Channel, values: list[Array], copies: list[tuple[_Leaf, ...]], reference: int, places: dict[int, int]
 ) -> Difference | None:
     """Return this rank's difference, None if there is none; `places`: by rank, the index of its first different leaf."""
     shared = copies[reference]

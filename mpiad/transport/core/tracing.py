@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -39,7 +39,7 @@ class ProgramRecorder(Protocol):
         """Run a function that is called once per communicator, and don't record it."""
         ...
 
-    def opaque(self, fun: Callable[..., tuple], args: tuple, specs: Any = None) -> tuple:
+    def opaque(self, fun: Callable[..., tuple], args: tuple, specs: object = None) -> tuple:
         """Run a function that returns arrays followed by one other object, and record it as one step."""
         ...
 
@@ -123,7 +123,7 @@ def checked_on_replay(fun: Callable[..., T], *args: object) -> T:
     return fun(*args) if recorder is None else recorder.settle(fun, args)
 
 
-def note_channels(channels: set[Any]) -> None:
+def note_channels(channels: Set[object]) -> None:
     """Note the channels of a program before it runs: if it raises, messages may be left on them."""
     if tracing.channels is not None:
         tracing.channels |= channels

@@ -269,7 +269,7 @@ class DeferredFailures:
         self._timer: threading.Timer | None = None
         self._fault: str | None = None
 
-    def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
+    def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], object] | None = None) -> Any:
         """Return ``fun(*args)``, or None after an exception; ``again()``: a valid argument for another call."""
         fault, start = self._channel.fault, next(communications)
         try:

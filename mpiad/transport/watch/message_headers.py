@@ -36,13 +36,22 @@ class Entry(NamedTuple):
     places: tuple[str, ...]
 
 
-Summary = tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]
+class Summary(NamedTuple):
+    """A rank's messages, and the communicator, call and line of each request that hasn't been waited for."""
+
+    sends: list[Entry]
+    receives: list[Entry]
+    requests: list[tuple[str, str, str]]
 
 
 def summary() -> Summary:
     """Return this rank's entries of all channels."""
     parts = [comm.entries() for comm in live() if isinstance(comm, HeadedMessages)]
-    return tuple([entry for part in parts for entry in part[k]] for k in range(3))  # type: ignore[return-value]
+    return Summary(
+        [entry for part in parts for entry in part.sends],
+        [entry for part in parts for entry in part.receives],
+        [request for part in parts for request in part.requests],
+    )
 
 
 def left_over() -> list[str]:
@@ -51,23 +60,23 @@ def left_over() -> list[str]:
     faulted = {channel.label for channel in live_channels() if channel.fault is not None}
     every = open_world().reverse.allgather((summary(), faulted))
     known = set().union(*[labels for _, labels in every])
-    summaries = [[[entry for entry in part if entry[0] not in known] for part in found] for found, _ in every]
+    summaries = [Summary(*[[entry for entry in part if entry[0] not in known] for part in parts]) for parts, _ in every]
     requests = [
         f"Rank {rank} started {call} at {place} and never waited for it."
-        for rank, found in enumerate(summaries)
-        for _, call, place in found[2]
+        for rank, here in enumerate(summaries)
+        for _, call, place in here.requests
     ]
     return unreceived(summaries) + requests
 
 
-def unreceived(summaries: Sequence[Any]) -> list[str]:
+def unreceived(summaries: Sequence[Summary | None]) -> list[str]:
     """Return a sentence for each peer and tag with messages that weren't received; `summaries`: of all ranks."""
-    answers = [(rank, found) for rank, found in enumerate(summaries) if found]
-    received = [(entry, rank) for rank, found in answers for entry in found[1]]
+    answers = [(rank, here) for rank, here in enumerate(summaries) if here]
+    received = [(entry, rank) for rank, here in answers for entry in here.receives]
     taken = {(entry.communicator, entry.peer, rank, entry.tag): entry.count for entry, rank in received}
     lines = []
-    for rank, found in answers:
-        for entry in found[0]:
+    for rank, here in answers:
+        for entry in here.sends:
             # The receives of a rank that hasn't answered are unknown.
             if summaries[entry.peer] is None:
                 continue
@@ -121,7 +130,7 @@ class HeadedMessages(Guarded):
         started = () if channel is None else tuple(channel.started.values())
         waited_for = [held for kind, held, _ in started if not kind.startswith(("blocking", "background"))]
         requests = [request for held in waited_for for request in held]
-        return sent, received, [(label, *request.caller) for request in requests if hasattr(request, "caller")]
+        return Summary(sent, received, [(label, *request.caller) for request in requests if hasattr(request, "caller")])
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
         """Expect no headers for as many messages, by (rank, tag), as were started before debug mode; collective."""

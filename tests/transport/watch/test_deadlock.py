@@ -144,7 +144,7 @@ def test_what_was_never_received_is_not_taken_for_something_later(mode: str, ran
 def waits(peers: list[int]) -> dict[str, Any]:
     return {
         "state": "waits", "seconds": 2.0, "call": "mpi_recv", "arguments": "", "place": "a.py:1", "peers": peers,
-        "hint": "", "ledger": ([], [], []), "wait": 1, "counts": {},
+        "hint": "", "ledger": message_headers.Summary([], [], []), "wait": 1, "counts": {},
     }  # fmt: skip
 
 
@@ -153,7 +153,14 @@ def waits_together() -> dict[str, Any]:
 
 
 def test_tables_of_states() -> None:
-    left = {"state": "left", "how": "sys.exit(3)", "place": "a.py:9", "seconds": 1.0, "ledger": ([], [], []), "counts": {}}
+    left = {
+        "state": "left",
+        "how": "sys.exit(3)",
+        "place": "a.py:9",
+        "seconds": 1.0,
+        "ledger": message_headers.Summary([], [], []),
+        "counts": {},
+    }
     found = finding_of([waits([1]), left, None, waits([4]), waits([3])], 0)
     assert found.ranks == (0,) and found.cycle == ()
     assert "rank 1, which left the program" in found.text
