@@ -235,21 +235,21 @@ def is_variable(leaf: Array) -> bool:
     return False
 
 
-def leaf_on_device(tree: Tree) -> Any:
+def leaf_on_device(tree: Tree) -> Array:
     """Return the first leaf that is on a device; None if all leaves are on the host."""
     return next(filter(is_device_array, flatten(tree)[0]), None)
 
 
 def places_by_kind(leaves: Sequence[Any], indices: Iterable[int]) -> list[list[int]]:
     """Group the indices of leaves by dtype and device; the leaves of a group can be concatenated."""
-    groups: dict[Any, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for k in indices:
         leaf = leaves[k]
         groups.setdefault(leaf.dtype if type(leaf) is np.ndarray else _kind(leaf), []).append(k)
     return list(groups.values())
 
 
-def _kind(leaf: Array) -> Any:
+def _kind(leaf: Array) -> object:
     arrays = arrays_of(leaf)
     return np.result_type(leaf) if arrays is None else (leaf.dtype, arrays)
 
@@ -282,7 +282,7 @@ def put(leaves: Sequence[Any], devices: Sequence[ArrayModule | None]) -> list[An
 def _moved(
     leaves: Sequence[Any], devices: Sequence[ArrayModule | None], move: Callable[[ArrayModule, Array], Array]
 ) -> list[Any]:
-    moved, groups = list(leaves), dict[Any, list[int]]()
+    moved, groups = list(leaves), dict[tuple[ArrayModule, np.dtype], list[int]]()
     for k, arrays in enumerate(devices):
         if arrays is not None:
             groups.setdefault((arrays, leaves[k].dtype), []).append(k)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.differentiation.objective import check_objective
 from mpiad.inverse import crank_nicolson, delayed_rejection, hamiltonian, langevin
 from mpiad.inverse.gaussian_prior import GaussianPrior
@@ -102,14 +102,14 @@ class Samples:
     (4, 500)
     """
 
-    quantities: Any
-    misfit: Any = None
-    mean: Any = None
-    variance: Any = None
-    acceptance: Any = None
-    step_size: Any = None
-    solves: dict[str, Any] = dataclasses.field(default_factory=dict)
-    seconds: Any = None
+    quantities: Array
+    misfit: Array = None
+    mean: Array = None
+    variance: Array = None
+    acceptance: Array = None
+    step_size: Array = None
+    solves: dict[str, Array] = dataclasses.field(default_factory=dict)
+    seconds: Array = None
 
     def to_arviz(self) -> Any:
         """Return quantities and misfit as ArviZ's InferenceData, for its diagnostics (``pip install 'mpiad[arviz]'``).
@@ -592,10 +592,10 @@ def _result(settings: _Settings, by_number: dict[int, _Chain]) -> Samples:
     """Return the result, and warn of stages that accept nothing and of evaluations that failed."""
     chains, single = [by_number[number] for number in sorted(by_number)], settings.chains is None
 
-    def per_chain(values: Sequence[Any]) -> Any:
+    def per_chain(values: Sequence[Array]) -> Array:
         return values[0] if single else np.stack(values)
 
-    def per_stage(values: Sequence[np.ndarray]) -> Any:
+    def per_stage(values: Sequence[np.ndarray]) -> Array:
         return per_chain([each[0] if len(each) == 1 else each for each in values])
 
     for number, each in enumerate(chains):

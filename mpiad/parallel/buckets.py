@@ -20,6 +20,7 @@ from mpiad._typing import Array, Function, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 from mpiad.transport.core.tracing import opaque_step
+from mpiad.transport.devices.device_arrays import ArrayModule
 
 # Large enough to make latency negligible, and small enough for an early start of the first sum.
 BUCKET_BYTES = 8 * 2**20
@@ -39,8 +40,8 @@ class Plan:
     def __init__(self, specs: tuple[Spec, ...], limit: int):
         self.specs, self.limit = specs, limit
         self.host_specs = [spec._replace(arrays=None) for spec in specs]
-        open_buckets: dict[Any, list[int]] = {}
-        filled: dict[Any, int] = {}
+        open_buckets: dict[tuple[np.dtype, ArrayModule | None], list[int]] = {}
+        filled: dict[tuple[np.dtype, ArrayModule | None], int] = {}
         groups: list[list[int]] = []
         for index, spec in reversed(list(enumerate(specs))):
             length = math.prod(spec.shape) * spec.dtype.itemsize
@@ -71,9 +72,9 @@ class Sums:
 
     def __init__(self, channel: Channel, plan: Plan):
         self._channel, self._plan = channel, plan
-        self._arrays: list[Any] = [None] * len(plan.specs)
+        self._arrays: list[Array] = [None] * len(plan.specs)
         self._missing = [len(bucket.indices) for bucket in plan.buckets]
-        self._messages: list[Any] = []  # active or complete sums
+        self._messages: list[Summation | Array] = []  # active or complete sums
         self._begun = False
 
     def begin(self) -> bool:
@@ -134,14 +135,14 @@ def are_active(channel: Channel) -> bool:
     return any(kind == "reduction" and type(array) is np.ndarray for kind, _, array in started)
 
 
-def _start(channel: Channel, arrays: list[Array]) -> tuple[Any]:
+def _start(channel: Channel, arrays: list[Array]) -> tuple[Summation | Array]:
     """Concatenate arrays in new memory, and start their sum."""
     message = np.concatenate(arrays, axis=None)
     # Device arrays can't be summed in place.
     return ((start_sum_in_place if type(message) is np.ndarray else start_allreduce)(_sums_on(channel), message),)
 
 
-def _reduce(channel: Channel, arrays: list[Array]) -> tuple[Any]:
+def _reduce(channel: Channel, arrays: list[Array]) -> tuple[Summation | Array]:
     """Concatenate arrays in new memory, and sum them."""
     message = np.concatenate(arrays, axis=None)
     if type(message) is not np.ndarray:
@@ -150,9 +151,9 @@ def _reduce(channel: Channel, arrays: list[Array]) -> tuple[Any]:
     return (message,)
 
 
-def _finish(plan: Plan, messages: list[Any], divisor: float) -> tuple[Any, ...]:
+def _finish(plan: Plan, messages: list[Summation | Array], divisor: float) -> tuple[Array, ...]:
     """Complete the sums and return the arrays, followed by None."""
-    out: list[Any] = [None] * len(plan.specs)
+    out: list[Array] = [None] * len(plan.specs)
     for bucket, message in zip(plan.buckets, messages):
         if isinstance(message, Summation):
             message = message.finish()  # on the host the message itself, on a device a new array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import SupportsInt
 
 import numpy as np
 
@@ -202,7 +202,7 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
     return [*lengths, *(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), 1][0]
 
 
-def valid_count(number: Any, call: str) -> int:
+def valid_count(number: SupportsInt, call: str) -> int:
     """Return a number of samples as an integer; raise a ValueError if it is negative or has a fraction."""
     count = int(number)
     if count < 0 or count != number:

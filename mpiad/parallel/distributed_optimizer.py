@@ -25,6 +25,7 @@ from mpiad.parallel.buckets import BUCKET_BYTES, ENDED, Plan, Sums, are_active, 
 from mpiad.parallel.data import count_samples, described_batch, require_equal_replicas, valid_count
 from mpiad.parallel.parameter_groups import ParameterGroups, prepared
 from mpiad.parallel.parameters import (
+    Optimizer,
     described,
     matching_leaves,
     require_optimizer,
@@ -144,8 +145,8 @@ def _evaluation(
         plan = plan_of(tuple([specs[k] for k in shared]), bucket_bytes)
         accumulates = optimizer is not None and optimizer.accumulate > 1 and loss is not None
         position = {} if accumulates else {k: index for index, k in enumerate(shared)}
-        parts: list[Any] = list(batch) if loss is None else [None] * len(specs)
-        found: list[Any] = [None] * len(specs)
+        parts: list[Array] = list(batch) if loss is None else [None] * len(specs)
+        found: list[Array] = [None] * len(specs)
 
         def deliver(k: int, g: Array) -> None:
             parts[k] = conformed(g, specs[k])
@@ -319,7 +320,7 @@ class DistributedOptimizer:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         *,
         reduction: str = "mean",
         accumulate: int = 1,
@@ -373,7 +374,7 @@ class DistributedOptimizer:
             return {"optimizer": self.optimizer.setup(params), **self._counters}
 
     @property
-    def _counters(self) -> dict[str, Any]:
+    def _counters(self) -> dict[str, int | list[Array] | None]:
         """The entries of the state besides the inner optimizer's, before the first step."""
         accumulation = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         return accumulation | ({"skipped": 0} if self.skip_nonfinite else {})
@@ -566,7 +567,7 @@ class DistributedOptimizer:
             return self._make_update(step, loss, (divisor, *parts))[:2]
 
     def _make_update(
-        self, step: _Step, loss: Function | None, operands: Sequence[Any], evaluate: Function | None = None
+        self, step: _Step, loss: Function | None, operands: Sequence[Tree], evaluate: Function | None = None
     ) -> tuple[State, Tree, float]:
         """Evaluate, make an update, and return the result of `step`; if `loss` is compiled, all of it is one program.
 
@@ -581,7 +582,7 @@ class DistributedOptimizer:
 
             key, count = (*self._key(step), evaluate is None), len(leaves)
 
-            def of_flat_arguments(*arguments: Any) -> tuple[Any, ...]:
+            def of_flat_arguments(*arguments: Tree) -> tuple[Array, ...]:
                 return run(*build(list(arguments[:count])), *arguments[count:])
 
             mean, *made = loss.derived(key, lambda: of_flat_arguments, True, True)(*leaves, *operands)
@@ -618,13 +619,13 @@ class DistributedOptimizer:
         _, places, build_params, shared = step.variables
         rules = [(part.rule, part.places) for part in step.update.parts]
 
-        def run(leaves: list[Any], columns: list[list[Any]], *operands: Any) -> tuple[Any, ...]:
+        def run(leaves: list[Array], columns: list[list[Array]], *operands: Tree) -> tuple[Array, ...]:
             if evaluate is None:
                 mean, divisor, *parts = 0.0, *operands
             else:
                 mean, parts, divisor = evaluate(build_params(leaves), *operands)
             parts, *clipping = self._clipped(channel(self.comm, "parallel.value_and_grad"), shared, parts, divisor)
-            gradients, new = {k: part[()] for k, part in zip(places, parts)}, list[Any]()
+            gradients, new = {k: part[()] for k, part in zip(places, parts)}, list[Array]()
             # As in compiled loops there are no warnings about updates that are skipped.
             with np.errstate(all="ignore") if self.skip_nonfinite else nullcontext():
                 for (rule, own), (*moments, factors) in zip(rules, columns):
@@ -642,7 +643,7 @@ class DistributedOptimizer:
         if not own and not self._has_norm:
             return parts, 1.0, 0.0
 
-        def clipped(divisor: float, *parts: Array) -> tuple[Any, ...]:
+        def clipped(divisor: float, *parts: Array) -> tuple[Array, ...]:
             divided, norm = [np.true_divide(parts[k], float(divisor)) for k in own], 0.0
             if self._has_norm:
                 norm = norm_of([parts[k] for k in shared])
@@ -690,7 +691,7 @@ def totals(
     parameters, compared in debug mode if there is no optimizer.
     """
 
-    def summed(loss: Array, *leaves: Array) -> tuple[Any, ...]:
+    def summed(loss: Array, *leaves: Array) -> tuple[float, float, None]:
         channel.separate()  # is created by all ranks here, in compiled programs, too
         compare, batch, owns = _Checks() if optimizer is None else optimizer._checks
         mine = problem or problem_with(loss, 1.0, call, "loss must return one real number")

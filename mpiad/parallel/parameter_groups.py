@@ -8,7 +8,7 @@ from typing import Any
 
 from mpiad._typing import Array, Tree
 from mpiad.parallel.adam import SGD, Adam, AdamW, State, Update, Updated
-from mpiad.parallel.parameters import matching_leaves, require_optimizer, require_state
+from mpiad.parallel.parameters import Optimizer, matching_leaves, require_optimizer, require_state
 from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects
 
 _CALL = "ParameterGroups"
@@ -43,7 +43,7 @@ class ParameterGroups:
     [0.95 0.95] 0.9
     """
 
-    def __init__(self, groups: Mapping[str, Any], group_of: Callable[[str], str]):
+    def __init__(self, groups: Mapping[str, Optimizer | None], group_of: Callable[[str], str]):
         if not isinstance(groups, Mapping) or not groups:
             raise TypeError(f"{_CALL}: groups must be a dict of optimizers by name, but got {groups!r:.60}.")
         for name, rule in groups.items():
@@ -52,6 +52,7 @@ class ParameterGroups:
         if not callable(group_of):
             raise TypeError(f"{_CALL}: group_of must be a function of a leaf's path, but got {group_of!r:.60}.")
         self.groups, self.group_of = dict(groups), group_of
+        self._trained = {name: rule for name, rule in groups.items() if rule is not None}
 
     def setup(self, params: Tree) -> State:
         """Return the state before the first update: the state of the optimizer of each group that isn't frozen.
@@ -66,7 +67,7 @@ class ParameterGroups:
             If `group_of` returns an unknown group, or no leaf belongs to a group.
         """
         refuse_objects(params, "params", f"{_CALL}.setup")
-        return {name: self.groups[name].setup(part) for name, part in self._parts(params).items()}
+        return {name: self._trained[name].setup(part) for name, part in self._parts(params).items()}
 
     def prepare(self, state: State, params: Tree) -> Update:
         """Return the update; raise a TypeError or ValueError for a state or schedule that can't be used."""
@@ -74,7 +75,7 @@ class ParameterGroups:
         require_state(state, parts, _CALL)
         paths = leaf_paths(params, "params")
         place_of = {path: k for k, path in enumerate(paths)}
-        updates = {name: prepared(self.groups[name], state[name], part) for name, part in parts.items()}
+        updates = {name: prepared(self._trained[name], state[name], part) for name, part in parts.items()}
         places = {name: [place_of[path] for path in sorted(part)] for name, part in parts.items()}
 
         def finish(new: list[list[list[Array]]], gradients: Sequence[Array], scale: float) -> Updated:
@@ -121,7 +122,7 @@ class ParameterGroups:
 
     def is_frozen(self, path: str) -> bool:
         """Return whether a leaf belongs to a frozen group."""
-        return self.groups[self.group(path)] is None
+        return self.group(path) not in self._trained
 
     def _parts(self, params: Tree) -> dict[str, dict[str, Array]]:
         """Return the leaves of each group by path, without frozen groups."""
@@ -133,7 +134,7 @@ class ParameterGroups:
         for name, part in parts.items():
             if not part:
                 raise ValueError(f"{_CALL}: the group {name!r} contains no leaf of the parameters {', '.join(paths):.200}.")
-        return {name: part for name, part in parts.items() if self.groups[name] is not None}
+        return {name: part for name, part in parts.items() if name in self._trained}
 
 
 def prepared(optimizer: Any, state: Tree, params: Tree) -> Update:
@@ -142,7 +143,7 @@ def prepared(optimizer: Any, state: Tree, params: Tree) -> Update:
         return optimizer.prepare(state, params)
     build = flatten(params)[1]
 
-    def finish(_new: Any, gradients: Sequence[Array], scale: float) -> Updated:
+    def finish(_new: list[list[list[Array]]], gradients: Sequence[Array], scale: float) -> Updated:
         scaled = gradients if scale == 1.0 else [g if g is None else g * scale for g in gradients]
         return optimizer.update(state, params, build(list(scaled)))
 

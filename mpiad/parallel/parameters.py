@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Protocol
 
 import numpy as np
 from autograd.tracer import isbox
@@ -17,6 +18,18 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable, leaf_paths, refuse_objects, same_form
 from mpiad.transport import Channel, Spec
 from mpiad.transport.core.agreement import raising_together
+
+
+class Optimizer(Protocol):
+    """The interface of optimizers; the optimizers of `mpiad.parallel` implement it."""
+
+    def setup(self, params: Tree) -> Tree:
+        """Return the state before the first update."""
+        ...
+
+    def update(self, state: Tree, params: Tree, gradient: Tree) -> tuple[Tree, Tree]:
+        """Return the state and the parameters after an update."""
+        ...
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array, Comm, Op, Rank, Tree
+from mpiad._typing import Array, Comm, Op, Rank, Request, Tree
 from mpiad.parallel.parameters import described, require_same_leaves, variables_of
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
 from mpiad.primitives.checks import root_of
@@ -135,7 +134,7 @@ def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 class Pending:
     """Sums in progress, started by `iallreduce_`."""
 
-    def __init__(self, x: Tree, arrays: list[np.ndarray], requests: list[Any]):
+    def __init__(self, x: Tree, arrays: list[np.ndarray], requests: list[Request]):
         self._x, self._arrays, self._requests = x, arrays, requests
 
     def wait(self) -> Tree:

@@ -13,7 +13,7 @@ from mpiad.checkpoint_files import read, remedy, write
 from mpiad.parallel.parameters import matching_leaves
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import children, described, flatten, leaf_on_device, rebuilt, same_form
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.devices.device_arrays import arrays_of
 
@@ -138,24 +138,30 @@ def load_checkpoint(
     if found is None:
         return None
     description, arrays = found
-    namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
-            if description.get("kind") != _KIND:
-                raise ValueError("it isn't a training checkpoint.")
-            own = description["own"]
-            if description["ranks"] != used.size and any(part != ["plain", None] for part in own):
-                raise ValueError(
-                    f"it holds states (own) of {description['ranks']} rank(s), but this communicator has {used.size}. "
-                    "Start the same number of ranks, or save without own."
-                )
-            rank_own = rebuilt(own[used.rank], arrays, namespace) if len(own) == used.size else None
-            restored = TrainingCheckpoint(rebuilt(description["tree"], arrays, namespace), rank_own)
-            if like is not None:
-                _require_like(restored, like)
-            return restored
+            return _restored(description, arrays, used, like)
         except ValueError as error:
             raise ValueError(f"{call}: {path!s}: {error}") from error
+
+
+def _restored(
+    description: dict[str, Any], arrays: dict[str, np.ndarray], channel: Channel, like: Tree
+) -> TrainingCheckpoint:
+    """Return the states in a file; raise a ValueError if they don't belong to this number of ranks, or to `like`."""
+    if description.get("kind") != _KIND:
+        raise ValueError("it isn't a training checkpoint.")
+    own, namespace = description["own"], arrays_of(leaf_on_device(like))
+    if description["ranks"] != channel.size and any(part != ["plain", None] for part in own):
+        raise ValueError(
+            f"it holds states (own) of {description['ranks']} rank(s), but this communicator has {channel.size}. "
+            "Start the same number of ranks, or save without own."
+        )
+    rank_own = rebuilt(own[channel.rank], arrays, namespace) if len(own) == channel.size else None
+    restored = TrainingCheckpoint(rebuilt(description["tree"], arrays, namespace), rank_own)
+    if like is not None:
+        _require_like(restored, like)
+    return restored
 
 
 def _require_like(restored: TrainingCheckpoint, like: Tree) -> None:

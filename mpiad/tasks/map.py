@@ -55,6 +55,15 @@ class EvaluatedBatch(NamedTuple):
     seconds: float
 
 
+class _Settings(NamedTuple):
+    """The arguments of `mpi_map` that are the same on all ranks."""
+
+    root: Rank
+    everywhere: bool
+    return_exceptions: bool
+    batch: int
+
+
 class Outcome(NamedTuple):
     """The outcome of a map: the failure that all ranks raise, or the results on the ranks that get them."""
 
@@ -420,7 +429,7 @@ def mpi_map(
     [1, 4, 9]
     """
     user_channel = channel(comm, "mpi_map", survivors=True)
-    settings = (root, everywhere, return_exceptions, batch)
+    settings = _Settings(root, everywhere, return_exceptions, batch)
     try:
         group = WorkerGroup(user_channel)
         given = _agreed_items(group, user_channel, fun, items, settings)
@@ -436,14 +445,14 @@ def mpi_map(
     return outcome.results
 
 
-def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
+def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items: Any, settings: _Settings) -> Iterator[Any]:
     """Check the arguments on all ranks; return an iterator over the items, which is empty except on the root."""
-    (root, _, _, batch), own_error, given = settings, None, iter(())
+    own_error, given = None, iter(())
     try:
-        root_of(root, user_channel, "mpi_map")
+        root = root_of(settings.root, user_channel, "mpi_map")
         if not callable(fun):
             raise TypeError(f"mpi_map: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
-        positive_count(batch, "mpi_map: batch")
+        positive_count(settings.batch, "mpi_map: batch")
         if user_channel.rank == root:
             try:
                 given = iter(items)
@@ -455,7 +464,7 @@ def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items:
     except (TypeError, ValueError) as error:
         own_error = error
     # This uses the group's communicator, since the user's communicator doesn't work after a process has died.
-    found = group.comm.allgather((settings, None if own_error is None else (type(own_error), str(own_error))))
+    found = group.comm.allgather((tuple(settings), None if own_error is None else (type(own_error), str(own_error))))
     for rank, (other, problem) in zip(group.user_ranks, found):
         if problem is not None or other != found[0][0]:
             group.close()
@@ -476,7 +485,7 @@ def _raising(error: BaseException) -> Iterator[object]:
 
 
 def _run(
-    group: WorkerGroup, user_channel: Channel, fun: Function, items: Iterator[Any], settings: tuple, progress: bool
+    group: WorkerGroup, user_channel: Channel, fun: Function, items: Iterator[Any], settings: _Settings, progress: bool
 ) -> Outcome:
     # Exceptions of `fun` and of `items` are part of the outcome: all ranks must call `close` before they raise.
     root, everywhere, keep_failures, batch = settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 
@@ -103,20 +104,15 @@ def restartable(
         with raising_together(used, ValueError):
             structure = rebuilt(files.description["structure"], arrays, arrays_of(leaf_on_device(state)))
         state.update(structure)
-    return _steps(n_steps, state, files, used, every, (patience, warnings))
+    return _steps(n_steps, state, files, used, every, postponed(patience, warnings))
 
 
 def _steps(
-    n_steps: int,
-    state: dict[str, Tree],
-    files: RankFiles,
-    channel: Channel,
-    every: int,
-    limits: tuple[float, tuple[int, ...]],
+    n_steps: int, state: dict[str, Tree], files: RankFiles, channel: Channel, every: int, ending: AbstractContextManager
 ) -> Iterator[int]:
     first = max(files.iteration, 0)
     interval, due, last = 1, first + 1, time.perf_counter()
-    with postponed(*limits):
+    with ending:
         for done in range(first + 1, n_steps + 1):
             yield done - 1
             number = 0

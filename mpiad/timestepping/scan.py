@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import chain, dropwhile, islice
 from numbers import Integral
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 from autograd.tracer import isbox
@@ -152,7 +152,7 @@ class _Cotangents:
 
     def add(self, span: Span, indices: list[int], cotangents: list[Array]) -> list[Array]:
         """Accumulate the cotangents of the variables of some steps; return the cotangents of the state before the steps."""
-        before: list[Any] = [None] * self._states
+        before: list[Array] = [None] * self._states
         for k, g in zip(indices, cotangents):
             if k < self._states:
                 before[k] = g
@@ -215,7 +215,7 @@ class Loop:
         observed = self.observed_specs or []
         return Concatenation([*self._state, *[spec._replace(shape=(self.steps, *spec.shape)) for spec in observed]])
 
-    def forwards(self, leaves: Sequence[Any]) -> Array:
+    def forwards(self, leaves: Sequence[Array]) -> Array:
         """Return the results as one vector, given plain arguments; store states if the loop is recorded."""
         args, observed = self._like.like(leaves), list[Array]()
         first, state = 0, args.state
@@ -227,7 +227,7 @@ class Loop:
         self.last_checksums = list(map(checksum, state)) if self._recorded else []
         return self._results.vector([*state, *observed])
 
-    def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
+    def backwards(self, g: Array, leaves: Sequence[Array]) -> Array:
         """Return the active arguments' cotangents as one vector, or one per entry of g's first axis ("lanes")."""
         args, together = self._like.like(leaves), len(spec_like(g).shape) > 1
         parts, count = list(map(self._results.parts, g if together else [g])), len(self._state)
@@ -296,7 +296,7 @@ class Loop:
             raise traced.problem.kind(traced.problem.text)
         return indices, traced
 
-    def tangent(self, leaves: Sequence[Any], directions: Sequence[Array]) -> Array:
+    def tangent(self, leaves: Sequence[Array], directions: Sequence[Array]) -> Array:
         """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the loop."""
         args, tangents = self._like.like(leaves), self._like.like(directions)
         inputs = [k for k, direction in enumerate(tangents.inputs) if direction is not None]
@@ -312,7 +312,7 @@ class Loop:
         state, observed = Loop(stepping, self.steps, self.schedule, extended)(extended)
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
-    def tangents(self, leaves: Sequence[Any], vectors: Array) -> Array:
+    def tangents(self, leaves: Sequence[Array], vectors: Array) -> Array:
         """Return tangents along several directions: each step's Jacobian times all, since forward mode has no batches."""
         args, along, lanes = self._like.like(leaves), self._like.like(self.directions(vectors)), len(vectors)
         state, rows = args.state, []
@@ -324,7 +324,7 @@ class Loop:
             given = [*tangents, *[g if g is None else g[:, number] for g in along.inputs], *along.params]
             active = [k for k, g in enumerate(given) if g is not None]
             linear = self.linearized(span, args.at(span, state), active)
-            changes: Any = linear.jvp(tuple([given[k] for k in active]), batch=True)
+            changes: list[Array] = linear.jvp(tuple([given[k] for k in active]), batch=True)
             state, tangents = linear.value[: len(state)], changes[: len(state)]
             rows.append(changes[len(state) :])
         columns = [*tangents, *[stack(column, 1) for column in zip(*rows)]]
@@ -341,7 +341,7 @@ class Loop:
 
     def directions(self, vector: Array) -> list[Array]:
         """Split a vector of cotangents, or several, into one direction per leaf, None for inactive leaves."""
-        directions: list[Any] = [None] * len(self._like.all())
+        directions: list[Array] = [None] * len(self._like.all())
         parts = self._cotangents.parts
         is_block = len(spec_like(vector).shape) > 1
         found = map(stack, zip(*[parts(row) for row in vector])) if is_block else parts(vector)
@@ -349,7 +349,7 @@ class Loop:
             directions[k] = part
         return directions
 
-    def curvature(self, g: Array, leaves: Sequence[Any], directions: Sequence[Array]) -> tuple[Array, Array]:
+    def curvature(self, g: Array, leaves: Sequence[Array], directions: Sequence[Array]) -> tuple[Array, Array]:
         """Return the tangent of the results along directions, and the gradient of ⟨g, tangent⟩ as one vector."""
         leaves = list(leaves)
         traced = trace_backwards(lambda new: self.tangent(new, directions), Variables(leaves, self.active, list))
@@ -361,16 +361,16 @@ class Loop:
 
 
 @custom_operator
-def _run(*leaves: Any, loop: Loop) -> Array:
+def _run(*leaves: Array, loop: Loop) -> Array:
     return loop.forwards(leaves)
 
 
 @custom_operator
-def _reversed(g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Array:
+def _reversed(g: Array, *leaves: Array, loop: Loop, linear: bool = False) -> Array:
     return loop.backwards(g, leaves)
 
 
-def _run_adjoint(ans: Array, *leaves: Any, loop: Loop) -> Callable:
+def _run_adjoint(ans: Array, *leaves: Array, loop: Loop) -> Callable:
     def vjp(g: Array) -> list:
         # If the variables of the tape are cotangents, derivatives with respect to g only are needed.
         linear = tracing.tape is not None and tracing.tape.of_cotangents
@@ -379,7 +379,7 @@ def _run_adjoint(ans: Array, *leaves: Any, loop: Loop) -> Callable:
     return vjp
 
 
-def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Callable:
+def _reversed_adjoint(ans: Array, g: Array, *leaves: Array, loop: Loop, linear: bool = False) -> Callable:
     def pulled(g: Array, w: Array) -> tuple[Array, list]:
         if linear:  # only the derivative with respect to g is needed: the tangent of the loop, without a reverse pass
             return loop.tangent(leaves, loop.directions(w)), []
@@ -402,7 +402,7 @@ def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bo
     return vjp
 
 
-def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Array:
+def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Array, loop: Loop, linear: bool = False) -> Array:
     linear_part = _reversed(tangent_of(g, gs[0]), *leaves, loop=loop)
     if len(spec_like(g).shape) == 1:
         return linear_part + loop.curvature(g, leaves, gs[1:])[1]
@@ -416,6 +416,7 @@ defvjp_together(_reversed, _reversed_adjoint)
 defjvp_together(_reversed, _reversed_tangent)
 
 
+_Schedule: TypeAlias = int | CheckpointSchedule | None
 _MAX_UNROLLED = 50  # maximum number of steps for which a loop without checkpoints is unrolled in a compiled function
 
 
@@ -427,7 +428,7 @@ def scan(
     inputs: Tree = None,
     observe: Function | None = None,
     checkpoints: int | CheckpointSchedule | None = None,
-) -> Any:
+) -> Tree:
     """Step a state forward in time; the gradient stores a limited number of states and recomputes the others.
 
     Parameters
@@ -494,8 +495,8 @@ def scan(
 
 
 def _scan(
-    step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: Any
-) -> Any:
+    step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: _Schedule
+) -> Tree:
     _check_arguments(step, u0, n_steps, inputs, observe)
     steps, schedule = int(n_steps), schedule_of(checkpoints)
     length = schedule.recorded if schedule is not None and schedule.recorded > 1 else steps
@@ -515,7 +516,9 @@ def _scan(
 _opaque_scan = opaque(_scan)
 
 
-def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
+def _in_a_trace(
+    step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: _Schedule
+) -> Tree:
     """Run the loop in a function that is being compiled: unrolled if short, otherwise as one call with compiled steps."""
     # A late import, since user programs without jit don't need this package.
     from mpiad.programs import Jitted, jit

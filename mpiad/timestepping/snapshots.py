@@ -257,7 +257,7 @@ def sums_of_rows(
 _SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}
 
 
-def copy_of(leaf: Array) -> Any:
+def copy_of(leaf: Array) -> Array:
     """Return a copy of an array on the same device; numbers are returned unchanged."""
     arrays = arrays_of(leaf)
     if arrays is not None:
@@ -303,19 +303,19 @@ def _signs(length: int, dtype: np.dtype, arrays: ArrayModule | None) -> Array:
 class Packed(NamedTuple):
     """A stored leaf of a state."""
 
-    arrays: list[Any]  # the leaf, or `differences` and `corner` of its coded form
+    arrays: list[Array]  # the leaf, or `differences` and `corner` of its coded form
     dtype: Any = None  # the leaf's dtype, if the stored dtype is smaller
     code: tuple[float, int, bool] | None = None  # `step`, `order` and `relative` of its coded form
-    device: Any = None  # the leaf's device, if it is stored on the host or in a file
+    device: ArrayModule | None = None  # the leaf's device, if it is stored on the host or in a file
 
-    def leaf(self, before: Any) -> Any:
+    def leaf(self, before: Array | None) -> Array:
         """Return the leaf in its original dtype; `before` is the preceding leaf of the same state."""
         if self.code is not None:
             return Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype, before)
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
 
 
-def _packed(leaf: Array, before: Any, schedule: CheckpointSchedule) -> Packed:
+def _packed(leaf: Array, before: Array | None, schedule: CheckpointSchedule) -> Packed:
     """Return a leaf in its stored form: the leaf itself, or a smaller copy; only leaves on the host are compressed."""
     dtype = getattr(leaf, "dtype", None)
     if schedule.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
@@ -385,7 +385,7 @@ class Snapshots:
                 item._replace(arrays=[np.load(self._file, allow_pickle=False) for _ in item.arrays]) for item in leaves
             ]
             self._end = offset if last else self._end
-        state: list[Any] = []
+        state: list[Array] = []
         before = None
         for packed in stored:
             # A leaf may be coded as the difference from the preceding leaf.

@@ -33,20 +33,20 @@ class Span(NamedTuple):
 class Arguments(NamedTuple):
     """The arguments of a loop, as lists of leaves."""
 
-    state: list[Any]  # the state before the first step
-    inputs: list[Any]  # arrays with one entry per step along the first axis
-    params: list[Any]  # arguments that are the same in all steps
+    state: list[Array]  # the state before the first step
+    inputs: list[Array]  # arrays with one entry per step along the first axis
+    params: list[Array]  # arguments that are the same in all steps
 
-    def all(self) -> list[Any]:
+    def all(self) -> list[Array]:
         """Return all leaves in one list."""
         return [*self.state, *self.inputs, *self.params]
 
-    def like(self, leaves: Sequence[Any]) -> Arguments:
+    def like(self, leaves: Sequence[Array]) -> Arguments:
         """Return the leaves of one list as arguments of the same structure."""
         a, b = len(self.state), len(self.state) + len(self.inputs)
         return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
 
-    def at(self, span: Span, state: list[Any]) -> Arguments:
+    def at(self, span: Span, state: list[Array]) -> Arguments:
         """Return the arguments of the steps in a span: the state, these steps' entries of the inputs, and all params."""
         first, stop = span
         # The input of a single step has no axis for steps.
@@ -82,7 +82,7 @@ class UserStepping:
         constants, self._build_params = flatten(params)
         self.args = Arguments(leaves, entries, constants)
         # Builds the pytree of observed values from its leaves; None before the first step.
-        self.build_observed: Callable[[list[Any]], Any] | None = None
+        self.build_observed: Callable[[list[Array]], Tree] | None = None
         self._specs = [_spec(leaf) for leaf in leaves]
         # The lines of `step` and `observe`, and the paths of the state's leaves in the user's pytree, for errors.
         self.places = tuple(place_of(getattr(fun, "fun", fun)) for fun in (advance, observe))
@@ -121,7 +121,7 @@ class UserStepping:
             rows.append(leaves)
         return self._checked(flatten(state)[0], stop - 1), rows
 
-    def _checked(self, leaves: list[Any], number: int) -> list[Any]:
+    def _checked(self, leaves: list[Array], number: int) -> list[Array]:
         if len(leaves) != len(self._specs):
             raise TypeError(
                 f"timestepping.scan: step must return a state like its argument u, which has {len(self._specs)} "
@@ -178,7 +178,7 @@ class TangentStepping(NamedTuple):
         indices = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
         tangents = [*args.state[a:], *args.inputs[b:], *args.params[c:]]
 
-        def called(leaves: list[Any]) -> tuple[list[Any], list[list[Any]]]:
+        def called(leaves: list[Array]) -> tuple[list[Array], list[list[Array]]]:
             return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
         (state, rows), (state_tangents, row_tangents) = trace_forwards(called, Variables(leaves, indices, list), tangents)

@@ -31,7 +31,7 @@ from mpiad.transport import channel
 from mpiad.transport.core.agreement import FAILURES
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
-from mpiad.vi.prior import Prior, log_prior
+from mpiad.vi.prior import Density, Prior, log_prior
 
 _MIN_EQUAL = 10  # minimum number of equal values that show that the loss is constant
 _SUCCEEDED, _NOT_CONVERGED, _NOT_FINITE, _RAISED = 0.0, 1.0, 2.0, 3.0
@@ -129,11 +129,11 @@ def evaluations_of(rows: Array) -> Evaluations:
     return Evaluations(rows[:, 0], rows[:, 2:], status == _SUCCEEDED, *counts)
 
 
-def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
+def has_closed_form(posterior: Posterior, prior: Density) -> bool:
     """Return whether KL(q‖prior) has a closed form, that is, whether both distributions are normal."""
     # Types are compared, not attributes, which may have another meaning in a user's class.
-    supported = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
-    return supported and prior.normal is not None
+    is_gaussian = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian))
+    return is_gaussian and isinstance(prior, Prior) and prior.normal is not None
 
 
 def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
@@ -151,7 +151,7 @@ class Objective(NamedTuple):
     """The minimized objective and the estimator of its gradient."""
 
     posterior: Posterior
-    prior: Any
+    prior: Density
     w: float
     gradient: str  # {"pathwise", "score"}
     divergence: str  # {"closed", "draws", "path"}

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import select, to_host
 from mpiad.errors import WorkerError
 from mpiad.parallel import DistributedOptimizer
+from mpiad.parallel.parameters import Optimizer
 from mpiad.primitives.checks import positive_count, root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
@@ -39,17 +40,6 @@ from mpiad.vi.elbo import (
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import log_prior, prior_of
 from mpiad.vi.result import VIResult
-
-
-class Optimizer(Protocol):
-    """The interface of optimizers; the optimizers of `mpiad.parallel` implement it."""
-
-    def setup(self, params: Tree) -> Any:
-        """Return the state before the first update."""
-
-    def update(self, state: Any, params: Tree, gradient: Tree) -> tuple[Any, Tree]:
-        """Return the state and the parameters after an update."""
-        ...
 
 
 class Training:

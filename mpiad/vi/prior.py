@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import autograd.numpy as np
 import numpy
@@ -23,6 +23,14 @@ from mpiad.vi.posterior import LOG_2PI
 _STEP = 6e-6
 # Maximum step, in units of the distance from the nearest end of the support.
 _MAX_END_FRACTION = 1e-4
+
+
+class Density(Protocol):
+    """The interface of prior distributions; `Prior` implements it."""
+
+    def log_prob(self, theta: Array) -> Array:
+        """Return the log densities of points of shape (S, dim)."""
+        ...
 
 
 class Prior:
@@ -121,7 +129,7 @@ class Prior:
         return (mean, numpy.diag(variance)) if is_usable else None
 
 
-def prior_of(distribution: Any, dim: int) -> Any:
+def prior_of(distribution: Any, dim: int) -> Density:
     """Return a `Prior` of the given distribution; an object with `log_prob` is returned unchanged."""
     if isinstance(distribution, Prior) or callable(getattr(distribution, "log_prob", None)):
         if getattr(distribution, "dim", dim) != dim:
@@ -130,7 +138,7 @@ def prior_of(distribution: Any, dim: int) -> Any:
     return Prior(distribution, dim)
 
 
-def log_prior(prior: Any, theta: Array) -> Array:
+def log_prior(prior: Density, theta: Array) -> Array:
     """Return the log densities at points of shape (S, dim), after a check of their shape."""
     found = prior.log_prob(theta)
     if np.shape(found) != theta.shape[:1]:

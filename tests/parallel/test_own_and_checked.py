@@ -149,7 +149,7 @@ def test_values_are_means_over_samples_also_with_empty_ranks():
     found = value(counted)({"w": 1.5}, part)
     assert found == pytest.approx(np.mean((1.5 - x) ** 2), rel=1e-15)
     assert 0 not in calls
-    assert value(lambda p, x: x > 1, samples=lambda p, x: x)(None, RANK + 1) == pytest.approx(
+    assert value(lambda p, x: float(x > 1), samples=lambda p, x: x)(None, RANK + 1) == pytest.approx(
         1 - 1 / sum(range(1, SIZE + 1))
     )
     assert math.isnan(value(lambda p: math.nan if RANK == LAST else 1.0)({}))
