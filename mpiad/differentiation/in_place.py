@@ -218,7 +218,7 @@ class _Untraced:
     def __init__(self, kind: type):
         self._functions = notrace_primitives[kind]
 
-    def __contains__(self, fun: object) -> bool:
+    def __contains__(self, fun: Function) -> bool:
         if fun not in self._functions:
             return False
         # Nothing else checks the arguments of these calls, among which may be stale arrays, and arrays to write into.
