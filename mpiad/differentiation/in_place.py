@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
 import autograd.numpy as anp
@@ -32,6 +32,8 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
+Node: TypeAlias = Any
+"""A node of a trace: an `OrderedNode` or a `TangentNode`."""
 
 # Functions that write into an array that they are given.
 
@@ -60,7 +62,7 @@ def _outputs(fun: Callable) -> tuple[tuple[str, int], ...]:
     )
 
 
-def writes_into_argument(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def writes_into_argument(fun: Callable, args: Sequence[Array], kwargs: dict[str, Array]) -> bool:
     """Return whether a call writes into an array that it is given."""
     for name, position in _outputs(fun):
         x = args[position] if len(args) > position else kwargs.get(name)
@@ -69,7 +71,7 @@ def writes_into_argument(fun: Callable, args: Sequence[Any], kwargs: dict[str, A
     return False
 
 
-def refuse_writing(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def refuse_writing(fun: Callable, args: Sequence[Array], kwargs: dict[str, Array]) -> None:
     """Raise a TypeError for a call with traced values that writes into an array that it is given."""
     if writes_into_argument(fun, args, kwargs):
         name = getattr(fun, "__name__", repr(fun))
@@ -104,7 +106,7 @@ class SharedMemory(list):
     has_constants = False  # whether an array that isn't traced shares the memory
     limit = 64  # of the length, beyond which pairs without a value are removed
 
-    def add(self, node: Any, values: list[Any]) -> None:
+    def add(self, node: Node, values: list[Array]) -> None:
         """Add the values of a node, and those that are known to share memory with them."""
         known = getattr(node, "memory", None)
         if known is self:
@@ -119,7 +121,7 @@ class SharedMemory(list):
             self.limit = 2 * len(self) + 64
 
 
-def _arrays_in(x: Any) -> list[Any]:
+def _arrays_in(x: Array) -> list[Array]:
     if type(x) is np.ndarray:
         return [x]
     x = getval(x)
@@ -127,20 +129,20 @@ def _arrays_in(x: Any) -> list[Any]:
     return [part for part in parts if hasattr(part, "strides") and not isinstance(part, np.generic)]
 
 
-def is_unusual(value: Any, args: tuple) -> bool:
+def is_unusual(value: Array, args: tuple) -> bool:
     """Return whether a result may share memory with an argument, or there is no result."""
     # Most results have memory of their own, and aren't passed to `noted`.
     return value is None or getattr(value, "base", value) is not None or value is args[0] or value is args[-1]
 
 
 def noted(
-    node: Any,
-    value: Any,
+    node: Node,
+    value: Array,
     fun: Callable,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     argnums: Sequence[int],
-    parents: Sequence[Any],
+    parents: Sequence[Node],
 ) -> tuple:
     """Check a call that is recorded, and note whether its result shares memory; return the arguments for the record."""
     if value is args[-1] or value is None or kwargs or len(args) > 2:
@@ -152,12 +154,12 @@ def noted(
     return tuple(map(as_it_is, args))
 
 
-def as_it_is(x: Any) -> Any:
+def as_it_is(x: Array) -> Array:
     """Return an array in its present state: arrays of an enclosing trace may change in place after they are recorded."""
     return type(x)(x._value, x._trace, x._node) if type(x) in _boxes else x
 
 
-def note_sharing(node: Any, value: Any, args: tuple, argnums: Sequence[int], parents: Sequence[Any]) -> None:
+def note_sharing(node: Node, value: Array, args: tuple, argnums: Sequence[int], parents: Sequence[Node]) -> None:
     """Note which arguments share memory with the result of a call."""
     made, memory = _arrays_in(value), None
     for k, parent in zip(argnums, parents):
@@ -172,7 +174,7 @@ def note_sharing(node: Any, value: Any, args: tuple, argnums: Sequence[int], par
         memory.has_constants = True
 
 
-def _may_share(made: list[Any], values: list[Any]) -> bool:
+def _may_share(made: list[Array], values: list[Array]) -> bool:
     for x in made:
         for y in values:
             if x is y or type(x) is type(y) and (getattr(x, "base", None) is y or np.may_share_memory(x, y)):
@@ -180,7 +182,7 @@ def _may_share(made: list[Any], values: list[Any]) -> bool:
     return False
 
 
-def assign(x: Any, new: Any) -> None:
+def assign(x: Array, new: Array) -> None:
     """Give a traced array the value and the node of another one; all arrays that share its memory become stale."""
     memory: SharedMemory | None = getattr(x._node, "memory", None)
     if memory is not None:
@@ -188,7 +190,7 @@ def assign(x: Any, new: Any) -> None:
     x._value, x._trace, x._node = new._value, new._trace, new._node
 
 
-def _make_stale(memory: SharedMemory, node: Any, values: list[Any]) -> None:
+def _make_stale(memory: SharedMemory, node: Node, values: list[Array]) -> None:
     line = calls.site_of(sys._getframe(2)).text
     if memory.has_constants:
         raise RuntimeError(
@@ -201,7 +203,7 @@ def _make_stale(memory: SharedMemory, node: Any, values: list[Any]) -> None:
             other.__class__ = other.stale
 
 
-def raise_stale(node: Any) -> Any:
+def raise_stale(node: Node) -> NoReturn:
     """Raise a RuntimeError for a stale array; the `tape` of its node."""
     raise RuntimeError(
         "an array is used whose memory was changed in place under another name (a view of it, or its base), by "
@@ -216,7 +218,7 @@ class _Untraced:
     def __init__(self, kind: type):
         self._functions = notrace_primitives[kind]
 
-    def __contains__(self, fun: Any) -> bool:
+    def __contains__(self, fun: Function) -> bool:
         if fun not in self._functions:
             return False
         # Nothing else checks the arguments of these calls, among which may be stale arrays, and arrays to write into.
@@ -244,7 +246,7 @@ class Reads:
     def __init__(self) -> None:
         self._arrays: dict[int, tuple[Array, list[tuple[int, str]]]] = {}
 
-    def note(self, pull: Any) -> None:
+    def note(self, pull: Function | None) -> None:
         """Note the arrays that an adjoint holds."""
         line = calls.site_of(sys._getframe(1)).text
         for x in _held(pull, set()):
@@ -274,7 +276,7 @@ def _checksum(x: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) if x.size else 0
 
 
-def _held(x: Any, seen: set[int]) -> Iterator[Array]:
+def _held(x: object, seen: set[int]) -> Iterator[Array]:
     """Yield the arrays in the closure of a function."""
     x = getval(x)
     if isinstance(x, np.ndarray):
@@ -295,10 +297,10 @@ def _held(x: Any, seen: set[int]) -> Iterator[Array]:
 # In-place operators. They act on nodes of this library only; otherwise y += 1 means y = y + 1, as in plain autograd.
 
 
-def _in_place(name: str, change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _in_place(name: str, change: Function) -> Function:
     operation = getattr(anp, name)
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Array, other: Array) -> Array:
         node, plain = self._node, getval(self)
         # Scalars are immutable. A traced array of a compiled program has a `value`.
         if not hasattr(type(node), "stale") or isinstance(getattr(plain, "value", plain), (float, complex, np.generic)):
@@ -323,11 +325,10 @@ def _in_place(name: str, change: Callable[[Any, Any], Any]) -> Callable[[Any, An
     return method
 
 
-for _operator, _name in {
-    "iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "true_divide", "ifloordiv": "floor_divide",
-    "imod": "mod", "ipow": "power", "imatmul": "matmul",
-}.items():  # fmt: skip
-    setattr(ArrayBox, f"__{_operator}__", _in_place(_name, getattr(operator, _operator)))
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul".split()
+_FUNCTIONS = "add subtract multiply true_divide floor_divide mod power matmul".split()
+for _operator, _function in zip(_OPERATORS, _FUNCTIONS):
+    setattr(ArrayBox, f"__i{_operator}__", _in_place(_function, getattr(operator, f"i{_operator}")))
 
 
 CHANGED_ARGUMENT = "it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1"
