@@ -58,7 +58,7 @@ class _Operator(NamedTuple):
     """The user's operator A(p) for blocks of shape `shape`."""
 
     matvec: Function
-    build: Callable[[Sequence], Tree]  # assembles the params from their leaves
+    build: Callable[[list], Tree]  # assembles the params from their leaves
     leaves: list  # copies of the plain leaves of the params
     shape: tuple[int, ...]
     takes_batches: bool

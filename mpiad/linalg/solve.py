@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
     matvec: Function
     preconditioner: Function | None
-    build: Callable[[Sequence], Tree]  # assembles the parameters from their leaves
+    build: Callable[[list], Tree]  # assembles the parameters from their leaves
     settings: Settings
     start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
@@ -135,7 +135,7 @@ def solution(b: LocalArray, *leaves: Array, problem: Problem) -> LocalArray:
     if problem.solver is None:
         method = METHODS[problem.settings.method]
     else:
-        method = problem.solver(tuple(problem.build(leaves)), problem.transposed)
+        method = problem.solver(tuple(problem.build(list(leaves))), problem.transposed)
     u = iterate(method, system, b, problem.start)
     system.settle()
     return u

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -179,7 +179,9 @@ class NewtonPoint:
 
     def __init__(self, x: Array, derivatives: Derivatives):
         self.x, self.value, self.gradient, self.multiply = x, derivatives.value, derivatives.gradient, derivatives.multiply
-        self.finite, self.free, self.projected_step = False, cast(Any, None), cast(Any, None)
+        self.free: Array = None
+        self.projected_step: Array = None
+        self.finite = False
         self.norm, self.square, self.length, self.slope = math.nan, math.nan, 0.0, 0.0
 
     def masked(self, vector: Array) -> Array:

@@ -23,6 +23,7 @@ from mpiad.device import to_host
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending
+from mpiad.optimize.history import Iterate
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import EVALUATIONS, ITERATIONS, NOT_FINITE, REDUCTION, AnySettings
 from mpiad.pytrees import put
@@ -33,12 +34,9 @@ from mpiad.transport.devices.device_arrays import arrays_of
 from mpiad.transport.exits.user_failures import StageFailures
 
 
-class ShardedPoint(Protocol):
+class ShardedPoint(Iterate, Protocol):
     """An iterate of a sharded method: this rank's variables, and scalars that are the same on all ranks."""
 
-    x: Array
-    value: float
-    norm: float  # of the gradient
     length: float  # of the step from the previous point
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -83,7 +83,7 @@ class Sharded(Solve):
         if box is not None and isinstance(packing, DevicePacking):
             box = Box(*map(packing.xp.to_device, box))
         if isinstance(settings, MMASettings):
-            return self._by_mma(start, iterates, files, box or Box(start, start))
+            return self._by_mma(settings, start, iterates, files, box or Box(start, start))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, self._totals, settings)
             solve = NewtonCG(derivatives, iterates, files, box)
@@ -111,9 +111,8 @@ class Sharded(Solve):
         return self._result(point, memory.gradient(point), ending, lbfgs.count, iterates)
 
     def _by_mma(
-        self, start: Array, iterates: ShardedIterates, files: StateFiles, box: Box
+        self, settings: MMASettings, start: Array, iterates: ShardedIterates, files: StateFiles, box: Box
     ) -> scipy.optimize.OptimizeResult:
-        settings = cast(MMASettings, self._arguments.settings)
         constraints = ConstraintValues(self._arguments.constraints, self._evaluation, self._totals, self.channel)
         mma = MMA(constraints, iterates, settings, files, box)
         point, ending = mma.run(start)
