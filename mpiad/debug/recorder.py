@@ -101,24 +101,16 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Open:
-    """An event that hasn't ended: a communication, which is its own key, or a phase."""
+class _Span:
+    """A communication, whose `Call` is the key, or a phase; most fields of its `Event` are computed later."""
 
-    key: object
+    key: object  # None after the end of a phase
     began: float
     name: str = ""  # of a phase
-    communicates: bool = False  # whether it contains a communication
-
-
-class _Record(NamedTuple):
-    """An event that has ended; `source` is the communication or the name of the phase."""
-
-    thread: int
-    source: Call | str
-    began: float
-    ended: float
-    innermost: bool
-    arguments: Arguments
+    contains_communication: bool = False
+    thread: int = 0
+    ended: float = 0.0
+    arguments: Arguments = _NO_ARGUMENTS
 
 
 class _Stacks(threading.local):
@@ -126,14 +118,14 @@ class _Stacks(threading.local):
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.open: list[_Open] = []
+        self.open: list[_Span] = []
 
 
 class Recorder:
     """Records the events between `start` and `stop`."""
 
     def __init__(self) -> None:
-        self._records: list[_Record] = []
+        self._records: list[_Span] = []
         self.dropped = 0  # number of events beyond the maximum
         self.start_time = self.stop_time = 0.0  # times of `start` and `stop`
         self.threads: list[str] = []  # names of the threads, by number
@@ -170,34 +162,36 @@ class Recorder:
         opened = self._stacks.open
         # All open events contain the new event, so these events aren't innermost.
         for entry in opened:
-            entry.communicates = True
-        opened.append(_Open(call, call.began))
+            entry.contains_communication = True
+        opened.append(_Span(call, call.began))
 
     def ended(self, call: Call) -> None:
         """Close a communication and record it."""
         entry = self._close(call)
         if entry is not None:
             # Most attributes are computed later, in `events`, because this function runs in every communication.
-            innermost = not entry.communicates
-            self._store(_Record(self._thread_number(), call, call.began, call.ended, innermost, call.arguments))
+            entry.ended, entry.arguments = call.ended, call.arguments
+            self._store(entry)
 
     def phase_began(self, key: object, name: str) -> None:
         """Open a phase, "forward" or "backward"; `key` identifies the phase in `phase_ended`."""
-        self._stacks.open.append(_Open(key, perf_counter(), name))
+        self._stacks.open.append(_Span(key, perf_counter(), name))
 
     def phase_ended(self, key: object) -> None:
         """Close a phase; a phase that began before the recording isn't recorded."""
         entry = self._close(key)
         if entry is not None:
-            self._store(_Record(self._thread_number(), entry.name, entry.began, perf_counter(), False, _NO_ARGUMENTS))
+            entry.ended, entry.key = perf_counter(), None  # the key may be a tape, whose memory would be held
+            self._store(entry)
 
-    def _store(self, record: _Record) -> None:
+    def _store(self, record: _Span) -> None:
+        record.thread = self._thread_number()
         if len(self._records) < MAX_EVENTS:
             self._records.append(record)
         else:
             self.dropped += 1
 
-    def _close(self, key: object) -> _Open | None:
+    def _close(self, key: object) -> _Span | None:
         """Close an event, and inner events that an exception left open; return the event, or None if it isn't open."""
         opened = self._stacks.open
         if not any(entry.key is key for entry in opened):
@@ -215,22 +209,22 @@ class Recorder:
         return number
 
 
-def _event(record: _Record) -> Event:
-    source, common = record.source, (record.thread, record.began, record.ended)
-    if isinstance(source, str):
-        return Event(*common, source, source, "", "phase", False, True, "", "", record.arguments, ())
+def _event(span: _Span) -> Event:
+    call, common = span.key, (span.thread, span.began, span.ended)
+    if not isinstance(call, Call):
+        return Event(*common, span.name, span.name, "", "phase", False, True, "", "", span.arguments, ())
     return Event(
         *common,
-        name=source.described,
-        called=source.called,
-        operation=source.name,
-        direction=source.direction,
-        innermost=record.innermost,
-        outermost=source.outer is None,
-        site=source.site.text,
-        forward_site=source.forward_site.text if source.forward_site else "",
-        arguments=record.arguments,
-        messages=_messages(source.name, record.arguments) if record.innermost else (),
+        name=call.described,
+        called=call.called,
+        operation=call.name,
+        direction=call.direction,
+        innermost=not span.contains_communication,
+        outermost=call.outer is None,
+        site=call.site.text,
+        forward_site=call.forward_site.text if call.forward_site else "",
+        arguments=span.arguments,
+        messages=_messages(call.name, span.arguments) if not span.contains_communication else (),
     )
 
 
