@@ -293,17 +293,22 @@ def sample(
             raise TypeError(f"{_CALL}: prior must be an mpiad.inverse.GaussianPrior, but got {type(prior).__name__}.")
         whole = channel(prior.domain.comm if division is None else division.whole, _CALL)  # type: ignore[union-attr]
         with raising_together(whole, Exception):
-            settings = _settings(
+            check_objective(objective, _CALL)
+            if method not in _METHODS:
+                names = ", ".join(map(repr, _METHODS))
+                raise ValueError(f"{_CALL}: method must be one of {names}, but got {method!r:.60}.")
+            n_samples = _integer("n_samples", n_samples, 1)
+            settings = _Settings(
                 method=method,
                 n_samples=n_samples,
-                seed=seed,
-                warmup=warmup,
-                step_size=step_size,
+                seed=_integer("seed", seed, 0),
+                warmup=n_samples // 4 if warmup is None else _integer("warmup", warmup, 0),
+                step_size=None if step_size is None else _step_sizes(method, step_size),
                 objective=objective,
-                chains=chains,
-                fields=fields,
-                thin=thin,
-                checkpoint=checkpoint,
+                chains=None if chains is None else _integer("chains", chains, 1),
+                fields=None if fields is None else _folder(fields),
+                thin=_integer("thin", thin, 1),
+                checkpoint=as_checkpoint(checkpoint, _CALL),
                 progress=progress,
             )
             if division is None:
@@ -329,37 +334,19 @@ def sample(
         return _result(settings, found)
 
 
-def _settings(
-    *,
-    method: str,
-    n_samples: int,
-    seed: int,
-    warmup: int | None,
-    step_size: float | Sequence[float] | None,
-    objective: str,
-    chains: int | None,
-    fields: str | os.PathLike[str] | None,
-    thin: int,
-    checkpoint: str | os.PathLike[str] | CheckpointFile | None,
-    progress: bool,
-) -> _Settings:
-    """Return the settings; raise a TypeError or ValueError if one of them is invalid."""
-    check_objective(objective, _CALL)
-    if method not in _METHODS:
-        raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r:.60}.")
-    n_samples, seed = _integer("n_samples", n_samples, 1), _integer("seed", seed, 0)
-    warmup = n_samples // 4 if warmup is None else _integer("warmup", warmup, 0)
-    thin, chains = _integer("thin", thin, 1), None if chains is None else _integer("chains", chains, 1)
-    sizes = None if step_size is None else tuple(np.ravel(np.asarray(step_size, dtype=float)).tolist())
-    stages = len(_METHODS[method].rates)
-    if sizes is not None and (len(sizes) != stages or not all(0.0 < size <= 1.0 for size in sizes)):
-        got = f"method {method!r}, but got {step_size!r:.60}"
+def _step_sizes(method: str, sizes: float | Sequence[float]) -> tuple[float, ...]:
+    stages, numbers = len(_METHODS[method].rates), tuple(np.ravel(np.asarray(sizes, dtype=float)).tolist())
+    if len(numbers) != stages or not all(0.0 < number <= 1.0 for number in numbers):
+        got = f"method {method!r}, but got {sizes!r:.60}"
         raise ValueError(f"{_CALL}: step_size must be {stages} number(s) above 0 and at most 1 for {got}.")
-    folder = None if fields is None else Path(fields).absolute()
-    if folder is not None and not folder.is_dir():
+    return numbers
+
+
+def _folder(fields: str | os.PathLike[str]) -> Path:
+    folder = Path(fields).absolute()
+    if not folder.is_dir():
         raise ValueError(f"{_CALL}: the folder fields={str(fields)!r:.200} doesn't exist. Create it.")
-    file = as_checkpoint(checkpoint, _CALL)
-    return _Settings(method, n_samples, seed, warmup, sizes, objective, chains, folder, thin, file, progress)
+    return folder
 
 
 def _integer(name: str, number: object, least: int) -> int:

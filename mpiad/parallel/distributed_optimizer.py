@@ -136,8 +136,12 @@ def _evaluation(
 
     def evaluate(params: Tree, *batch: Tree) -> tuple:
         used = channel(comm, "parallel.value_and_grad")
-        find = variables_of if optimizer is None else optimizer._variables
-        variables, count = known or _examined(used, call, find, samples, params, batch)
+        if known is None:
+            with _raising_in_totals(used, call):
+                variables = variables_of(params, call) if optimizer is None else optimizer._variables(params, call)
+                count = count_samples(samples, params, batch, call)
+        else:
+            variables, count = known
         leaves, places, _, shared = variables
         specs = [spec_like(leaves[k]) for k in places]
         if tracing.recorder is not None:
@@ -225,8 +229,9 @@ def value(loss: Function, *, samples: Callable[..., int] | None = None, comm: Co
     def evaluate(params: Tree, *batch: Tree) -> float:
         call = "parallel.value"
         used = channel(comm, call)
-        find = partial(variables_of, required=False)
-        variables, count = _examined(used, call, find, samples, params, batch)
+        with _raising_in_totals(used, call):
+            variables = variables_of(params, call, required=False)
+            count = count_samples(samples, params, batch, call)
         with restoring_state(), suspended():
             found = loss(params, *batch) if count else 0.0
             return totals(used, plan_of((), 0), variables, call, count, loss=found)[1]
@@ -243,20 +248,6 @@ def _raising_in_totals(channel: Channel, call: str) -> Iterator[None]:
         failure = Failure.of(error)
         problem = PendingError(KINDS[failure.builtin], failure.text)
         totals(channel, plan_of((), 0), Variables([], [], list), call, 0, problem=problem)
-
-
-def _examined(
-    channel: Channel,
-    call: str,
-    find: Callable[[Tree, str], Variables],
-    samples: Function | None,
-    params: Tree,
-    batch: tuple,
-) -> tuple[Variables, int]:
-    """Return the variables among this rank's parameters, and its number of samples."""
-    with _raising_in_totals(channel, call):
-        variables, count = find(params, call), count_samples(samples, params, batch, call)
-    return variables, count
 
 
 class _Step(NamedTuple):
