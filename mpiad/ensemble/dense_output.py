@@ -38,7 +38,10 @@ class DenseOutput:
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
         self._batch, self._settings, self._outcome = batch, settings, outcome
         self._given = given
-        self._signs, self._run = np.where(batch.end < batch.start, -1.0, 1.0), Run(batch, settings, outcome)
+        # The table of events refers to all events of the solve.
+        events = settings.events if settings.acting is None else settings.acting.events
+        self._run = Run(batch, settings._replace(events=events), outcome)
+        self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return the states at times in tspan, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
