@@ -302,14 +302,14 @@ class _Problem(Iterates):
             self._cost, self.last_residuals = 0.5 * float(found[0]), np.zeros(x.size + 1 + self._robust)
             roots = np.sqrt(found[::-1]) if np.all(np.isfinite(found)) else np.full(2, np.nan)
             self.last_residuals[: 1 + self._robust] = roots[: 1 + self._robust]
+        if (self.iterate is None or self._restarted) and not np.all(np.isfinite(self.last_residuals)):
+            advice = f"Choose an x0 at which they are finite.{self._request('not_finite', x)}"
+            raise ValueError(f"least_squares: the residuals aren't finite at x0. {advice}")
         return self.last_residuals
 
     def jacobian(self, x: np.ndarray) -> np.ndarray | scipy.sparse.linalg.LinearOperator:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
         first, self._restarted = self._restarted, False  # the first point of a resumed run is already recorded
-        if (self.iterate is None or first) and not np.all(np.isfinite(self.last_residuals)):
-            advice = f"Choose an x0 at which they are finite.{self._request('not_finite', x)}"
-            raise ValueError(f"least_squares: the residuals aren't finite at x0. {advice}")
         self.iterate = Point(x, self._cost)
         found = self._operator(self.iterate) if self._evaluation.gathers else self._matrix(self.iterate)
         if not first:

@@ -61,7 +61,7 @@ def test_new_memory():
 def test_numbers(rank, size):
     for one in (1, 1.0, 1j, np.float32(1)):
         y = summed(one * (rank + 1))
-        assert y == one * (size * (size + 1) // 2) and y.dtype == np.result_type(one * (rank + 1))
+        assert y == one * (size * (size + 1) // 2) and y.dtype == np.result_type(one)
 
 
 def test_wrong_arguments():

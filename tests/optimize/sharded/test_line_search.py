@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy.optimize._dcsrch import DCSRCH, dcstep
 
 from mpiad.optimize.sharded.lbfgs import LineSearch, Sample, next_step
 
 pytestmark = pytest.mark.serial
-minpack = pytest.importorskip("scipy.optimize._dcsrch", reason="SciPy's port is there from SciPy 1.12 on")
-DCSRCH, dcstep = minpack.DCSRCH, minpack.dcstep
 
 LINES: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     # The first three of Moré and Thuente's own examples.
