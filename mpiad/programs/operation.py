@@ -69,30 +69,31 @@ class CompiledOperation:
 
     def __call__(self, inputs: Sequence[Any], numbers: Numbers | None = None) -> Made:
         """Call the operation, and record it on the current tape and the enclosing tapes."""
-        tape: Any = tracing.tape
-        numbers = numbers or {}
+        tape, numbers = tracing.tape, numbers or {}
         level = max([x._trace for x in inputs if type(x) in _boxes], default=-1)
         if tape is None and level < 0:
             return self._run(inputs, numbers)
         # As for a communication (see `apply` in `primitives.operation`): inner traces have higher numbers.
-        is_ours = tape is not None and tape.number >= level
-        number = tape.number if is_ours else level
+        ours: Any = tape if tape is not None and tape.number >= level else None  # None: the innermost is autograd's
+        number = level if ours is None else ours.number
         boxed = [k for k, x in enumerate(inputs) if type(x) in _boxes and x._trace == number]
         # Values of an ended trace with the same number are constants.
-        variables = [k for k in boxed if not is_ours or getattr(inputs[k]._node, "tape", None) is tape]
+        variables = [k for k in boxed if ours is None or getattr(inputs[k]._node, "tape", None) is ours]
         nodes = [inputs[k]._node for k in variables]
         below = [x._value if k in boxed else x for k, x in enumerate(inputs)]
-        made = None
-        with suspended(tape.outer, body=False) if is_ours else nullcontext():
+        kind = type(nodes[0] if ours is None else ours)
+        made: Any = None
+        with nullcontext() if ours is None else suspended(ours.outer, body=False):
             if not variables and not self.communicates:
                 return self(below, numbers)
-            if type(tape) is TangentTape if is_ours else type(nodes[0]) is JVPNode:
+            if kind in (TangentTape, JVPNode):
                 made = self._with_tangents(variables, below, [node.g for node in nodes], numbers)
-            elif type(tape) is OrderedTape if is_ours else type(nodes[0]) is VJPNode and not self.communicates:
+            elif kind is OrderedTape or kind is VJPNode and not self.communicates:
                 made = self._with_reverse_pass(variables, below, numbers)
         if made is None:
             return self._evaluated(inputs, numbers)
-        return Made(made.recorded_on(tape, nodes) if is_ours else made.recorded_by_autograd(level, nodes), made.numbers)
+        values = made.recorded_by_autograd(level, nodes) if ours is None else made.recorded_on(ours, nodes)
+        return Made(values, made.numbers)
 
     def _run(self, inputs: Sequence[Any], numbers: Numbers) -> Made:
         entry = None if tracing.recorder is not None else self.entry

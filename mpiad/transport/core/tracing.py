@@ -39,7 +39,7 @@ class ProgramRecorder(Protocol):
         """Run a function that is called once per communicator, and don't record it."""
         ...
 
-    def opaque(self, fun: Callable[..., tuple], args: tuple, specs: object = None) -> tuple:
+    def opaque(self, fun: Callable[..., tuple], args: tuple, specs: Any = None) -> tuple:
         """Run a function that returns arrays followed by one other object, and record it as one step."""
         ...
 

@@ -105,7 +105,9 @@ class PinnedBlock:
     __slots__ = ("__array_interface__", "__weakref__", "_memory", "_pool", "read", "written")
 
     def __init__(self, pool: Pool, memory: np.ndarray):
-        self._pool, self._memory, self.written, self.read = pool, memory, None, None
+        self._pool, self._memory = pool, memory
+        self.written: object = None
+        self.read: object = None
         # An array made from this attribute refers to this object, and all views of that array do.
         self.__array_interface__ = memory.__array_interface__
 

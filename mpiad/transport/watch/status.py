@@ -47,7 +47,7 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
     lines = [_headline(states, min(cycle or ranks), cycle, graph), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
-    lines += message_headers.unreceived([state and state["ledger"] for state in states])
+    lines += message_headers.unreceived([state["ledger"] if state else None for state in states])
     lines.append("The communicators of these waits can't be used before mpiad.reset(comm).")
     return Finding("\n".join(lines), table, ranks, cycle)
 
