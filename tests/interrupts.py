@@ -872,7 +872,7 @@ NAMED = {
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",
-    "mpiad.linalg.compiled_iteration": "Operator.program Operator._given Operator._known",
+    "mpiad.linalg.compiled_iteration": "Operator.program Operator._arguments Operator._known",
 }  # fmt: skip
 
 

@@ -312,7 +312,7 @@ def test_each_rank_that_died_in_a_map_is_marked_as_lost(monkeypatch):
     remaining, lost = SimpleNamespace(Free=lambda: None), []
     group = object.__new__(WorkerGroup)
     group._survives, group.comm = True, SimpleNamespace(Shrink=lambda: remaining)
-    group._used = SimpleNamespace(size=4, drop=lambda comm: None, lose=lost.append)
+    group._user_channel = SimpleNamespace(size=4, drop=lambda comm: None, lose=lost.append)
     monkeypatch.setattr("mpiad.tasks.map.ranks_within", lambda used, comm: {id(remaining): [0, 2]}[id(comm)])
     group.close()
     assert lost == [[1, 3]]
