@@ -136,8 +136,9 @@ class EventWatch:
     def clock_roots(self, step: Step, screened: Array, sides: Mapping[int, Array] = {}) -> Array:
         """Return the times in the step of the first roots of conditions of p and t, and note them; otherwise infinity."""
         times, columns = np.full_like(step.t, np.inf), np.flatnonzero(screened[self.clocks].any(axis=0))
-        on_host = type(times) is np.ndarray
-        kept = self.bracketed(step, columns, screened, sides)
+        if not columns.size:
+            return times
+        on_host, kept = type(times) is np.ndarray, self.bracketed(step, columns, screened, sides)
         for e in self.clocks:
             rows = np.flatnonzero(kept.crossed[e].any(axis=0))
             if rows.size:
