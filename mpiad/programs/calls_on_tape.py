@@ -71,7 +71,7 @@ def _called_as_operation(cache: ProgramCache, given: Arguments, boxed: Sequence[
     # An exception has left messages in flight on a channel with a fault.
     if (
         found is None
-        or found.program.has_open_shapes
+        or not found.program.is_derivable
         or any(channel.fault for channel, _ in found.program.recorder.channels)
     ):
         return cache.run(given)

@@ -418,7 +418,7 @@ class Replay:
             start = self.replays.allocations[root].start
             return f"ndarray({found.shape}, {self._bound(found.dtype)}, memory, {start})"
         is_own = self._arrays[root] == f"b{root}" and self.schedule.buffers[root].kind != "constant"
-        return self._result(b) if is_own or not found.shape else self._array(b)
+        return self._array(b) + ("[()]" if not found.shape else ".copy()" if is_own else "")
 
     def _append_action(self, k: int, action: Action) -> None:
         at, step = action.at, self.schedule.steps[action.at]

@@ -139,9 +139,13 @@ class Program(NamedTuple):
         return any(node.pull is not None and isinstance(node.pull.fun, Recorded) for node in self.nodes)
 
     @property
-    def has_open_shapes(self) -> bool:
-        """Whether the lengths of slices depend on values, so that a run may differ from the trace."""
-        return any(step.fun is take and _has_open_length(step.args[1]) for step in self.recorder.steps)
+    def is_derivable(self) -> bool:
+        """Whether all shapes are known, and all results that derivatives may read are single arrays."""
+        # If the length of a slice depends on values, a run may differ from the trace.
+        is_open = any(step.fun is take and _has_open_length(step.args[1]) for step in self.recorder.steps)
+        return not is_open and not any(
+            isinstance(node.like, (tuple, list)) and type(node.like) is not Ref for node in self.nodes
+        )
 
 
 def _innermost(x: Array) -> Array:

@@ -163,3 +163,19 @@ def test_results_never_share_the_memory_of_residuals(rank):
     value[:] = 0.0
     vjp(np.ones(2000))[:] = 0.0
     np.testing.assert_allclose(vjp(np.ones(2000)), np.exp(x), rtol=1e-14)
+
+
+def test_results_that_are_lists_or_one_reshaped_array(rank):
+    """The reverse pass of np.split has cotangents in a list; np.kron's residuals are views of one array."""
+    x, m = np.linspace(0.5, 1.5, 4) + rank, np.arange(4.0).reshape(2, 2) + 1.0 + rank
+    split = mpiad.jit(lambda x: anp.split(x, 2)[0] ** 3 * anp.split(x, 2)[1])
+    product = mpiad.jit(lambda m: anp.kron(m, m * m))
+    a, b = np.split(x, 2)
+    gradient = mpiad.grad(lambda x: anp.sum(split(x)), objective="sum")
+    for _ in range(2):
+        # The gradient is (3 a² b, a³), and the sum of its squares has the gradient (36 a³ b² + 6 a⁵, 18 a⁴ b).
+        found = mpiad.grad(lambda x: anp.sum(gradient(x) ** 2), objective="sum")(x)
+        np.testing.assert_allclose(found, np.concatenate([36 * a**3 * b**2 + 6 * a**5, 18 * a**4 * b]), rtol=1e-12)
+        # The sum is s q with s = Σ m, q = Σ m². Along ones, its gradient q + 2 s m changes by 2 s + 2 s + 8 m.
+        along = mpiad.make_hvp(lambda m: anp.sum(product(m)), objective="sum")(m)[2](np.ones((2, 2)))
+        np.testing.assert_allclose(along, 4 * m.sum() + 8 * m, rtol=1e-12)
