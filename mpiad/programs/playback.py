@@ -46,11 +46,6 @@ def logged(made: Any, params: Any = None) -> Any:
     return kept if envelopes or channels_of(params) else Logged(kept, counts=message_counts())
 
 
-def result_of(entry: Any) -> Any:
-    """Return the result of an operation, given its log entry."""
-    return entry.value if isinstance(entry, Logged) else entry
-
-
 class PlayingBack:
     """A context in which a function runs again on plain arrays; communications return results in `log` until its end."""
 
@@ -111,9 +106,11 @@ class PlayingBack:
         if not self._rest:
             return self._untraced(fun, *args)
         entry = self._rest.pop()
-        for channel, counts in entry.counts if isinstance(entry, Logged) else ():
+        if not isinstance(entry, Logged):
+            return entry
+        for channel, counts in entry.counts:
             channel.count_from(counts)
-        return result_of(entry)
+        return entry.value
 
     def _untraced(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder = None

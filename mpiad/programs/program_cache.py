@@ -209,22 +209,17 @@ class ProgramCache:
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
     def entry_or_watch(
-        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None], optional: bool = False
+        self, key: Hashable, given: Arguments, compiled: Callable[[Watch], Entry | None]
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None."""
         # If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
-        # If `optional`, there is no warning, and a program isn't used if its runs may differ from the trace: they would
-        # have to be continued by interpretation, in the middle of up to four passes.
         entry = self.entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
             return self._admitting(entry, given), None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
-        waits = is_shown() if optional else key in self.pending
-        watch = None if waits else self._watch(key, given, optional)
+        watch = None if key in self.pending else self._watch(key, given)
         entry = None if watch is None else compiled(watch)
-        if optional and entry is not None and entry.replays.last_check >= 0:
-            entry = None
-        if entry is not None or optional and watch is not None:
+        if entry is not None:
             self.entries[key] = entry
         return self._admitting(entry, given), None if entry is not None else watch
 
