@@ -36,6 +36,7 @@ from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.jumps import Jump
+from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.members import initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures
@@ -322,7 +323,9 @@ def _by_kernel_or_arrays(
     moved = with_states_on_device(given)
     if moved is not given:
         given, batch = moved, moved.plain()
-    run = partial(compiler.run_planned, compiler.plan(batch, settings, given), given=given)
+    plan = compiler.plan(batch, settings, given)
+    warn_of_jumps_in_time(compiler.warn, plan, given, options.events)
+    run = partial(compiler.run_planned, plan, given=given)
     if options.acting:
         return solved_with_events(run, batch, settings, given, options.dense_output)
     outcome = run(batch, settings)
