@@ -39,15 +39,11 @@ def warn_of_jumps_in_time(warn: Warn, plan: TracedProblem | None, given: Batch, 
     boxed = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
     if not boxed:
         return
-    batch = given.plain()
-    program = field_program(batch) if plan is None else plan.program
-    if program is None or not program.reads("time"):
+    program = field_program(given.plain()) if plan is None else plan.program
+    if program is None or not _comparisons(program, None):
         return
-    packing = packing_of(batch.p)
-    numbers = frozenset(j for part in packing.parts if part.place in boxed for j in part.scalars)
-    comparisons = _comparisons(program, numbers)
-    if not comparisons:
-        return
+    batch, packing = given.plain(), packing_of(given.p)
+    comparisons = _comparisons(program, frozenset(j for part in packing.parts if part.place in boxed for j in part.scalars))
     for k in range(min(batch.size, _TRAJECTORIES)):
         one = _on_host(batch.share(np.array([k])))
         rows = packing.numbers(one.p.leaves, 1, real_dtype(one.u0.dtype))
@@ -71,14 +67,15 @@ def _on_host(batch: Batch) -> Batch:
 
 
 @lru_cache(256)
-def _comparisons(program: Program, parameters: frozenset[int]) -> tuple[Program, ...]:
-    """Return the programs of the comparisons of the time with parameters of these indices, without states."""
+def _comparisons(program: Program, parameters: frozenset[int] | None) -> tuple[Program, ...]:
+    """Return the programs of the comparisons of the time with parameters of these indices, by default with any of them."""
     reads, result = list[set[str]](), []
     for i, (operation, arguments, value) in enumerate(program.instructions):
         inputs = set[str]().union(*(reads[k] for k in arguments))
         if isinstance(value, tuple):
             group, first, *count = value
-            differentiated = not parameters.isdisjoint(range(first, first + (count[0] if count else 1)))
+            places = range(first, first + (count[0] if count else 1))
+            differentiated = parameters is None or not parameters.isdisjoint(places)
             if group != "parameter" or differentiated:
                 inputs.add(group)
         elif operation == "stop_gradient":
