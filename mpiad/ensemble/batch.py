@@ -12,6 +12,7 @@ from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.compiling.closure import with_own_variables
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
+from mpiad.differentiation.forward import TangentNode
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.pytrees import named_leaves
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
@@ -110,7 +111,15 @@ class Batch(NamedTuple):
     @property
     def traced(self) -> bool:
         """Whether any array of the batch is traced."""
-        return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
+        return any(map(isbox, self._inputs()))
+
+    @property
+    def forward(self) -> bool:
+        """Whether arrays of the batch are traced in forward mode, and none in reverse mode."""
+        return all(isinstance(x._node, TangentNode) for x in self._inputs() if isbox(x))
+
+    def _inputs(self) -> tuple[Any, ...]:
+        return self.u0, self.start, self.end, *self.p.leaves
 
     def own(self) -> Batch:
         """Return the batch with copies of what the user may change: shared parameters, and variables that f reads."""
@@ -121,7 +130,7 @@ class Batch(NamedTuple):
         """Return the batch with the values of traced arrays."""
         if not self.traced:
             return self
-        u0, start, end, *leaves = map(getval, (self.u0, self.start, self.end, *self.p.leaves))
+        u0, start, end, *leaves = map(getval, self._inputs())
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
 
     def share(self, rows: slice | Array) -> Batch:

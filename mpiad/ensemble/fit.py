@@ -18,10 +18,8 @@ from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters, is_on_device, save_times, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.compiled.kernel_solver import Solver
-from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.consistent_start import consistent_start
-from mpiad.ensemble.directions import DUE, LEAVES, NO_TIMES, U0, arguments_of, numbers_of, push_run
+from mpiad.ensemble.directions import NO_TIMES, push_directions
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each, scaled_factor
 from mpiad.ensemble.members import as_state, master_seed, members
@@ -134,20 +132,10 @@ def joined_fits(parts: Sequence[FitResult]) -> FitResult:
     return FitResult(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(FitResult)))
 
 
-# Saved states of an ensemble, and their derivatives with respect to a few variables per trajectory.
-#
-# The tangents are propagated by the kernel of the solve or, without a kernel, by a pass over the recorded steps.
-
-# Maximum number of entries of tangents in a kernel. Compiling takes 5 s with 64 entries, and more than 20 s with 144.
-_CARRIED = 64
-
 # The number of solves of a fit that `compile="auto"` expects.
 _SOLVES = 10
-# Maximum number of saved numbers for which a kernel's adjoint, a sweep per number, replaces the repetition of the steps.
-_SWEEPS = 100
 
 Generator = Callable[[ODEProblem, Array], ODEProblem]
-Tangents = list[Any] | None
 
 
 class States(NamedTuple):
@@ -156,16 +144,6 @@ class States(NamedTuple):
     u: Array  # shape (n, n_saved, d); NaN if a trajectory failed
     tangents: Array  # shape (m, n, n_saved, d)
     tries: Array  # int, shape (n,); numbers of tried steps
-
-
-class _TracedBatch(NamedTuple):
-    """A batch as a function of the variables x: the batch with traced inputs, and the tangents of these inputs."""
-
-    batch: Batch
-    leaves: dict[int, list[Any]]
-    u0: Tangents = None
-    times: GivenTimes | None = None  # of events, if any event acts
-    due: tuple[Array, Tangents] = NO_TIMES, None  # the given times, shape (m + 1, n), and their tangents
 
 
 class SensitivitySolve:
@@ -179,88 +157,41 @@ class SensitivitySolve:
 
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
-        traced = self._traced(np.ascontiguousarray(x.T), self._batch.share(ids))
-        batch, times = traced.batch.plain(), self._times if self._times.ndim == 1 else self._times[ids]
-        leaves = [batch.p.leaves[place] for place in traced.leaves]
-        numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if traced.u0 else 0)
-        in_kernel = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
-        settings = self._settings._replace(saveat=times, gradient="tangent" if in_kernel else "adjoint")
-        if traced.times is not None and not self._checked:  # at the start, for all trajectories
-            check_schedules(traced.times, batch, times, self._first)
-            self._checked = True
-        plan = self._compiler.plan(batch, settings, traced.batch)
-        begun = (batch, settings) if traced.times is None else started(batch, settings, traced.times)
-        outcome = self._compiler.run_planned(plan, *begun, traced.batch)
-        u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
-        tangents = self._tangents(Run(batch, settings, outcome), traced, x.shape[1])
-        return States(u, tangents, outcome.naccept + outcome.nreject)
-
-    def _traced(self, x: Array, batch: Batch) -> _TracedBatch:
-        """Insert variables of shape (m, n) into a batch."""
-        tangents = unit_tangents(x)
+        settings = self._settings._replace(saveat=self._times if self._times.ndim == 1 else self._times[ids])
+        variables, times, due = np.ascontiguousarray(x.T), None, NO_TIMES
         with restoring_state(), Bundle() as bundle:
-            variables = bundle.variable(x, tangents)
-            if self._generator is None:
-                p = Parameters([variables], [True], lambda leaves: leaves[0])
-                traced = _TracedBatch(batch._replace(p=p), {0: tangents})
-            else:
-                traced = _generated(bundle, self._generator, batch, variables)
-            settings = self._settings
-            consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
-            traced = traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
+            traced = self._batch_of(bundle, variables, self._batch.share(ids))
+            traced, _ = consistent_start(traced, settings.mass, settings.rtol, settings.atol)
+            batch = traced.plain()
             if any(event.acts for event in settings.events):
-                times = GivenTimes(settings.events, traced.batch.plain())
-                traced = traced._replace(times=times, due=bundle.parts(times.traced(traced.batch)))
-            return traced
+                times = GivenTimes(settings.events, batch)
+                due = times.traced(traced)
+            args, along = zip(*map(bundle.parts, (traced.u0, traced.start, traced.end, due, *traced.p.leaves)))
+        if times is not None and not self._checked:  # at the start, for all trajectories
+            check_schedules(times, batch, settings.saveat, self._first)
+            self._checked = True
+        plan = self._compiler.plan(batch, settings, traced)
+        begun = (batch, settings) if times is None else started(batch, settings, times)
+        outcome = self._compiler.run_planned(plan, *begun, traced)
+        tangents = {k: gs for k, gs in enumerate(along) if gs is not None and any(g is not None for g in gs)}
+        saved, *_ = push_directions(Run(batch, settings, outcome), args, tangents, 1)
+        u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
+        return States(u, np.asarray(saved), outcome.naccept + outcome.nreject)
 
-    def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:
-        """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
-        solver, places = run.outcome.solver, list(traced.leaves)
-        carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places)
-        tangents = {U0: traced.u0 or [None] * m, **{LEAVES + place: gs for place, gs in traced.leaves.items()}}
-        if carried is None:
-            args, (due, along) = arguments_of(run), traced.due
-            if along is not None and any(g is not None for g in along):
-                args[DUE], tangents[DUE] = due, along
-            if solver is not None and run.n_saved * len(run.batch.u0) <= _SWEEPS and not np.iscomplexobj(run.batch.u0):
-                return _by_adjoints(solver, run, tangents, m)
-            return np.stack(push_run(run, args, tangents)[0])
-        saved: Array = carried[1]
-        if self._generator is None and traced.u0 is None:
-            return saved
-        total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
-        # The chain rule, since a kernel returns the tangents along single initial values and parameters.
-        argnums = [argnum for argnum in tangents if argnum != U0 or traced.u0 is not None]
-        for derivative, number in zip(saved, numbers_of(run, argnums, arguments_of(run))):
-            for j, g in enumerate(tangents[number.argnum]):
-                if g is not None:
-                    total[j] += derivative * g[number.index][:, None, None]
-        return total
-
-
-def _by_adjoints(solver: Solver, run: Run, tangents: dict[int, list[Any]], m: int) -> Array:
-    """Return the tangents of the saved states, shape (m, n, n_saved, d), by one sweep of a kernel per number saved."""
-    d, count = run.batch.u0.shape
-    total, seed = np.zeros((m, count, run.n_saved, d)), np.zeros((count, run.n_saved, d))
-    for k, c in np.ndindex(run.n_saved, d):
-        seed[:, k, c] = 1.0
-        seeds = run.seeds(seed, np.zeros((count, d)), ())
-        bars = pull_compiled(solver, run, seeds, [place - LEAVES for place in tangents if place >= LEAVES], DUE in tangents)
-        seed[:, k, c] = 0.0
-        for argnum, gs in tangents.items():
-            bar = bars.u0 if argnum == U0 else bars.due if argnum == DUE else bars.leaves[argnum - LEAVES]
-            for j, g in enumerate(gs):
-                if g is not None:
-                    total[j, :, k, c] += (bar * g[: len(bar)]).reshape(-1, count).sum(axis=0)
-    return total
+    def _batch_of(self, bundle: Bundle, x: Array, batch: Batch) -> Batch:
+        """Return the batch for variables of shape (m, n), which are traced."""
+        variables = bundle.variable(x, unit_tangents(x))
+        if self._generator is None:
+            return batch._replace(p=Parameters([variables], [True], lambda leaves: leaves[0]))
+        return _generated(bundle, self._generator, batch, variables)
 
 
 def unit_tangents(x: Array) -> list[Array]:
     """Return m unit tangents of variables of shape (m, n), one for each variable."""
-    return list(np.eye(len(x))[:, :, None] * np.ones_like(x))
+    return list(np.repeat(np.eye(len(x))[..., None], x.shape[1], axis=-1))
 
 
-def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _TracedBatch:
+def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> Batch:
     """Return a batch with the u0 and p that `generator` returns for the variables x, shape (m, n)."""
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
@@ -275,23 +206,21 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
             "fit: prob_generator must return its problem with another u0 or p, but the same f and tspan, for example "
             f"remake(problem, p=x), but returned {made!r:.100}."
         )
-    u0, _ = _with_tangents(bundle, _initial(made.u0, batch))
-    parts, build = flatten(made.p)
-    for part in parts:
-        if isbox(part) and np.shape(part)[-1:] != (count,):
+    leaves, build = flatten(made.p)
+    for leaf in leaves:
+        if isbox(leaf) and np.shape(leaf)[-1:] != (count,):
             raise ValueError(
-                f"fit: prob_generator returned a part of p of shape {np.shape(part)}, without an axis of trajectories. "
+                f"fit: prob_generator returned a part of p of shape {np.shape(leaf)}, without an axis of trajectories. "
                 f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
-    leaves, along = zip(*(_with_tangents(bundle, part) for part in parts)) if parts else ((), ())
-    p = Parameters(list(leaves), [*map(isbox, parts)], build)
-    return _TracedBatch(batch._replace(u0=u0, p=p), {k: gs for k, gs in enumerate(along) if gs is not None})
+    u0, *values = [_with_tangents(bundle, value) for value in (_initial(made.u0, batch), *leaves)]
+    return batch._replace(u0=u0, p=Parameters(values, [*map(isbox, leaves)], build))
 
 
-def _with_tangents(bundle: Bundle, x: Array) -> tuple[Array, Tangents]:
-    """Return a value and its tangents; the plain value and None if all tangents are zero."""
+def _with_tangents(bundle: Bundle, x: Array) -> Array:
+    """Return a value, untraced if all its tangents are zero."""
     plain, tangents = bundle.parts(x)
-    return (plain, None) if tangents is None or all(g is None for g in tangents) else (x, tangents)
+    return plain if tangents is None or all(g is None for g in tangents) else x
 
 
 def _initial(given: Array, batch: Batch) -> Array:
@@ -339,13 +268,13 @@ class Residuals:
     def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
         """Return half the sums of squares and the triangular factors of [J r] for trajectories `ids`; x: shape (n, m)."""
         count, m = x.shape
-        columns = two_at_least(count)
-        u = self._by_columns(states.u[columns])
-        tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
+        columns = slice(None) if count > 1 else two_at_least(count)
+        x, ids = x[columns], ids[columns]
+        u, *tangents = (self._by_columns(part[columns]) for part in (states.u, *states.tangents))
         with np.errstate(all="ignore"):
             if not self.count:  # only at the first call, since the check takes two more calls
-                self._check(x, u, ids, columns)
-            r, jacobian = self._linearized(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
+                self._check(x, u, ids)
+            r, jacobian = self._linearized(np.ascontiguousarray(x.T), u, tangents, ids)
             cost = 0.5 * np.add.reduce(r * r, axis=0)[:count]
         matrices = np.empty((count, len(r), m + 1))
         matrices[:, :, m] = r.T[:count]
@@ -383,16 +312,16 @@ class Residuals:
             columns.append(np.concatenate(parts))
         return np.concatenate(values), columns
 
-    def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
+    def _check(self, x: Array, u: Array, ids: Array) -> None:
         """Check that columns don't depend on each other, by a call with all columns and a call with copies of the first."""
         # The numbers of columns of the two calls differ; otherwise the calls would always agree if all columns are equal.
-        copies = np.zeros(3 if len(columns) == 2 else 2, int)
-        first = self._plain(x[columns], u, ids[columns])[:, 0]
-        copied = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
+        copies = np.zeros(3 if len(ids) == 2 else 2, int)
+        first = self._plain(x, u, ids)[:, 0]
+        copied = self._plain(x[copies], u[..., copies], ids[copies])[:, 0]
         if len(first) != len(copied) or not np.allclose(first, copied, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"fit: the residuals of a trajectory depend on other trajectories: those of the first are {first[:4]} in "
-                f"a call with all {len(columns)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
+                f"a call with all {len(ids)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
             )
         self.count = len(first)
 
@@ -458,7 +387,7 @@ def planned(given: SimpleNamespace) -> FitPlan:
         raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
     start = start.astype(float)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
-    options = options_of_states("fit", given, problem=ensemble, trajectories=len(start), gradient="tangent")
+    options = options_of_states("fit", given, problem=ensemble, trajectories=len(start))
     if not callable(given.residuals):
         raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {given.residuals!r:.60}.")
     if given.prob_generator is not None and not callable(given.prob_generator):

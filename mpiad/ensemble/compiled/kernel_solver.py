@@ -66,7 +66,7 @@ class Solver:
         # With events the end times depend on all inputs.
         times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
         if given.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
-            self.directions = self.traced.carried(given, self.settings.gradient)  # otherwise an adjoint will be used
+            self.directions = self.traced.carried(given, self.settings.gradient, given.forward)  # otherwise an adjoint
         # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         return self.spec._replace(directions=self.directions, record=record)
