@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -31,7 +30,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.solve import GivenTimes, started
-from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, as_tuple, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
@@ -114,15 +113,16 @@ class FitResult:
         free = self.active_mask == 0
         columns, norms = scaled_factor(self._factor, free)
         _, values, rows = np.linalg.svd(columns, full_matrices=False)
-        used = np.arange(values.shape[1]) < np.count_nonzero(free, axis=1)[:, None]
+        number = np.count_nonzero(free, axis=1)
+        nonzero = np.arange(values.shape[1]) < number[:, None]
         with np.errstate(all="ignore"):
-            root = np.where(used[..., None], rows / values[..., None], 0.0) / norms[:, None]
-            found = np.swapaxes(root, 1, 2) @ root
+            root = np.where(nonzero[..., None], rows / values[..., None], 0.0) / norms[:, None]
+            covariance = np.swapaxes(root, 1, 2) @ root
             if not absolute_sigma:
-                excess = self._residual_counts - np.count_nonzero(free, axis=1)
-                found = found * np.where(excess > 0, 2 * self.cost / excess, np.nan)[:, None, None]
-        found[~self.success] = np.nan
-        return found
+                excess = self._residual_counts - number
+                covariance *= np.where(excess > 0, 2 * self.cost / excess, np.nan)[:, None, None]
+        covariance[~self.success] = np.nan
+        return covariance
 
 
 def joined_fits(parts: Sequence[FitResult]) -> FitResult:
@@ -199,21 +199,21 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
     constant = partial(bundle.variable, tangents=[None] * len(x))
     # If all trajectories have the same tspan, it is a pair of numbers, as in the user's problem.
     span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
-    p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
-    made = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
-    if not isinstance(made, ODEProblem) or made.f is not batch.f or made.tspan is not span:
+    p = batch.p.build([constant(leaf) if each else leaf for leaf, each in zip(batch.p.leaves, varies)])
+    problem = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
+    if not isinstance(problem, ODEProblem) or problem.f is not batch.f or problem.tspan is not span:
         raise TypeError(
             "fit: prob_generator must return its problem with another u0 or p, but the same f and tspan, for example "
-            f"remake(problem, p=x), but returned {made!r:.100}."
+            f"remake(problem, p=x), but returned {problem!r:.100}."
         )
-    leaves, build = flatten(made.p)
+    leaves, build = flatten(problem.p)
     for leaf in leaves:
         if isbox(leaf) and np.shape(leaf)[-1:] != (count,):
             raise ValueError(
                 f"fit: prob_generator returned a part of p of shape {np.shape(leaf)}, without an axis of trajectories. "
                 f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
-    u0, *values = [_with_tangents(bundle, value) for value in (_initial(made.u0, batch), *leaves)]
+    u0, *values = [_with_tangents(bundle, value) for value in (_initial(problem.u0, batch), *leaves)]
     return batch._replace(u0=u0, p=Parameters(values, [*map(isbox, leaves)], build))
 
 
@@ -223,9 +223,9 @@ def _with_tangents(bundle: Bundle, x: Array) -> Array:
     return plain if tangents is None or all(g is None for g in tangents) else x
 
 
-def _initial(given: Array, batch: Batch) -> Array:
+def _initial(u0: Array, batch: Batch) -> Array:
     """Return initial states, shape (d, n), which may be traced."""
-    u0, full = as_state(given), (*batch.shape, batch.size)
+    u0, full = as_state(u0), (*batch.shape, batch.size)
     if u0.shape == batch.shape != full:
         u0 = anp.broadcast_to(u0[..., None], full)
     if u0.shape != full:
@@ -241,12 +241,12 @@ def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) 
     due, start = times.signs * times.times, times.signs * batch.start
     # Rows of saved times may be padded with NaN.
     last = np.nanmax(times.signs[:, None] * (saveat if saveat.size else batch.end[:, None]), axis=1, initial=-np.inf)
-    given, inside = np.isfinite(due), (due >= start) & (due <= last)
-    outside = given.any(axis=0) & ~inside.any(axis=0)
+    finite, inside = np.isfinite(due), (due >= start) & (due <= last)
+    outside = finite.any(axis=0) & ~inside.any(axis=0)
     if outside.any():
         i = int(np.argmax(outside))
         raise ValueError(
-            f"fit: the times of events of trajectory {first + i + 1}, {times.times[given[:, i], i]}, lie outside of its "
+            f"fit: the times of events of trajectory {first + i + 1}, {times.times[finite[:, i], i]}, lie outside of its "
             f"data, from the start of tspan, {batch.start[i]}, to the last saved time, {times.signs[i] * last[i]}."
         )
 
@@ -305,10 +305,12 @@ class Residuals:
             except TypeError as error:
                 advice = "Write them with the functions of autograd.numpy instead of numpy."
                 raise TypeError(f"fit: the residuals can't be differentiated ({error}). {advice}") from error
-            found = [bundle.parts(part) for part in parts]
-        values, columns = [_rows(value) for value, _ in found], []
+            results = [bundle.parts(part) for part in parts]
+        values, columns = [_rows(value) for value, _ in results], []
         for j in range(len(x)):
-            parts = [np.zeros_like(v) if gs is None or gs[j] is None else _rows(gs[j]) for v, (_, gs) in zip(values, found)]
+            parts = [
+                np.zeros_like(v) if gs is None or gs[j] is None else _rows(gs[j]) for v, (_, gs) in zip(values, results)
+            ]
             columns.append(np.concatenate(parts))
         return np.concatenate(values), columns
 
@@ -349,14 +351,34 @@ def _rows(value: Array) -> Array:
     return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
 
 
+class FitArguments(NamedTuple):
+    """The arguments of `fit`, unchecked."""
+
+    options: SolveOptions
+    residuals: Function
+    p0: Array
+    data: Tree
+    prob_generator: Generator | None
+    bounds: tuple[Array, Array]
+    ftol: float
+    xtol: float
+    gtol: float
+    x_scale: Array | str
+    max_nfev: int | None
+
+
 # Arguments that an error message shows completely if they differ between ranks.
-_SHORT = "alg ensemblealg ftol xtol gtol x_scale max_nfev rtol dt dtmax max_steps batch_size compile".split()
+_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev")
+_SHORT_OPTIONS = ("alg", "ensemblealg", "rtol", "dt", "dtmax", "max_steps", "batch_size", "compile")
 
 
 class FitPlan(NamedTuple):
     """The checked arguments; start, bounds and scale have one row per trajectory."""
 
     options: SolveOptions
+    residuals: Function
+    data: Tree
+    prob_generator: Generator | None
     start: Array
     lower: Array
     upper: Array
@@ -364,55 +386,67 @@ class FitPlan(NamedTuple):
     stopping: Stopping
 
 
-def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
+def planned_together(channel: Channel, arguments: FitArguments) -> FitPlan:
     """Return the result of `planned`; errors, also about differences between ranks, are raised on all ranks."""
 
     def described(plan: FitPlan) -> list[object]:
-        short = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
+        options = arguments.options
+        names = [(arguments, name) for name in _SHORT] + [(options, name) for name in _SHORT_OPTIONS]
+        short = ", ".join(f"{name}={getattr(owner, name)}" for owner, name in names)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
-        shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
+        shown = f"p0={arguments.p0!r:.60}, bounds={arguments.bounds!r:.60}, saveat={options.saveat!r:.60}"
         tolerances = [np.asarray(tolerance, float) for tolerance in (plan.options.rtol, plan.options.atol)]
         arrays = plan.start, plan.lower, plan.upper, *tolerances, *saveat
-        return [f"{shown}, {short}", short, *arrays, digests_of(plan.options.problem, plan.options.events)]
+        digests = digests_of(plan.options.problem, plan.options.events)
+        return [f"{shown}, atol={options.atol!r:.60}, {short}", short, *arrays, digests]
 
-    return alike_on_all(used, lambda: planned(given), described, "fit")
+    return alike_on_all(channel, lambda: planned(arguments), described, "fit")
 
 
-def planned(given: SimpleNamespace) -> FitPlan:
+def planned(arguments: FitArguments) -> FitPlan:
     """Return the checked arguments; raise if one is invalid, traced, or on a device."""
-    _check_plain("p0", given.p0)
-    start = np.asarray(given.p0)
+    _check_plain("p0", arguments.p0)
+    start = np.asarray(arguments.p0)
     if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
         got = f"shape {start.shape} and dtype {start.dtype}"
         raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
-    start = start.astype(float)
-    ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
-    options = options_of_states("fit", given, problem=ensemble, trajectories=len(start))
-    if not callable(given.residuals):
-        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {given.residuals!r:.60}.")
-    if given.prob_generator is not None and not callable(given.prob_generator):
-        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {given.prob_generator!r:.60}.")
-    for leaf in flatten(given.data)[0]:
+    start, ensemble = start.astype(float), arguments.options.ensemble
+    options = options_of_states("fit", arguments.options._replace(problem=ensemble, trajectories=len(start)))
+    residuals, generator = arguments.residuals, arguments.prob_generator
+    if not callable(residuals):
+        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {residuals!r:.60}.")
+    if generator is not None and not callable(generator):
+        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {generator!r:.60}.")
+    for leaf in flatten(arguments.data)[0]:
         _check_plain("data", leaf)
         if leaf is not None and np.shape(leaf)[:1] != (len(start),):
             raise ValueError(
                 f"fit: data must have one row per trajectory, {len(start)} rows like p0, but has shape {np.shape(leaf)}. "
                 "Data that all trajectories share can be variables of the enclosing function."
             )
-    lower, upper = _bounds(given.bounds, start)
-    scale = None
-    if not isinstance(given.x_scale, str) or given.x_scale != "jac":
-        scale = _by_trajectory("x_scale", given.x_scale, start)
-        if not (np.isfinite(scale) & (scale > 0)).all():
-            raise ValueError(f"fit: x_scale must be 'jac' or numbers above zero, but got {given.x_scale!r:.60}.")
+    lower, upper = _bounds(arguments.bounds, start)
+    scale, stopping = _scale(arguments.x_scale, start), _stopping(arguments, start.shape[1])
+    return FitPlan(options, residuals, arguments.data, generator, start, lower, upper, scale, stopping)
+
+
+def _stopping(arguments: FitArguments, m: int) -> Stopping:
     for name in ("ftol", "xtol", "gtol"):
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         if not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
             raise ValueError(f"fit: {name} must be a number, zero or more, but got {value!r}.")
     # The same default as SciPy's least_squares.
-    most = 100 * start.shape[1] if given.max_nfev is None else positive_count(given.max_nfev, "fit: max_nfev")
-    stopping = Stopping(float(given.ftol), float(given.xtol), float(given.gtol), most)
-    return FitPlan(options, start, lower, upper, scale, stopping)
+    most = 100 * m if arguments.max_nfev is None else positive_count(arguments.max_nfev, "fit: max_nfev")
+    return Stopping(float(arguments.ftol), float(arguments.xtol), float(arguments.gtol), most)
+
+
+def _scale(x_scale: Array | str, start: Array) -> Array | None:
+    """Return the scales of all variables, or None for those of the Jacobian."""
+    if isinstance(x_scale, str) and x_scale == "jac":
+        return None
+    scale = _by_trajectory("x_scale", x_scale, start)
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise ValueError(f"fit: x_scale must be 'jac' or numbers above zero, but got {x_scale!r:.60}.")
+    return scale
 
 
 def _check_plain(name: str, x: Array) -> None:
@@ -563,39 +597,54 @@ def fit(
     >>> print(found.p.ravel().round(4), found.retcode)
     [0.5 1.  1.5] ['Success' 'Success' 'Success']
     """
-    refuse_unknown("fit", locals())
-    given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
+    refuse_unknown(fit, others)
+    options = SolveOptions(
+        problem=ensemble,
+        alg=alg,
+        ensemblealg=ensemblealg,
+        trajectories=None,
+        rtol=rtol,
+        atol=atol,
+        dt=dt,
+        dtmax=dtmax,
+        max_steps=max_steps,
+        compile=compile,
+        saveat=saveat,
+        events=as_tuple(events),
+        batch_size=batch_size,
+    )
+    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, ftol, xtol, gtol, x_scale, max_nfev)
     mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
-    used = None if mpi is None else channel(mpi.comm, "ensemble.fit")
-    plan = planned(given) if used is None else planned_together(used, given)
-    count, m = plan.start.shape
-    compiler = Compiler(plan.options.compile, plan.options.backend, count, used, solves=_SOLVES)
-    if mpi is None or used is None:
-        found = share = _share(given, plan, compiler, range(count))
+    group = None if mpi is None else channel(mpi.comm, "ensemble.fit")
+    plan = planned(arguments) if group is None else planned_together(group, arguments)
+    count = len(plan.start)
+    compiler = Compiler(plan.options.compile, plan.options.backend, count, group, solves=_SOLVES)
+    if mpi is None or group is None:
+        result = share = _share(plan, compiler, range(count))
     else:
-        bounds = mpi.bounds(count, used.size)
-        with raising_together(used, Exception), compiler:
-            share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-        warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
-        compiler.log_warnings(warnings, used.rank)
-        found = joined_fits(parts)
+        starts = mpi.bounds(count, group.size)
+        with raising_together(group, Exception), compiler:
+            share = _share(plan, compiler, range(starts[group.rank], starts[group.rank + 1]))
+        warnings, parts = zip(*group.data.allgather((compiler.warnings, share)))
+        compiler.log_warnings(warnings, group.rank)
+        result = joined_fits(parts)
         # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
-        mpi.remember(found._tries, 1, bool(compiler.kernels), traced=True)
-        compiler.record(found._tries, found.nfev)
-    if used is None or used.rank == 0:
-        report("fit", "fits", found.retcode)
-    return found if mpi is None or mpi.gather else share
+        mpi.remember(result._tries, 1, bool(compiler.kernels), traced=True)
+        compiler.record(result._tries, result.nfev)
+    if group is None or group.rank == 0:
+        report("fit", "fits", result.retcode)
+    return result if mpi is None or mpi.gather else share
 
 
-def _share(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
+def _share(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     """Fit the trajectories with the indices `numbers`, batch by batch."""
-    size = max(1, given.batch_size or len(numbers))
+    size = max(1, plan.options.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
-    return joined_fits([_fitted(given, plan, compiler, numbers) for numbers in batches])
+    return joined_fits([_fitted(plan, compiler, numbers) for numbers in batches])
 
 
-def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
-    ensemble, options, rows = plan.options.problem, plan.options, slice(numbers.start, numbers.stop)
+def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
+    ensemble, options, rows = plan.options.ensemble, plan.options, slice(numbers.start, numbers.stop)
     seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
     batch = members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, len(plan.start))
     if batch.traced or is_on_device(batch):
@@ -604,10 +653,10 @@ def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: 
             "mpiad.device.to_host to them."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
-    solves = SensitivitySolve(compiler, batch, settings, given.prob_generator, numbers.start)
-    leaves, build = flatten(given.data)
+    solves = SensitivitySolve(compiler, batch, settings, plan.prob_generator, numbers.start)
+    leaves, build = flatten(plan.data)
     data = build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])
-    misfit = Residuals(given.residuals, data, batch.shape)
+    misfit = Residuals(plan.residuals, data, batch.shape)
     tries = np.zeros(len(numbers), int)
 
     def evaluate(x: Array, ids: Array) -> Evaluation:
@@ -616,7 +665,17 @@ def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: 
         return misfit.evaluated(x, states, ids)
 
     scale = None if plan.scale is None else plan.scale[rows]
-    found = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
-    minima = found.x, found.cost, found.optimality, found.active_mask, found.nfev, found.njev
-    indices, counts = np.array(numbers, int), np.full(len(numbers), misfit.count)
-    return FitResult(*minima, ConvergenceCode.names_of(found.codes), indices, found.factor, counts, tries)
+    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    return FitResult(
+        minima.x,
+        minima.cost,
+        minima.optimality,
+        minima.active_mask,
+        minima.nfev,
+        minima.njev,
+        ConvergenceCode.names_of(minima.codes),
+        indices=np.array(numbers, int),
+        _factor=minima.factor,
+        _residual_counts=np.full(len(numbers), misfit.count),
+        _tries=tries,
+    )

@@ -209,10 +209,10 @@ class Outcome:
         )
 
 
-def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
-    """Return the number of calls of f per trajectory; `given`: whether the user chose the size of the first step."""
+def evaluations(naccept: Array, nreject: Array, alg: Algorithm, with_dt: Array | bool) -> Array:
+    """Return the number of calls of f per trajectory; `with_dt`: whether the user chose the size of the first step."""
     tries = naccept + nreject
-    at_start = np.where(given, 1, 2)  # the second call is used to choose the size of the first step
+    at_start = np.where(with_dt, 1, 2)  # the second call is used to choose the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 

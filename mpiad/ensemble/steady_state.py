@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import autograd.numpy as anp
@@ -424,42 +423,53 @@ def steady_state(
     >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
-    refuse_unknown("steady_state", locals())
-    given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
+    refuse_unknown(steady_state, others)
+    arguments = SolveOptions(
+        problem=problem,
+        alg=alg,
+        ensemblealg=ensemblealg,
+        trajectories=trajectories,
+        rtol=rtol,
+        atol=atol,
+        dt=dt,
+        dtmax=dtmax,
+        max_steps=max_steps,
+        compile=compile,
+    )
     if isinstance(ensemblealg, EnsembleMPI):
-        solution = _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
+        solution = _over_ranks(arguments, max_iters, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
     else:
-        options = _checked(given)
-        compiler = Compiler(options.compile, options.backend, options.trajectories)
-        solution = _find(given, options, compiler, range(options.trajectories))
+        options = _checked(arguments, max_iters)
+        compiler = Compiler(options.compile, options.backend, options.count)
+        solution = _find(options, max_iters, compiler, range(options.count))
         report("steady_state", "trajectories", solution.retcode)
     if not isinstance(problem, ODEProblem):
         return solution
     return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
 
 
-def _over_ranks(given: SimpleNamespace, mpi: EnsembleMPI, used: Channel) -> SteadyStateSolution:
-    options = _checked_together(used, given)
-    compiler = Compiler(options.compile, options.backend, options.trajectories, used)
-    bounds = mpi.bounds(options.trajectories, used.size)
-    with raising_together(used, Exception), compiler:
-        share = _find(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, channel: Channel) -> SteadyStateSolution:
+    options = _checked_together(channel, arguments, max_iters)
+    compiler = Compiler(options.compile, options.backend, options.count, channel)
+    bounds = mpi.bounds(options.count, channel.size)
+    with raising_together(channel, Exception), compiler:
+        share = _find(options, max_iters, compiler, range(bounds[channel.rank], bounds[channel.rank + 1]))
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = share.u.shape[1:], share.u.dtype
-    parts = used.data.allgather((compiler.warnings, share.retcode, share.niter, share.jacobian, kind))
+    parts = channel.data.allgather((compiler.warnings, share.retcode, share.niter, share.jacobian, kind))
     warnings, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
-    compiler.log_warnings(warnings, used.rank)
+    compiler.log_warnings(warnings, channel.rank)
     retcodes = np.concatenate(retcode)
-    if used.rank == 0:
+    if channel.rank == 0:
         report("steady_state", "trajectories", retcodes)
-    if not mpi.gather and not isinstance(given.problem, ODEProblem):
+    if not mpi.gather and not isinstance(arguments.problem, ODEProblem):
         return share
-    u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), used)
+    u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), channel)
     return SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
 
 
-def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
+def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: range) -> SteadyStateSolution:
     """Search for the steady states of some trajectories, numbered from 0."""
     traced = _batch(options, numbers)
     batch = traced.plain()
@@ -477,7 +487,7 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
     least = 100 * np.finfo(start.dtype).eps
     equations = Equations(batch)
     search = _Search(equations, start, np.maximum(settings.rtol, least), settings.atol)
-    roots, jacobian, codes, niter = search.roots(given.max_iters)
+    roots, jacobian, codes, niter = search.roots(max_iters)
     states = SteadyStates(batch.own(), equations, roots, jacobian)
     leaves = traced.p.leaves
     u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
@@ -487,9 +497,9 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:
-    ensemble = EnsembleProblem(options.problem) if isinstance(options.problem, ODEProblem) else options.problem
+    ensemble = options.ensemble
     seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
-    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
+    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.count)
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, which isn't supported. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):
@@ -504,18 +514,22 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
     return batch
 
 
-def _checked(given: SimpleNamespace) -> SolveOptions:
-    positive_count(given.max_iters, "steady_state: max_iters")
-    return options_of_states("steady_state", given)
+def _checked(arguments: SolveOptions, max_iters: int) -> SolveOptions:
+    positive_count(max_iters, "steady_state: max_iters")
+    return options_of_states("steady_state", arguments)
 
 
-def _checked_together(used: Channel, given: SimpleNamespace) -> SolveOptions:
+# Arguments that ranks compare by their texts.
+_COMPARED = ("alg", "ensemblealg", "trajectories", "rtol", "dt", "dtmax", "max_steps", "compile")
+
+
+def _checked_together(channel: Channel, arguments: SolveOptions, max_iters: int) -> SolveOptions:
     """Return the result of `_checked`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[object]:
-        shown = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
-        shown += f", {type(given.problem).__name__}, {options.trajectories} of them"
-        tolerances = [np.asarray(given, float) for given in (options.rtol, options.atol)]
-        return [f"atol={given.atol!r:.60}, {shown}", shown, *tolerances, digests_of(given.problem)]
+        shown = ", ".join(f"{name}={getattr(arguments, name)}" for name in _COMPARED)
+        shown += f", max_iters={max_iters}, {type(arguments.problem).__name__}, {options.trajectories} of them"
+        tolerances = [np.asarray(tolerance, float) for tolerance in (options.rtol, options.atol)]
+        return [f"atol={arguments.atol!r:.60}, {shown}", shown, *tolerances, digests_of(arguments.problem)]
 
-    return alike_on_all(used, lambda: _checked(given), described, "steady_state")
+    return alike_on_all(channel, lambda: _checked(arguments, max_iters), described, "steady_state")
