@@ -213,17 +213,24 @@ def raise_stale(node: Node) -> NoReturn:
 
 
 class _Untraced:
-    """The functions without derivatives, for a type of nodes: autograd calls them with plain values if `in` is true."""
+    """A function without derivatives, as an element of the set in which autograd looks the function up in each call.
 
-    def __init__(self, kind: type):
-        self._functions = notrace_primitives[kind]
+    It has the hash of the function, so the set compares it with this function only: just before autograd calls the function
+    with plain values. Nothing else checks the arguments of this call, among which may be stale arrays, and arrays to write
+    into.
+    """
 
-    def __contains__(self, fun: Function) -> bool:
-        if fun not in self._functions:
+    def __init__(self, fun: Function):
+        self._fun = fun
+
+    def __hash__(self) -> int:
+        return hash(self._fun)
+
+    def __eq__(self, fun: object) -> bool:
+        if fun is not self._fun:
             return False
-        # Nothing else checks the arguments of these calls, among which may be stale arrays, and arrays to write into.
         call = sys._getframe(1).f_locals
-        refuse_writing(fun, call["args"], call["kwargs"])
+        refuse_writing(self._fun, call["args"], call["kwargs"])
         if fun not in _OF_SHAPES:
             for x in call["args"]:
                 if type(x) in _boxes:
@@ -231,9 +238,23 @@ class _Untraced:
         return True
 
 
+class _UntracedFunctions(set):
+    """Autograd's functions without derivatives for a type of nodes; `checked`: the same functions, as `_Untraced`."""
+
+    def __init__(self, functions: set[Function]):
+        super().__init__(functions)
+        self.checked = set(map(_Untraced, functions))
+
+    def add(self, fun: Function) -> None:
+        """Add a function; autograd calls this method in `register_notrace`."""
+        super().add(fun)
+        self.checked.add(_Untraced(fun))
+
+
 def register(kind: type, foreign: type, stale: type) -> None:
     """Register a type of nodes with autograd, and the type of its stale nodes; `foreign`: autograd's type."""
-    notrace_primitives[kind] = _Untraced(foreign)  # type: ignore[assignment]
+    functions = notrace_primitives[foreign] = _UntracedFunctions(notrace_primitives[foreign])
+    notrace_primitives[kind] = functions.checked
     notrace_primitives[stale] = _OF_SHAPES  # type: ignore[assignment]
 
 

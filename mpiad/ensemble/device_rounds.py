@@ -183,12 +183,13 @@ class DeviceObservers:
         """Return the times of f at both ends of a step: see `StepObservers.limits`."""
         return t, t_new if self._watch is None else self._watch.ends(t_new)
 
-    def clock_roots(self, step: Step) -> Array | None:
+    def clock_roots(self, step: Step, live: Array) -> Array | None:
         """Return the times to which steps are retaken: see `StepObservers.clock_roots`."""
         watch = self._watch
         if watch is None or not watch.clocks:
             return None
-        values, screened = watch.values, watch.screened(step)
+        step, values = step._replace(accepted=live), watch.values
+        screened = watch.screened(step)
         watch.values = values
         return watch.clock_roots(step, screened)
 

@@ -72,7 +72,7 @@ class Event:
         Instead of a condition: the times at which `affect` acts, in any order; ``times(p)`` returns them as functions of
         the parameters, each a number or an array with one entry per column. Times outside tspan are ignored.
     interior_points : int
-        Number of equidistant points inside each step at which the condition is tested, in addition to both ends; 8 by
+        Number of equidistant points inside each step at which the condition is tested, in addition to both ends; 6 by
         default. Two sign changes between neighboring points are missed, unless the parabola through three values predicts
         them. All conditions of a solve are tested at the same points, whose number is the largest given one.
 
@@ -102,7 +102,7 @@ class Event:
     direction: int = 0
     affect: Function | None = None
     times: Any = None
-    interior_points: int = 8
+    interior_points: int = 6
 
     def __post_init__(self) -> None:
         if self.terminal is None:

@@ -116,10 +116,10 @@ class EventWatch:
     def screened(self, step: Step) -> Array:
         """Evaluate the conditions in a step; return masks, (events, n), that contain all columns with sign changes."""
         (u, p, t), before = self._repeated, self.values
-        u[:, -1] = step.new
+        u[self._reads, -1] = step.new[self._reads]
         self._coefficients.write_inside(u[self._reads, :-1], step.u, step.h, step.k, self._reads, self._weights)
-        np.multiply(self._x[1:, None], step.actual(step.h), out=t)
-        t += step.actual(step.t)
+        np.multiply(self._x[1:-1, None], step.actual(step.h), out=t[:-1])
+        t[:-1] += step.actual(step.t)
         t[-1] = step.actual(step.t_new)
         after, screened, margin = np.empty_like(before), np.empty_like(before, dtype=bool), len(self._points) ** 2
         for e, event in enumerate(self._events):

@@ -36,6 +36,7 @@ from mpiad.ensemble.differentiable import differentiable, traced_results
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.jumps import Jump
+from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.members import initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures
@@ -348,6 +349,7 @@ def _by_kernel_or_arrays(
     if moved is not inputs:
         inputs, batch = moved, moved.plain()
     plan = compiler.plan(batch, settings, inputs)
+    warn_of_jumps_in_time(compiler.warn, plan, inputs, options.events)
     run = lambda batch, settings: compiler.run_planned(plan, batch, settings, inputs)  # noqa: E731
     if options.acting:
         return solved_with_events(run, batch, settings, inputs, options.dense_output)

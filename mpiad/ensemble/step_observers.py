@@ -240,12 +240,16 @@ class ActingEvents:
 
     def limits(self, ids: Array, t: Array, t_new: Array, end: Array) -> tuple[Array, Array]:
         """Return the times of f at both ends of a step: see `StepObservers.limits`."""
-        starts, ends = self._left == t, t_new == end
-        if np.count_nonzero(starts):
-            t = np.where(starts, beside(t, 1.0, self._batch.u0.real.dtype), t)
-        if np.count_nonzero(ends):
-            ends &= self._acting.until(end + np.inf, self._slots, ids, self._initialization.signs[ids]) == t_new
-            t_new = np.where(ends, beside(t_new, -1.0, self._batch.u0.real.dtype), t_new)
+        real, columns = self._batch.u0.real.dtype, np.flatnonzero(self._left == t)
+        if columns.size:
+            t = t.copy()
+            t[columns] = beside(t[columns], 1.0, real)
+        columns = np.flatnonzero(t_new == end)
+        if columns.size:
+            own = ids[columns]
+            due = self._acting.until(np.full(len(own), np.inf), self._slots, own, self._initialization.signs[own])
+            columns, t_new = columns[due == t_new[columns]], t_new.copy()
+            t_new[columns] = beside(t_new[columns], -1.0, real)
         return t, t_new
 
     def at_given_times(self, step: Step, done: Array) -> Array:
@@ -425,12 +429,15 @@ class StepObservers:
             t, t_new = self._acting.limits(ids, t, t_new, end)
         return t, self._events.ends(t_new)
 
-    def clock_roots(self, step: Step) -> Array | None:
-        """Return the times to which steps are retaken, since conditions of p and t vanish there; otherwise infinity."""
+    def clock_roots(self, step: Step, live: Array) -> Array | None:
+        """Return the times to which steps are retaken, since conditions of p and t vanish there; otherwise infinity.
+
+        Rejected steps are retaken, too, so the columns are those of the mask `live`; None if there are no such conditions.
+        """
         watch, acting = self._events, self._acting
         if not watch.clocks:
             return None
-        values = watch.values
+        step, values = step._replace(accepted=live), watch.values
         screened = (watch if acting is None else acting).screened(step)
         watch.values = values
         return watch.clock_roots(step, screened, {} if acting is None else acting.sides)

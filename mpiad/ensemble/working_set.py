@@ -206,7 +206,7 @@ class WorkingSet:
         stages.compute(self.u, self._p, begin, h, end, self._sign)
         accepted = self._accepted_columns(h)
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
-        roots, tried = self._observers.clock_roots(step._replace(accepted=self.live)), accepted
+        roots, tried = self._observers.clock_roots(step, self.live), accepted
         if roots is not None:
             retaken = roots < np.inf
             accepted, tried = accepted & ~retaken, accepted | retaken

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -118,3 +121,59 @@ def test_single_precision():
         ).u_end[:, 0]
         slopes = mpiad.grad(lambda p: anp.sum(closed_form(p)))(P)
         np.testing.assert_allclose(mpiad.grad(lambda p, f=found: anp.sum(f(p)))(p), slopes, rtol=2e-3, atol=2e-3)
+
+
+# Right-hand sides of t and p[0], and whether their derivatives lack the effect of a jump.
+IN_TIME = {
+    "jump": (lambda u, p, t: anp.where(t < p[0], 1.0, 3.0), True),
+    "difference": (lambda u, p, t: anp.where(t - p[0] >= 0, u[0], 0.0), True),
+    "window": (lambda u, p, t: anp.where(abs(t - 0.8) < 0.3 * p[0], 1.0, 0.0), True),
+    "two": (lambda u, p, t: anp.where((t > 0.2) & (t < p[0]), 1.0, 0.0), True),
+    "steep": (lambda u, p, t: anp.where(t < p[0], 0.0, 1e6 * (t - p[0])), False),
+    "continuous": (lambda u, p, t: anp.where(t < p[0], 0.0, t - p[0]), False),
+    "by u": (lambda u, p, t: anp.where(t < p[0], 0.0, (t - p[0]) * u[0]), False),
+    "later": (lambda u, p, t: anp.where(t < 9.0 + p[0], 1.0, 3.0), False),
+    "constant": (lambda u, p, t: anp.where(t < mpiad.stop_gradient(p[0]), 1.0, 3.0), False),
+    "number": (lambda u, p, t: anp.where(t < 0.7, 1.0, 3.0), False),
+}
+
+
+lines = itertools.count()
+
+
+def new_f(jump):
+    """A right-hand side with its own line: a warning is logged once per line."""
+    return eval("\n" * next(lines) + "lambda u, p, t: [-p[1] * u[0] + jump(u, p, t)]", {"jump": jump})  # noqa: S307
+
+
+def warnings_of(caplog, run):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "mpiad"):
+        run()
+    return [text for text in caplog.messages if "Event(times=lambda p: [p[0]]" in text]
+
+
+# f isn't traced in a solve by device arrays.
+@pytest.mark.parametrize("name", IN_TIME)
+@pytest.mark.parametrize("solved_by", ["columns", "kernels", "gpu"], indirect=True)
+def test_warning_about_a_jump_without_an_event(name, solved_by, caplog):
+    jump, is_lost = IN_TIME[name]
+    f = new_f(jump)
+    end = lambda p, **more: anp.sum(ends(f, RK45(), (), **more)(p))  # noqa: E731
+    assert not warnings_of(caplog, lambda: end(P))
+    if solved_by != "gpu":  # whose kernels compute values with tangents
+        assert not warnings_of(caplog, lambda: mpiad.jvp(lambda p: end(mpiad.stop_gradient(p)) * p[0, 0], P, P))
+    assert len(warnings_of(caplog, lambda: mpiad.grad(end)(P))) == is_lost
+    assert not warnings_of(caplog, lambda: mpiad.grad(end)(1.01 * P))
+
+
+@pytest.mark.parametrize("solved_by", ["columns", "kernels"], indirect=True)
+def test_no_warning_if_an_event_occurs_at_the_jump(solved_by, caplog):
+    acting = Event(lambda u, p, t: t - p[0], affect=lambda u, p, t: [u[0]])
+    for events in (SWITCH, SWITCHED, acting, Event(times=lambda p: [0.1, p[0]], affect=lambda u, p, t: [2 * u[0]])):
+        f = new_f(IN_TIME["jump"][0])
+        assert not warnings_of(caplog, lambda e=events, f=f: mpiad.grad(lambda p: anp.sum(ends(f, RK45(), e)(p)))(P))
+    for events in (Event(lambda u, p, t: t - p[0], terminal=False), Event(times=[0.3], affect=lambda u, p, t: [2 * u[0]])):
+        f = new_f(IN_TIME["jump"][0])
+        run = lambda e=events, f=f: mpiad.jvp(lambda p: anp.sum(ends(f, RK45(), e)(p)), P, P)  # noqa: E731
+        assert len(warnings_of(caplog, run)) == 1

@@ -26,6 +26,7 @@ from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.directions import LEAVES, NO_TIMES, U0
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, in_order, traced_times
+from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.outcome import ReturnCode, came_through, evaluations
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
@@ -78,6 +79,7 @@ def _by_kernel(
     traced = problem_for_gpu(compiler, given, batch, settings)
     if traced is None:
         return None
+    warn_of_jumps_in_time(compiler.warn, traced, given, settings.events)
     solver = Solver(compiler, arrays, traced, batch, settings)
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
