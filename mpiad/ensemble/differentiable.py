@@ -27,12 +27,8 @@ from mpiad.ensemble.directions import (
     LEAVES,
     NO_TIMES,
     TIMES,
-    Number,
-    carried_parts,
     contracted,
     cotangent_of,
-    numbers_of,
-    product_per_trajectory,
     push_directions,
     pushed,
 )
@@ -81,12 +77,17 @@ def solve_operator(*args: Any, solved: DifferentiableSolve) -> Array:
 
 def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
     solved: DifferentiableSolve = kwargs["solved"]
-    traced, linear = any(map(isbox, args)), _LinearMap(solved, argnums, args)
+    traced = any(map(isbox, args))
 
     def vjp(g: Array) -> Sequence[Array]:
         if traced:
             return solved.pull_traced(argnums, args, g)
-        return linear.inputs.parts(_pulled(conform(g, *spec_like(ans)), linear=linear))
+        g = conform(g, *spec_like(ans))
+        if isbox(g):
+            linear = _LinearMap(solved, argnums, args)
+            return linear.inputs.parts(_pulled(g, linear=linear))
+        cotangents = solved.pull(argnums, args, g)
+        return [conform(cotangents[k], *spec_like(args[k])) for k in argnums]
 
     return vjp
 
@@ -95,8 +96,10 @@ def _jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple,
     solved: DifferentiableSolve = kwargs["solved"]
     if any(map(isbox, args)):
         return solved.push_traced(argnums, args, gs)
-    linear = _LinearMap(solved, argnums, args)
-    return _pushed(linear.inputs.vector(gs), linear=linear)
+    if any(map(isbox, gs)):
+        linear = _LinearMap(solved, argnums, args)
+        return _pushed(linear.inputs.vector(gs), linear=linear)
+    return solved.push(args, {k: conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)})
 
 
 defvjp_argnums(solve_operator, _vjp)
@@ -171,8 +174,7 @@ class _SolvedRun:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
         if run.settings.gradient == "tangent" or run.outcome.carried is not None:
-            parts = self._carried(argnums, args, seeds) or pushed(run, seeds, argnums, args)
-            return contracted(run, argnums, args, parts)
+            return contracted(run, argnums, args, pushed(run, seeds, argnums, args))
         bars = self._adjoint(seeds, [k - LEAVES for k in argnums if k >= LEAVES], not TIMES.isdisjoint(argnums))
         return {k: run.on_host(bar) if k in TIMES else bar for k in argnums for bar in [cotangent_of(bars, k, args)]}
 
@@ -181,15 +183,6 @@ class _SolvedRun:
         if solver is None or (self._run.jumps is not None and np.iscomplexobj(self._run.batch.u0)):
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
-
-    def _carried(self, argnums: Sequence[int], args: Sequence[Array], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return the same as `pushed`, from tangents that a kernel has propagated; None if no kernel did this."""
-        run, tangents = self._run, carried_parts(self._run, argnums)
-        if tangents is None:
-            return None
-        seeds = seeds._replace(end=run.masked(seeds.end))
-        parts = [product_per_trajectory(run, seeds, saved, end.T) for end, saved in zip(*tangents)]
-        return list(zip(numbers_of(run, sorted(argnums), args), parts))
 
     # ---- forward mode
 

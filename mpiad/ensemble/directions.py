@@ -41,14 +41,14 @@ TIMES = {START, END, DUE}
 NO_TIMES = np.empty((0, 0))
 
 
-def arguments_of(run: Run) -> list[Any]:
+def arguments_of(run: Run) -> list[Array]:
     """Return the arguments of a run, in the order of their positions."""
     batch = run.batch
     return [batch.u0, batch.start, batch.end, NO_TIMES, *batch.p.leaves]
 
 
 def push_directions(
-    run: Run, args: Sequence[Any], tangents: Mapping[int, Sequence[Any]], n_results: int | None = None
+    run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]], n_results: int | None = None
 ) -> list[Sequence[Array]]:
     """Return the first `n_results` results of `replayed`, each as tangents in m directions; in `tangents` None is zero."""
     parts = _by_carried_tangents(run, args, tangents) or _by_adjoints(run, args, tangents, n_results)
@@ -56,7 +56,7 @@ def push_directions(
 
 
 def _by_carried_tangents(
-    run: Run, args: Sequence[Any], tangents: Mapping[int, Sequence[Any]]
+    run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]]
 ) -> list[Sequence[Array]] | None:
     """Return the result of `push_directions` from tangents that a kernel has propagated; None if some are missing."""
     parts = carried_parts(run, tangents)
@@ -76,7 +76,7 @@ def _by_carried_tangents(
     return totals
 
 
-def _factors(run: Run, k: int, x: Array, gs: Sequence[Any]) -> Array:
+def _factors(run: Run, k: int, x: Array, gs: Sequence[Array]) -> Array:
     """Return the real numbers in m tangents of an argument, in the order of `numbers_of`, shape (numbers, m, N or 1)."""
     stacked = _stacked(x, gs).reshape(len(gs), -1, 1, run.batch.size if _varies(run, k) else 1)
     parts = np.concatenate([stacked.real, stacked.imag], axis=2) if np.iscomplexobj(x) else stacked
@@ -92,7 +92,7 @@ def carried_parts(run: Run, argnums: Iterable[int]) -> tuple[Array, Array] | Non
 
 
 def _by_adjoints(
-    run: Run, args: Sequence[Any], tangents: Mapping[int, Sequence[Any]], n_results: int | None
+    run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]], n_results: int | None
 ) -> list[Sequence[Array]] | None:
     """Return the result of `push_directions` by a sweep of a kernel per result of a trajectory; None for too many."""
     solver, count, m = run.outcome.solver, run.batch.size, len(next(iter(tangents.values())))
@@ -127,7 +127,7 @@ def _by_adjoints(
     return totals
 
 
-def _stacked(x: Array, gs: Sequence[Any]) -> Array:
+def _stacked(x: Array, gs: Sequence[Array]) -> Array:
     return np.stack([np.zeros_like(x) if g is None else g for g in gs])
 
 
@@ -138,7 +138,7 @@ def _turns(ids: Array) -> Array:
     return result
 
 
-def cotangent_of(bars: Cotangents, k: int, args: Sequence[Any]) -> Array:
+def cotangent_of(bars: Cotangents, k: int, args: Sequence[Array]) -> Array:
     """Return the cotangent of an argument, given its position."""
     if k >= LEAVES:
         return bars.leaves[k - LEAVES]
@@ -146,7 +146,7 @@ def cotangent_of(bars: Cotangents, k: int, args: Sequence[Any]) -> Array:
     return (bars.u0, bars.start, bars.end, due)[k]
 
 
-def push_run(run: Run, args: Sequence[Any], tangents: Mapping[int, Sequence[Any]]) -> list[Sequence[Array]]:
+def push_run(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]]) -> list[Sequence[Array]]:
     """Return the result of `push_directions` by a replay of the steps."""
     inputs = list(args)
     with restoring_state(), Bundle() as bundle:
@@ -166,27 +166,32 @@ class Number(NamedTuple):
     unit: complex  # 1 for the real part of the entry, 1j for its imaginary part
 
 
-def numbers_of(run: Run, argnums: Sequence[int], args: Sequence[Any]) -> list[Number]:
+def numbers_of(run: Run, argnums: Sequence[int], args: Sequence[Array]) -> list[Number]:
     """Return the real numbers of one trajectory with respect to which a run is differentiated."""
-    found = []
+    numbers = []
     for k in argnums:
         shape = np.shape(args[k])[:-1] if _varies(run, k) else np.shape(args[k])
         units = (1.0, 1j) if np.iscomplexobj(args[k]) else (1.0,)
-        found += [Number(k, index, unit) for index in np.ndindex(*shape) for unit in units]
-    return found
+        numbers += [Number(k, index, unit) for index in np.ndindex(*shape) for unit in units]
+    return numbers
 
 
 def _varies(run: Run, k: int) -> bool:
     return k < LEAVES or run.batch.p.varies[k - LEAVES]
 
 
-def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Any]) -> Iterator[tuple[Number, Array]]:
+def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Array]) -> Iterator[tuple[Number, Array]]:
     """Yield each number, and per trajectory the sum of products of the cotangents and the tangents of all results."""
-    found, saved = numbers_of(run, argnums, args), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
+    numbers, saved = numbers_of(run, sorted(argnums), args), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
     reached = None if seeds.reached is None else run.masked(seeds.reached)
     seeds = seeds._replace(end=run.masked(seeds.end), saved=saved, reached=reached)
-    for first in range(0, len(found), _GROUP):
-        group = found[first : first + _GROUP]
+    carried = carried_parts(run, argnums)
+    if carried is not None:
+        for number, end, saved in zip(numbers, *carried):
+            yield number, product_per_trajectory(run, seeds, saved, end.T)
+        return
+    for first in range(0, len(numbers), _GROUP):
+        group = numbers[first : first + _GROUP]
         tangents: dict[int, list[Any]] = {number.argnum: [None] * len(group) for number in group}
         for j, (k, index, unit) in enumerate(group):
             total = np.zeros_like(args[k])
@@ -198,16 +203,16 @@ def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Any]) 
 
 
 def contracted(
-    run: Run, argnums: Sequence[int], args: Sequence[Any], parts: Iterable[tuple[Number, Array]]
+    run: Run, argnums: Sequence[int], args: Sequence[Array], parts: Iterable[tuple[Number, Array]]
 ) -> dict[int, Array]:
     """Return the cotangents of the arguments, given the results of `pushed`."""
-    found: dict[int, Any] = {k: np.zeros_like(args[k]) for k in argnums}
+    cotangents: dict[int, Any] = {k: np.zeros_like(args[k]) for k in argnums}
     for (k, index, unit), part in parts:
         # In autograd's convention the gradient with respect to a + ib is ∂/∂a - i ∂/∂b.
         value = part if unit == 1.0 else -1j * part
         value = value if _varies(run, k) else value.sum()
-        found[k][index] += value if is_device_array(args[k]) else run.on_host(value)
-    return found
+        cotangents[k][index] += value if is_device_array(args[k]) else run.on_host(value)
+    return cotangents
 
 
 def product_per_trajectory(

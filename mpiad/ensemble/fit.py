@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -15,7 +16,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, Parameters, is_on_device, save_times, two_at_least
+from mpiad.ensemble.batch import Batch, Parameters, is_on_device, not_finite_entries, save_times, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import NO_TIMES, push_directions
@@ -154,6 +155,11 @@ class SensitivitySolve:
         # the index of the batch's first trajectory.
         self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
+
+    def starting(self, x: Array) -> Batch:
+        """Return the batch, with the variables x, shape (N, m), as parameters if there is no generator."""
+        p = Parameters([x.T], [True], lambda leaves: leaves[0])
+        return self._batch if self._generator else self._batch._replace(p=p)
 
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
@@ -375,10 +381,8 @@ _SHORT_OPTIONS = ("alg", "ensemblealg", "rtol", "dt", "dtmax", "max_steps", "bat
 class FitPlan(NamedTuple):
     """The checked arguments; start, bounds and scale have one row per trajectory."""
 
+    arguments: FitArguments
     options: SolveOptions
-    residuals: Function
-    data: Tree
-    prob_generator: Generator | None
     start: Array
     lower: Array
     upper: Array
@@ -412,11 +416,10 @@ def planned(arguments: FitArguments) -> FitPlan:
         raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
     start, ensemble = start.astype(float), arguments.options.ensemble
     options = options_of_states("fit", arguments.options._replace(problem=ensemble, trajectories=len(start)))
-    residuals, generator = arguments.residuals, arguments.prob_generator
-    if not callable(residuals):
-        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {residuals!r:.60}.")
-    if generator is not None and not callable(generator):
-        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {generator!r:.60}.")
+    if not callable(fun := arguments.residuals):
+        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {fun!r:.60}.")
+    if (fun := arguments.prob_generator) is not None and not callable(fun):
+        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {fun!r:.60}.")
     for leaf in flatten(arguments.data)[0]:
         _check_plain("data", leaf)
         if leaf is not None and np.shape(leaf)[:1] != (len(start),):
@@ -426,7 +429,7 @@ def planned(arguments: FitArguments) -> FitPlan:
             )
     lower, upper = _bounds(arguments.bounds, start)
     scale, stopping = _scale(arguments.x_scale, start), _stopping(arguments, start.shape[1])
-    return FitPlan(options, residuals, arguments.data, generator, start, lower, upper, scale, stopping)
+    return FitPlan(arguments, options, start, lower, upper, scale, stopping)
 
 
 def _stopping(arguments: FitArguments, m: int) -> Stopping:
@@ -625,14 +628,15 @@ def fit(
         starts = mpi.bounds(count, group.size)
         with raising_together(group, Exception), compiler:
             share = _share(plan, compiler, range(starts[group.rank], starts[group.rank + 1]))
-        warnings, parts = zip(*group.data.allgather((compiler.warnings, share)))
+        warnings, not_finite, parts = zip(*group.data.allgather((compiler.warnings, compiler.not_finite, share)))
+        compiler.not_finite = dict(ChainMap(*not_finite))
         compiler.log_warnings(warnings, group.rank)
         result = joined_fits(parts)
         # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
         mpi.remember(result._tries, 1, bool(compiler.kernels), traced=True)
         compiler.record(result._tries, result.nfev)
     if group is None or group.rank == 0:
-        report("fit", "fits", result.retcode)
+        report("fit", "fits", result.retcode, compiler.not_finite)
     return result if mpi is None or mpi.gather else share
 
 
@@ -653,10 +657,10 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
             "mpiad.device.to_host to them."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
-    solves = SensitivitySolve(compiler, batch, settings, plan.prob_generator, numbers.start)
-    leaves, build = flatten(plan.data)
+    solves = SensitivitySolve(compiler, batch, settings, plan.arguments.prob_generator, numbers.start)
+    leaves, build = flatten(plan.arguments.data)
     data = build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])
-    misfit = Residuals(plan.residuals, data, batch.shape)
+    misfit = Residuals(plan.arguments.residuals, data, batch.shape)
     tries = np.zeros(len(numbers), int)
 
     def evaluate(x: Array, ids: Array) -> Evaluation:
@@ -666,6 +670,8 @@ def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
 
     scale = None if plan.scale is None else plan.scale[rows]
     minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    initial = np.flatnonzero(minima.codes == ConvergenceCode.InitialFailure.code)
+    compiler.not_finite |= not_finite_entries(solves.starting(plan.start[rows]), initial, numbers.start)
     return FitResult(
         minima.x,
         minima.cost,

@@ -224,13 +224,13 @@ class FactorizationCounts:
     alg: Algorithm | None
 
     @property
-    def nlu(self) -> Any:
+    def nlu(self) -> Array:
         """Number of factorizations per trajectory: for Rosenbrock methods one per tried step, otherwise 0."""
         tries = self.naccept + self.nreject
         return tries if self.alg is not None and self.alg.tableau.implicit else 0 * tries
 
     @property
-    def njac(self) -> Any:
+    def njac(self) -> Array:
         """Number of Jacobians of f: one per factorization."""
         return self.nlu
 
@@ -241,11 +241,17 @@ def failures(kinds: type[NamedCode], retcode: Array, failed: Array, predicate: s
     return f"{len(failed)} of {len(retcode)} {predicate} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
 
-def report(call: str, what: str, retcode: Array) -> None:
-    """Log the failures among the codes of `what`, such as "fits"."""
+def text_of_not_finite(not_finite: dict[int, str]) -> str:
+    """Return a sentence that names the first entry that isn't finite, or "": see `not_finite_entries`."""
+    return f" For trajectory {min(not_finite) + 1}, {not_finite[min(not_finite)]}." if not_finite else ""
+
+
+def report(call: str, what: str, retcode: Array, not_finite: dict[int, str]) -> None:
+    """Log the failures among the codes of `what`, such as "fits"; `not_finite`: see `not_finite_entries`."""
     failed = np.flatnonzero(retcode != ConvergenceCode.Success)
     if len(failed):
-        _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))
+        text = failures(ConvergenceCode, retcode, failed, f"{what} ended without success")
+        _log.warning("%s: %s.%s", call, text, text_of_not_finite(not_finite))
 
 
 def complete(outcome: Outcome, acting: Acting) -> None:
@@ -255,7 +261,7 @@ def complete(outcome: Outcome, acting: Acting) -> None:
     outcome.codes[ended] = acting.codes[ended]
     table = outcome.event_table
     if table is not None:
-        table[1] = np.array(acting.found)[table[1].astype(int)]
+        table[1] = np.array(acting.conditions)[table[1].astype(int)]
     steps = outcome.save_step
     if steps is not None:
         # A value saved when an event changes the state belongs to the next step, or is the final state if no step follows.

@@ -18,7 +18,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Comm, Tree
+from mpiad._typing import Array, Comm, Scalar, Tree
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
@@ -70,7 +70,7 @@ def _collected(channel: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0
     return gather_pieces(x, axis, outcomes.counts, channel)
 
 
-def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> dict[int, list[tuple[int, Any]]]:
+def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> dict[int, list[tuple[int, Scalar]]]:
     """Return the events of all trajectories, with differentiable times."""
     if not outcomes.events:
         return {}

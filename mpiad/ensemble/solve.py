@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import autograd.numpy as anp
@@ -26,7 +25,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entry, save_times, with_states_on_device
+from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entries, save_times, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -39,7 +38,7 @@ from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.members import initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures
+from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures, text_of_not_finite
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes, RankReport, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded, trees_of_all
@@ -308,7 +307,7 @@ def _solved(
     record = options.save_everystep or options.dense_output or inputs.traced
     # Copies, since derivatives are computed later, when the user may have changed the parameters.
     if record:
-        inputs, options = inputs.own(), options._replace(events=tuple([event.own() for event in options.events]))
+        inputs, options = inputs.snapshot(), options._replace(events=tuple([event.snapshot() for event in options.events]))
     if isinstance(options.backend, EnsembleSerial) and compiler.compile is not True:
         inputs = with_plain_numbers(inputs)
     start = batch = inputs.plain()
@@ -334,10 +333,8 @@ def _solved(
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
     if not (isinstance(sol, DeviceSolution) and sol.all_succeeded or sol.survivors.all()):
-        # The message names one trajectory; this is a short search if all of them fail for another reason.
-        stuck = np.flatnonzero(~sol.survivors & (sol.naccept == 0))[:1000].tolist()
-        entries = ((first + k, entry) for k in stuck if (entry := not_finite_entry(start, k)))
-        compiler.not_finite |= islice(entries, 1)
+        stuck = np.flatnonzero(~sol.survivors & (sol.naccept == 0))
+        compiler.not_finite |= not_finite_entries(start, stuck, first)
     return sol
 
 
@@ -373,9 +370,7 @@ def _report(sol: EnsembleSolution | RankOutcomes, not_finite: dict[int, str], th
         f"solve: {failures(ReturnCode, sol.retcode, failed, 'trajectories failed')}: {sol.retcode[first]} at "
         f"t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
     )
-    if not_finite:
-        k = min(not_finite)
-        text += f" For trajectory {k + 1}, {not_finite[k]}."
+    text += text_of_not_finite(not_finite)
     if throw:
         raise IntegrationError(text)
     if logs:
@@ -414,7 +409,7 @@ class GivenTimes:
         self.first = np.count_nonzero(signed < signs * batch.start, axis=0)  # the first time that isn't before the start
         self.times = np.broadcast_to(directions * signed, shape)
 
-    def _of(self, batch: Batch) -> list[tuple[int, Any]]:
+    def _of(self, batch: Batch) -> list[tuple[int, Array]]:
         """Return the indices of events and their given times, each a number or of shape (N,); parameters may be traced."""
         due = []
         for e, event in self._events:
@@ -493,5 +488,5 @@ def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch,
     if jumps or ended.any():
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
     acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
-    events = tuple(settings.events[e] for e in acting.found)
+    events = tuple(settings.events[e] for e in acting.conditions)
     return batch, settings._replace(events=events, acting=acting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ from scipy.sparse.linalg import LinearOperator, onenormest
 from mpiad._typing import Array
 from mpiad.differentiation.products import jvp
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
+from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entries, two_at_least
 from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -259,7 +260,7 @@ class SteadyStates:
         self.vector = np.ascontiguousarray(u.T)
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
 
-    def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
+    def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> dict[int, Array]:
         """Return the cotangents of leaves of the parameters, given the cotangents g of the states, shape (N, d)."""
         p, ids = self._batch.p, self._ids
         cotangents = {place: np.zeros_like(args[place]) for place in argnums}
@@ -269,25 +270,25 @@ class SteadyStates:
         bars = -self._equations.solver(self._jacobian[ids], transposed=True)(g[ids].T)
         u, leaves, t = self._at_steady_states(ids[two_at_least(len(ids))])
 
-        def results(variables: list[Any]) -> list[tuple[Any, Any]]:
+        def results(variables: list[Array]) -> list[tuple[Array, Array]]:
             return [(Field(self._batch).array(u, with_leaves(leaves, argnums, variables), t)[:, : len(ids)], bars)]
 
         parts = pulled(results, [leaves[place] for place in argnums])
-        own = [x[..., : len(ids)] if p.varies[k] and x is not None else x for k, x in zip(argnums, parts)]
-        p.add_cotangents(cotangents, dict(zip(argnums, own)), ids)
+        parts = [x[..., : len(ids)] if p.varies[k] and x is not None else x for k, x in zip(argnums, parts)]
+        p.add_cotangents(cotangents, dict(zip(argnums, parts)), ids)
         return cotangents
 
-    def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
+    def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
         """Return the tangents of the states, given the tangents of leaves of the parameters."""
         result, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
         if not ids.size:
             return result
         columns = ids[two_at_least(len(ids))]
         u, leaves, t = self._at_steady_states(columns)
-        given = [leaves[place] for place in tangents]
+        variables = [leaves[place] for place in tangents]
         along = [np.take(g, columns, axis=-1) if varies[place] else g for place, g in tangents.items()]
-        value = lambda given: Field(self._batch).array(u, with_leaves(leaves, tangents, given), t)  # noqa: E731
-        result[ids] = -self._equations.solver(self._jacobian[ids])(jvp(value, given, along)[1][:, : len(ids)]).T
+        value = lambda x: Field(self._batch).array(u, with_leaves(leaves, tangents, x), t)  # noqa: E731
+        result[ids] = -self._equations.solver(self._jacobian[ids])(jvp(value, variables, along)[1][:, : len(ids)]).T
         return result
 
     def _at_steady_states(self, ids: Array) -> tuple[Array, list[Any], Array]:
@@ -442,7 +443,7 @@ def steady_state(
         options = _checked(arguments, max_iters)
         compiler = Compiler(options.compile, options.backend, options.count)
         solution = _find(options, max_iters, compiler, range(options.count))
-        report("steady_state", "trajectories", solution.retcode)
+        report("steady_state", "trajectories", solution.retcode, compiler.not_finite)
     if not isinstance(problem, ODEProblem):
         return solution
     return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
@@ -456,13 +457,14 @@ def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, chann
         share = _find(options, max_iters, compiler, range(bounds[channel.rank], bounds[channel.rank + 1]))
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = share.u.shape[1:], share.u.dtype
-    parts = channel.data.allgather((compiler.warnings, share.retcode, share.niter, share.jacobian, kind))
-    warnings, retcode, niter, jacobian, kinds = zip(*parts)
+    texts = compiler.warnings, compiler.not_finite
+    parts = channel.data.allgather((*texts, share.retcode, share.niter, share.jacobian, kind))
+    warnings, not_finite, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
     compiler.log_warnings(warnings, channel.rank)
     retcodes = np.concatenate(retcode)
     if channel.rank == 0:
-        report("steady_state", "trajectories", retcodes)
+        report("steady_state", "trajectories", retcodes, dict(ChainMap(*not_finite)))
     if not mpi.gather and not isinstance(arguments.problem, ODEProblem):
         return share
     u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), channel)
@@ -488,7 +490,9 @@ def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: ra
     equations = Equations(batch)
     search = _Search(equations, start, np.maximum(settings.rtol, least), settings.atol)
     roots, jacobian, codes, niter = search.roots(max_iters)
-    states = SteadyStates(batch.own(), equations, roots, jacobian)
+    initial = np.flatnonzero(codes == ConvergenceCode.InitialFailure.code)
+    compiler.not_finite |= not_finite_entries(batch, initial, numbers.start)
+    states = SteadyStates(batch.snapshot(), equations, roots, jacobian)
     leaves = traced.p.leaves
     u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)

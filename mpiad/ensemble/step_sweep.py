@@ -45,7 +45,7 @@ class Visit(NamedTuple):
     h: Array  # shape (width,); signed step sizes, zero for columns without a step
     u: Array  # shape (d, width); states before the step
     about: Any  # on the host: a slice of the columns of which this is the last step; on a device: the `Round`
-    made: Array | None = None  # bool, shape (width,); a mask of the columns that have a step; None for all columns
+    step_mask: Array | None = None  # bool, shape (width,); a mask of the columns that have a step; None for all columns
 
 
 class Saved(NamedTuple):
