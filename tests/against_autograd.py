@@ -56,10 +56,11 @@ def inner(a, b):
 def check(fun, x, reference=None, order=2, mixed=True, constants=(), floor=0.0):
     """Compare the derivatives of `fun` by our rules with those of `reference` (or itself) by autograd's.
 
-    x is an array, a scalar, or a tuple of them. The second order is that of a nonlinear loss of the result, so
-    that the cotangent that reaches `fun` is itself traced. `mixed=False` leaves out our gradient inside
-    autograd's, where autograd's own rule for `fun` is wrong. `constants` are further operands, whose rounding
-    counts too; `floor` is the size of what was summed, where the sum may be much smaller.
+    x is an array, a scalar, or a tuple of them. The second order is that of a sum of cubes of the result, so
+    that the cotangent that reaches `fun` is itself traced; `fun` must be such that the cubes aren't linear in x.
+    `mixed=False` leaves out our gradient inside autograd's, where autograd's own rule for `fun` is wrong or
+    missing. `constants` are further operands, whose rounding counts too; `floor` is the size of what was summed,
+    where the sum may be much smaller.
     """
     reference = fun if reference is None else reference
     eps = epsilon(x, *constants)

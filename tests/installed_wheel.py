@@ -78,7 +78,7 @@ def check_contents(wheel: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--extras", default="mpich,fast", help="extras that are installed with the wheel")
+    parser.add_argument("--extras", default="mpich", help="extras that are installed with the wheel")
     extras = parser.parse_args().extras
     with tempfile.TemporaryDirectory(prefix="mpiad-wheel-") as name:
         place = Path(name)

@@ -9,6 +9,7 @@ from autograd.extend import vspace
 from autograd.tracer import notrace_primitives, toposort, trace
 
 from mpiad.differentiation.backward import accumulate
+from mpiad.differentiation.forward import tangent_rule
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 
 
@@ -25,7 +26,7 @@ class RuleTangentNode(JVPNode):
     __slots__ = ()
 
     def __init__(self, value, fun, args, kwargs, parent_argnums, parents):
-        rule = JVP_RULES.get(fun) or primitive_jvps[fun]
+        rule = JVP_RULES.get(fun) or primitive_jvps.get(fun) or tangent_rule(fun, value, parent_argnums)
         self.g = rule(parent_argnums, [parent.g for parent in parents], value, args, kwargs)
 
 

@@ -531,8 +531,8 @@ def fit(
         trajectories as an additional last axis.
     p0 : array, shape (N, m)
         Initial variables, one row per trajectory.
-    alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
-        `RK45` by default; the last two are for stiff problems.
+    alg : Runge-Kutta or Rosenbrock method
+        As for `solve`.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
         The backend of the solves. With `EnsembleMPI` each rank fits its share; ranks communicate only before the fits, to
         compare their arguments, and after the fits, to exchange the results.

@@ -382,7 +382,8 @@ def steady_state(
     ----------
     problem : ODEProblem or EnsembleProblem
         If f depends on time, it is evaluated at the end of tspan. f must use the functions of autograd.numpy.
-    alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
+    alg : Runge-Kutta or Rosenbrock method
+        As for `solve`.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
     trajectories : int, optional
         As for `solve`.

@@ -78,7 +78,8 @@ class Action(NamedTuple):
 
     kind: str  # "loop", "call", "begin" or "end"
     at: int  # number of the step
-    # For a loop: the boxes that each thread computes in this action.
+    # For a loop: the boxes that each thread computes in this action. A loop that isn't divisible computes all entries in
+    # one action, even if it has no boxes (see `LoopText.boxes`).
     shares: tuple[tuple[Array, ...], ...] = ()
 
 

@@ -1,8 +1,10 @@
 import autograd.numpy as np
+import autograd.scipy.special as special
 import numpy
 import plain_tape
 import pytest
 from against_autograd import check, random_like
+from autograd.core import primitive_jvps
 
 import mpiad
 
@@ -30,6 +32,11 @@ def test_python_numbers(fun):
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_negative_strides(fun):
     check(fun, numpy.arange(1.0, 7.0).reshape(2, 3).T[::-1])
+
+
+def test_tangents_of_functions_with_an_adjoint_only():
+    assert special.expit not in primitive_jvps
+    check(special.expit, numpy.linspace(-2.0, 2.0, 5), reference=lambda x: 1 / (1 + np.exp(-x)), mixed=False)
 
 
 def test_absolute_value_at_zero():
