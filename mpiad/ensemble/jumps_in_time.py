@@ -37,7 +37,7 @@ def warn_of_jumps_in_time(warn: Warn, plan: TracedProblem | None, inputs: Batch,
     `plan`: the traced problem of a kernel; None for a solve by arrays.
     """
     boxed = [place for place, leaf in enumerate(inputs.p.leaves) if isbox(leaf)]
-    if not boxed:
+    if not boxed or not inputs.size:
         return
     program = field_program(inputs.plain()) if plan is None else plan.program
     if program is None or not _comparisons(program, None):
