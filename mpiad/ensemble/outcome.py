@@ -11,6 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.tableaus import Algorithm
@@ -136,7 +137,7 @@ class Outcome:
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
     record: Any = None  # the recorded steps of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
-    jumps: list[Any] = field(default_factory=list)  # the changes of states by events, if steps are recorded
+    jumps: list[Jump] = field(default_factory=list)  # the changes of states by events, if steps are recorded
 
     @property
     def failed(self) -> Array:
@@ -219,8 +220,8 @@ def evaluations(naccept: Array, nreject: Array, alg: Algorithm, with_dt: Array |
 class FactorizationCounts:
     """Base class of solutions: the numbers of matrix factorizations and Jacobians."""
 
-    naccept: Any
-    nreject: Any
+    naccept: Array
+    nreject: Array
     alg: Algorithm | None
 
     @property

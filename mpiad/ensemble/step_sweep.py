@@ -90,7 +90,7 @@ class EventTimes(NamedTuple):
     reached: Array  # shape (N,)
     ids: Array  # int, shape (m,); the trajectories of the events in `crossed`
     crossed: Array  # shape (m,); the times of all events except, on the host, terminal ones that don't act
-    order: Any = None  # on a device: int, shape (m,), on the host; the permutation that sorts the events
+    order: Array = None  # on a device: int, shape (m,), on the host; the permutation that sorts the events
 
 
 class StepSweep:
