@@ -165,16 +165,7 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
     jax = optional_package("jax", "JAX", "jax", "mpiad.interop")
     tree_map = jax.tree_util.tree_map
 
-    def called(method: Function, specs: Any, *args: Any) -> Any:
-        def run(*args: Any) -> Any:
-            token = _jax_waits.set(True)
-            try:
-                found = method(*tree_map(lambda x: np.asarray(x, float), args))
-            finally:
-                _jax_waits.reset(token)
-            return tree_map(lambda spec, x: np.asarray(x, spec.dtype), specs, found)
-
-        return jax.pure_callback(run, specs, *args, vmap_method="sequential")
+    called = partial(_called_from_jax, jax)
 
     def value_of(x: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, jax.tree_util.tree_leaves(x)[0].dtype)
@@ -186,6 +177,21 @@ def to_jax(f: DrivenFunction, shape: Shape = ()) -> Function:
         forward = partial(called, f.value_and_gradient)
         driven.defvjp(lambda x: forward((value_of(x), x), x), lambda d, g: (tree_map(lambda part: g * part, d),))
     return driven
+
+
+def _called_from_jax(jax: Any, method: Function, specs: Any, *args: Any) -> Any:
+    """Call a driven function's method in a program of JAX, with results of the given specs."""
+    tree_map = jax.tree_util.tree_map
+
+    def run(*args: Any) -> Any:
+        token = _jax_waits.set(True)
+        try:
+            results = method(*tree_map(lambda x: np.asarray(x, float), args))
+        finally:
+            _jax_waits.reset(token)
+        return tree_map(lambda spec, x: np.asarray(x, spec.dtype), specs, results)
+
+    return jax.pure_callback(run, specs, *args, vmap_method="sequential")
 
 
 def to_torch(f: DrivenFunction) -> Function:
@@ -228,6 +234,18 @@ def to_torch(f: DrivenFunction) -> Function:
     _check_driven(f, "to_torch")
     torch = optional_package("torch", "PyTorch", "torch", "mpiad.interop")
 
+    operator = _torch_operator(torch, f)
+
+    def driven(x: Any) -> Any:
+        leaves, build = flatten(x)
+        return operator.apply(build, *leaves)
+
+    return driven
+
+
+def _torch_operator(torch: Any, f: DrivenFunction) -> Any:
+    """Return PyTorch's operator of a driven function."""
+
     def like(values: Any, x: Any) -> Any:
         return torch.as_tensor(np.asarray(values), dtype=x.dtype, device=x.device)
 
@@ -241,14 +259,10 @@ def to_torch(f: DrivenFunction) -> Function:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, g: Any) -> tuple[Any, ...]:
-            found = f.vjp(ctx.x, g.double().cpu().numpy())
-            return None, *(like(part, x) for part, x in zip(flatten(found)[0], ctx.saved_tensors))
+            cotangents = f.vjp(ctx.x, g.double().cpu().numpy())
+            return None, *(like(part, x) for part, x in zip(flatten(cotangents)[0], ctx.saved_tensors))
 
-    def driven(x: Any) -> Any:
-        leaves, build = flatten(x)
-        return Driven.apply(build, *leaves)
-
-    return driven
+    return Driven
 
 
 def _check_driven(f: object, call: str) -> None:

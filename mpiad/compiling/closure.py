@@ -303,7 +303,7 @@ def content_of(cell: CellType) -> Any:
         return MISSING
 
 
-def with_own_variables(fun: Any, known: dict[int, Any] | None = None) -> Any:
+def with_values_of_variables(fun: Any, known: dict[int, Any] | None = None) -> Any:
     """Return a function that keeps the present values of the variables of enclosing functions, which may change later.
 
     So do the functions among these values. A function is returned as it is if it assigns such a variable itself, or if it
@@ -315,13 +315,13 @@ def with_own_variables(fun: Any, known: dict[int, Any] | None = None) -> Any:
     if fun.__globals__.get("__name__", "").partition(".")[0] in ("autograd", "mpiad"):
         return fun
     if id(fun) not in known:
-        own = tuple([CellType() for _ in fun.__closure__])
-        made = known[id(fun)] = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, own)
-        made.__kwdefaults__, made.__qualname__ = fun.__kwdefaults__, fun.__qualname__
-        made.__dict__.update(fun.__dict__)
-        for cell, given in zip(own, fun.__closure__):
-            if (value := content_of(given)) is not MISSING:
-                cell.cell_contents = with_own_variables(value, known)
+        cells = tuple([CellType() for _ in fun.__closure__])
+        copy = known[id(fun)] = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, cells)
+        copy.__kwdefaults__, copy.__qualname__ = fun.__kwdefaults__, fun.__qualname__
+        copy.__dict__.update(fun.__dict__)
+        for cell, variable in zip(cells, fun.__closure__):
+            if (value := content_of(variable)) is not MISSING:
+                cell.cell_contents = with_values_of_variables(value, known)
     return known[id(fun)]
 
 

@@ -140,9 +140,9 @@ def _float_of_bits(kind: str, build: BlockBuilder, i: Value) -> Value:
 
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "fma": _fma,
-    "np.fmod": lambda build, *given: build.floating("frem", *(build.converted(x, _float_kind(given)) for x in given)),
+    "np.fmod": lambda build, *xs: build.floating("frem", *(build.converted(x, _float_kind(xs)) for x in xs)),
     # Both values are computed, so loops can be vectorized.
-    "where": lambda build, condition, *given: build.selected(condition, *_promoted(build, *given)),
+    "where": lambda build, condition, *values: build.selected(condition, *_promoted(build, *values)),
     # Conversions between a float and the integer with the same bits.
     "bits_of": _bits, "number_of": partial(_float_of_bits, DOUBLE), "single_of": partial(_float_of_bits, SINGLE),
     # Atomically adds n to the first entry of a row, and returns the previous value.

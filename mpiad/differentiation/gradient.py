@@ -112,16 +112,16 @@ def _evaluator(
 
     @recoverable(call, comm)
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
-        used = channel(comm, call)
-        weight = weight_of(objective, used, root_of(root, used, call))
+        group = channel(comm, call)
+        weight = weight_of(objective, group, root_of(root, group, call))
         variables = variables_of(args, argnum, call, shared)
-        require_equal_copies(variables, shared, used, call)
+        require_equal_copies(variables, shared, group, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value = traced.build(traced.values)
         # J is checked before the reverse pass, so that no rank starts this pass if the value of any rank is invalid.
         problem = traced.problem or problem_with(value, weight, call)
-        total = reduce_objective(value, weight, problem, used, variables.shared_shapes(), call)
-        require_equal_objective(total, used, call)
+        total = reduce_objective(value, weight, problem, group, variables.shared_shapes(), call)
+        require_equal_objective(total, group, call)
         # The seed is the weight of this rank's term, but the result is the gradient of the sum over ranks, since the
         # adjoints of messages exchange cotangents. A rank with weight zero has no seed, but must run these adjoints.
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight), variables)

@@ -85,17 +85,8 @@ def refuse_writing(fun: Callable, args: Sequence[Array], kwargs: dict[str, Array
 
 # Functions that read shapes and dtypes only, so their arguments may be stale.
 _OF_SHAPES = frozenset(
-    [
-        anp.shape,
-        anp.ndim,
-        anp.size,
-        anp.result_type,
-        anp.iscomplexobj,
-        anp.isscalar,
-        anp.zeros_like,
-        anp.ones_like,
-        anp.empty_like,
-    ]
+    getattr(anp, name)
+    for name in "shape ndim size result_type iscomplexobj isscalar zeros_like ones_like empty_like".split()
 )
 
 
@@ -161,25 +152,24 @@ def as_it_is(x: Array) -> Array:
 
 def note_sharing(node: Node, value: Array, args: tuple, argnums: Sequence[int], parents: Sequence[Node]) -> None:
     """Note which arguments share memory with the result of a call."""
-    made, memory = _arrays_in(value), None
+    results, memory = _arrays_in(value), None
     for k, parent in zip(argnums, parents):
         values = _arrays_in(args[k])
-        if _may_share(made, values):
+        if _may_share(results, values):
             memory = memory or getattr(parent, "memory", None) or SharedMemory()
-            memory.add(node, made)
+            memory.add(node, results)
             memory.add(parent, values)
-    if memory is None and any(_may_share(made, _arrays_in(x)) for k, x in enumerate(args) if k not in argnums):
+    if memory is None and any(_may_share(results, _arrays_in(x)) for k, x in enumerate(args) if k not in argnums):
         memory = SharedMemory()
-        memory.add(node, made)
+        memory.add(node, results)
         memory.has_constants = True
 
 
-def _may_share(made: list[Array], values: list[Array]) -> bool:
-    for x in made:
-        for y in values:
-            if x is y or type(x) is type(y) and (getattr(x, "base", None) is y or np.may_share_memory(x, y)):
-                return True
-    return False
+def _may_share(xs: list[Array], ys: list[Array]) -> bool:
+    pairs = [(x, y) for x in xs for y in ys]
+    return any(
+        x is y or type(x) is type(y) and (getattr(x, "base", None) is y or np.may_share_memory(x, y)) for x, y in pairs
+    )
 
 
 def assign(x: Array, new: Array) -> None:
@@ -275,15 +265,14 @@ class Reads:
 
     def problem(self) -> str:
         """Return a text that names an array that has changed, and the line that read it; "" if none has."""
-        for x, read in self._arrays.values():
+        for x, reads in self._arrays.values():
             present = _checksum(x)
-            for checksum, line in read:
-                if checksum != present:
-                    return (
-                        f"{line} reads an array of shape {x.shape} and dtype {x.dtype} that was changed in place "
-                        "afterwards, but the derivative needs the values that were read. Write c = c * 2 instead of "
-                        "c *= 2, or pass a copy of the array."
-                    )
+            for line in (line for checksum, line in reads if checksum != present):
+                return (
+                    f"{line} reads an array of shape {x.shape} and dtype {x.dtype} that was changed in place afterwards, "
+                    "but the derivative needs the values that were read. Write c = c * 2 instead of c *= 2, or pass a copy "
+                    "of the array."
+                )
         return ""
 
     def require_unchanged(self) -> None:
@@ -361,9 +350,9 @@ def keeping_arguments(fun: Function) -> Function:
     def called(*args: Any, **kwargs: Any) -> Any:
         arguments = [x for x in flatten((args, kwargs))[0] if type(x) in _boxes]
         nodes = [x._node for x in arguments]
-        made = fun(*args, **kwargs)
+        result = fun(*args, **kwargs)
         if tracing.recorder is not None and any(x._node is not node for x, node in zip(arguments, nodes)):
             tracing.recorder.refuse(CHANGED_ARGUMENT)
-        return made
+        return result
 
     return called

@@ -63,12 +63,12 @@ def jacobian(
 
     @recoverable("jacobian", comm)
     def evaluate(*args: Any, **kwargs: Any) -> Tree:
-        used = channel(comm, "jacobian")
-        weight = weight_of(objective, used, root_of(root, used, "jacobian"))
+        group = channel(comm, "jacobian")
+        weight = weight_of(objective, group, root_of(root, group, "jacobian"))
         variables = variables_of(args, argnum, "jacobian", shared)
-        require_equal_copies(variables, shared, used, "jacobian")
+        require_equal_copies(variables, shared, group, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
-        spec = _agreed_spec(traced, weight, used, variables.shared_shapes())
+        spec = _agreed_spec(traced, weight, group, variables.shared_shapes())
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
         # For a shared variable, the derivatives of all entries of J are summed over the ranks together, not row by row.
@@ -77,7 +77,7 @@ def jacobian(
     return evaluate
 
 
-def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -> Spec:
+def _agreed_spec(traced: Traced, weight: float, channel: Channel, shapes: Shapes) -> Spec:
     """Return the spec of J; raise on all ranks if the spec is invalid, or if spec or `shapes` differ between ranks."""
     value = traced.build(traced.values)
     problem = traced.problem
@@ -91,17 +91,17 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or PendingError(TypeError, f"the function returned dtype {spec.dtype}")
     local_spec = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
-    specs, copies = zip(*used.data.allgather((local_spec, shapes_text(shapes))))
+    specs, copies = zip(*channel.data.allgather((local_spec, shapes_text(shapes))))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(specs) if problem]
     if any(problem and problem.kind is RequestError for problem, *_ in specs):
-        raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
+        raise agreed(channel, RequestError(f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
-        raise agreed(used, copies_error(copies, "jacobian"))
+        raise agreed(channel, copies_error(copies, "jacobian"))
     forms = {(shape, dtype) for _, shape, dtype, contributes in specs if contributes}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
         text = f"jacobian: ranks with a term in J must return real arrays of the same shape and dtype, but got {listed}."
-        raise agreed(used, TypeError(text))
+        raise agreed(channel, TypeError(text))
     shape, dtype = forms.pop()
     return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays)
 

@@ -308,9 +308,9 @@ class Linearization:
         return outputs.filled(_reverse_pass((traced, outputs), v, batch, "jvp"), no_derivative)
 
 
-def _seeds(given: Tree, traced: Traced, call: str, lead: tuple[int, ...] = ()) -> list[tuple[int, Array]]:
+def _seeds(direction: Tree, traced: Traced, call: str, lead: tuple[int, ...] = ()) -> list[tuple[int, Array]]:
     name, of = ("v", "argument") if call == "jvp" else ("the cotangent", "value")
-    triples = zip(_leaves_of(given, len(traced.values), f"{call}: {name}", of), traced.values, traced.places)
+    triples = zip(_leaves_of(direction, len(traced.values), f"{call}: {name}", of), traced.values, traced.places)
     # The shape of a direction is checked even if the function doesn't depend on its variable; others have no value.
     known = [x for x in triples if x[2] >= 0 or call == "jvp" and x[1] is not None]
     shaped = [(place, _shaped(g, value, call, lead)) for g, value, place in known]
@@ -422,9 +422,9 @@ def make_hvp(
     def evaluate(*args: Any, **kwargs: Any) -> SecondOrder:
         variables = variables_of(args, argnum, "make_hvp", shared)
         if shared:
-            used = channel(comm, "make_hvp")
-            require_equal_copies(variables, shared, used, "make_hvp")
-            require_alike(used, None, "make_hvp", shapes_text(variables.shared_shapes()))
+            group = channel(comm, "make_hvp")
+            require_equal_copies(variables, shared, group, "make_hvp")
+            require_alike(group, None, "make_hvp", shapes_text(variables.shared_shapes()))
         pull, (value, gradient) = make_vjp(both, argnum)(*args, **kwargs)
 
         def completed(cotangents: Tree) -> Tree:

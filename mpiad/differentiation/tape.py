@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from autograd.core import VJPNode, primitive_vjps
@@ -114,7 +114,11 @@ def still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[
 
 
 # Substitutes for the tape: `_ENDED` for an ended trace, `_OPEN` for plain autograd, whose traces have no tape.
-_ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
+class _NoTape(NamedTuple):
+    record: tuple[()] | None
+
+
+_ENDED, _OPEN = _NoTape(None), _NoTape(())
 
 
 class DetachedNode(OrderedNode):

@@ -563,8 +563,7 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            The axes are the leading axes of `u`, followed by all axes of `points` but the last. A field of integers or
-            booleans has values in double precision.
+            The leading axes of `u`, then all axes of `points` but the last; doubles for a field of integers or booleans.
 
         Raises
         ------

@@ -8,8 +8,8 @@ one visit is in memory. Only the cotangents of shared parameters are summed over
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from mpiad.ensemble.linearization import pulled, with_leaves
 from mpiad.ensemble.replay import Inputs, Replay
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
+
+Pair: TypeAlias = tuple[Array, Array]  # a result and its cotangent, None for zero
 
 
 @dataclasses.dataclass
@@ -34,7 +36,7 @@ class Cotangents:
 def pull_columns(
     run: Run,
     bars: Cotangents,
-    fun: Callable[[Array, Inputs], Iterable[tuple[Any, Any]]],
+    fun: Callable[[Array, Inputs], Iterable[Pair]],
     u: Array,
     leaves: Sequence[Any],
     columns: Columns,
@@ -46,7 +48,7 @@ def pull_columns(
     if timed:
         variables += [np.zeros_like(x) for x in (bars.start[columns], bars.end[columns], bars.due[:, columns])]
 
-    def results(traced: list[Any]) -> Iterable[tuple[Any, Any]]:
+    def results(traced: list[Array]) -> Iterable[Pair]:
         return fun(traced[0], Inputs(with_leaves(leaves, places, traced[1:]), *traced[1 + len(places) :]))
 
     by_u, *parts = pulled(results, variables)
@@ -62,18 +64,18 @@ def pull_columns(
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of initial states, of the leaves `places` and, if `timed`, of tspan and given event times."""
     timed = timed or run.times_move
-    found = cotangents_at_ends(run, seeds, places, timed)
+    totals = cotangents_at_ends(run, seeds, places, timed)
     replay = Replay(run, timed, seeds)
     with np.errstate(all="ignore"):
         for sweep in run.sweeps(backwards=True):
-            _pull_sweep(run, replay, sweep, seeds, found, timed)
+            _pull_sweep(run, replay, sweep, seeds, totals, timed)
     if timed and seeds.reached is not None:
         # The final time of a trajectory is the end of tspan, unless an event ended the trajectory.
-        found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
+        totals.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     if seeds.saved is not None:
-        run.add_saved(found.u0, seeds.saved, at_start=True)
-    to_start(run, found, timed)
-    return found
+        run.add_saved(totals.u0, seeds.saved, at_start=True)
+    to_start(run, totals, timed)
+    return totals
 
 
 def cotangents_at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -83,38 +85,38 @@ def cotangents_at_ends(run: Run, seeds: Seeds, places: Sequence[int], timed: boo
         run.add_saved(u0, seeds.saved, at_start=False)
     slots = 0 if run.jumps is None else int(run.jumps.slot.max()) + 1
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found, ids = Cotangents(u0, start, end, leaves, run.zeros(slots, batch.size)), run.without_last_step
+    totals, ids = Cotangents(u0, start, end, leaves, run.zeros(slots, batch.size)), run.without_last_step
     if run.jumps is not None and seeds.reached is not None:
-        found.start += np.where(run.terminated & run.live, seeds.reached, 0)
+        totals.start += np.where(run.terminated & run.live, seeds.reached, 0)
     if timed and ids.size:
         replay, u_bar, start_bar = Replay(run, timed), u0[:, ids], start[ids]
         chosen, bars = run.batch.p.chosen(ids, batch.p.leaves), [u_bar, start_bar]
         at_end = lambda u, inputs: zip([replay.ended(ids, u, inputs), inputs.shift], bars)  # noqa: E731
-        pull_columns(run, found, at_end, run.outcome.u_end[:, ids], chosen, ids, timed)
-    return found
+        pull_columns(run, totals, at_end, run.outcome.u_end[:, ids], chosen, ids, timed)
+    return totals
 
 
-def to_start(run: Run, found: Cotangents, timed: bool) -> None:
+def to_start(run: Run, totals: Cotangents, timed: bool) -> None:
     """Propagate cotangents back over the events at the start of tspan."""
     if run.jumps is None or not run.jumps.at_start():
         return
     replay, batch = Replay(run, timed), run.batch
-    bars = found.u0.copy(), found.start.copy() if timed else None
+    bars = totals.u0.copy(), totals.start.copy() if timed else None
     pull_columns(
-        run, found, lambda u, inputs: zip(replay.begun(u, inputs), bars), batch.u0, batch.p.leaves, slice(None), timed
+        run, totals, lambda u, inputs: zip(replay.begun(u, inputs), bars), batch.u0, batch.p.leaves, slice(None), timed
     )
 
 
-def _pull_sweep(run: Run, replay: Replay, sweep: StepSweep, seeds: Seeds, found: Cotangents, timed: bool) -> None:
+def _pull_sweep(run: Run, replay: Replay, sweep: StepSweep, seeds: Seeds, totals: Cotangents, timed: bool) -> None:
     """Sweep over a block from the last step to the first."""
     ids, leaves = sweep.ids, sweep.leaves
-    zeros = {place: np.zeros_like(leaves[place]) for place in found.leaves}
-    times = np.zeros_like(found.end[ids]), zeros, np.zeros_like(found.due[:, ids])
-    bars = Cotangents(found.u0[:, ids], found.start[ids], *times)
+    zeros = {place: np.zeros_like(leaves[place]) for place in totals.leaves}
+    times = np.zeros_like(totals.end[ids]), zeros, np.zeros_like(totals.due[:, ids])
+    bars = Cotangents(totals.u0[:, ids], totals.start[ids], *times)
     for visit in sweep.backwards():
         columns = slice(0, len(visit.t))
 
-        def results(u: Array, inputs: Inputs, visit: Visit = visit, columns: slice = columns) -> Iterable[tuple[Any, Any]]:
+        def results(u: Array, inputs: Inputs, visit: Visit = visit, columns: slice = columns) -> Iterator[Pair]:
             visited = replay.visited(sweep, visit, u, inputs)
             yield visited.u, bars.u0[:, columns]
             if timed:
@@ -129,7 +131,7 @@ def _pull_sweep(run: Run, replay: Replay, sweep: StepSweep, seeds: Seeds, found:
                 yield time, None if bar is None else bar[located.row]
 
         pull_columns(run, bars, results, visit.u, run.batch.p.chosen(columns, leaves), columns, timed)
-    found.u0[:, ids], found.start[ids] = bars.u0, bars.start
-    found.end[ids] += bars.end
-    found.due[:, ids] += bars.due
-    run.batch.p.add_cotangents(found.leaves, bars.leaves, ids)
+    totals.u0[:, ids], totals.start[ids] = bars.u0, bars.start
+    totals.end[ids] += bars.end
+    totals.due[:, ids] += bars.due
+    run.batch.p.add_cotangents(totals.leaves, bars.leaves, ids)

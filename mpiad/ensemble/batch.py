@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Function, Shape, Tree
-from mpiad.compiling.closure import with_own_variables
+from mpiad._typing import Array, Function, Index, Shape, Tree
+from mpiad.compiling.closure import with_values_of_variables
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
+from mpiad.differentiation.forward import TangentNode
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.pytrees import named_leaves
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
@@ -46,7 +48,7 @@ class Parameters(NamedTuple):
     varies: list[bool]  # per leaf: whether its last axis counts trajectories; other leaves are passed to f unchanged
     build: Callable[[Any], Tree]  # returns the pytree with given leaves
 
-    def chosen(self, which: Any, leaves: Sequence[Any] | None = None) -> list[Any]:
+    def chosen(self, which: Index, leaves: Sequence[Any] | None = None) -> list[Any]:
         """Return the leaves, by default `self.leaves`, with an index `which` on the axis of trajectories."""
         leaves = self.leaves if leaves is None else leaves
         return [leaf[..., which] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
@@ -64,7 +66,7 @@ class Parameters(NamedTuple):
         """Return the parameters of some trajectories as f takes them, given their leaves."""
         return Columns(leaves, self.varies, self.build) if one_by_one and any(self.varies) else self.build(leaves)
 
-    def add_cotangents(self, totals: dict[int, Any], parts: Mapping[int, Any], which: Any) -> None:
+    def add_cotangents(self, totals: dict[int, Array], parts: Mapping[int, Array], which: Index) -> None:
         """Add cotangents (None: zeros) by leaf index to `totals`, for leaves that vary at the trajectories `which`."""
         for place, part in parts.items():
             if part is None:
@@ -110,18 +112,26 @@ class Batch(NamedTuple):
     @property
     def traced(self) -> bool:
         """Whether any array of the batch is traced."""
-        return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
+        return any(map(isbox, self._inputs()))
 
-    def own(self) -> Batch:
+    @property
+    def forward(self) -> bool:
+        """Whether arrays of the batch are traced in forward mode, and none in reverse mode."""
+        return all(isinstance(x._node, TangentNode) for x in self._inputs() if isbox(x))
+
+    def _inputs(self) -> tuple[Array, ...]:
+        return self.u0, self.start, self.end, *self.p.leaves
+
+    def snapshot(self) -> Batch:
         """Return the batch with copies of what the user may change: shared parameters, and variables that f reads."""
         leaves = [leaf.copy() if type(leaf) is np.ndarray and not varies else leaf for leaf, varies in zip(*self.p[:2])]
-        return self._replace(f=with_own_variables(self.f), p=self.p._replace(leaves=leaves))
+        return self._replace(f=with_values_of_variables(self.f), p=self.p._replace(leaves=leaves))
 
     def plain(self) -> Batch:
         """Return the batch with the values of traced arrays."""
         if not self.traced:
             return self
-        u0, start, end, *leaves = map(getval, (self.u0, self.start, self.end, *self.p.leaves))
+        u0, start, end, *leaves = map(getval, self._inputs())
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
 
     def share(self, rows: slice | Array) -> Batch:
@@ -130,6 +140,9 @@ class Batch(NamedTuple):
         if not isinstance(rows, slice) and self.one_span:
             start, end = (np.broadcast_to(t[:1], len(start)) for t in (self.start, self.end))
         return self._replace(u0=u0, p=self.p._replace(leaves=self.p.chosen(rows)), start=start, end=end)
+
+
+_MOST_SEARCHED = 1000
 
 
 def not_finite_entry(batch: Batch, k: int) -> str:
@@ -141,6 +154,16 @@ def not_finite_entry(batch: Batch, k: int) -> str:
             place = np.argwhere(~np.isfinite(values))[0].tolist()
             return f"{name}{place or ''} is {values[tuple(place)]}"
     return ""
+
+
+def not_finite_entries(batch: Batch, ids: Array, first: int) -> dict[int, str]:
+    """Return the first entry that isn't finite among those of some trajectories, by the index of the trajectory.
+
+    `first`: the index of the batch's first trajectory in the ensemble.
+    """
+    # The message names one trajectory; the search is short if all of them fail for another reason.
+    entries = ((first + k, entry) for k in ids[:_MOST_SEARCHED].tolist() if (entry := not_finite_entry(batch, k)))
+    return dict(islice(entries, 1))
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:

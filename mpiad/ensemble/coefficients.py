@@ -29,7 +29,7 @@ class Coefficients:
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        self._used, self._dtype = np.flatnonzero(tableau.dense.any(axis=1)).tolist(), like.dtype
+        self._dense_stages, self._dtype = np.flatnonzero(tableau.dense.any(axis=1)).tolist(), like.dtype
         self.dense = tableau.dense  # shape (stages, degree), in double precision, on the device of the states
         # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
         # omitted, since zero times a stage that isn't finite would be NaN.
@@ -82,7 +82,7 @@ class Coefficients:
 
     def weights_inside(self, x: np.ndarray) -> Array:
         """Return the weights of the stages, and of the state before the step, in states at fractions x of the step."""
-        weights = self.weights(self.placed(x))[self._used]
+        weights = self.weights(self.placed(x))[self._dense_stages]
         return np.concatenate([weights, np.ones_like(weights[:1])]).T.astype(self._dtype)
 
     def write_inside(self, out: Array, u: Array, h: Array, k: StageArrays, rows: slice, weights: Array) -> None:
@@ -90,7 +90,7 @@ class Coefficients:
         # BLAS isn't used elsewhere, since its order of summation may depend on the number of columns. It takes one thread
         # for products of this size.
         stages, h = np.empty((len(out), weights.shape[1], len(h)), u.dtype), h.astype(self.real, copy=False)
-        for i, j in enumerate(self._used):
+        for i, j in enumerate(self._dense_stages):
             np.multiply(k[j][rows], h, stages[:, i])
         stages[:, -1] = u[rows]
         width = max(1, _ONE_THREAD // max(1, weights.size))
@@ -104,7 +104,7 @@ class DeviceCoefficients(Coefficients):
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
         parts = [*tableau.sums, tableau.dense.reshape(-1)]
-        self._used, self._dtype = np.flatnonzero(tableau.dense.any(axis=1)).tolist(), like.dtype
+        self._dense_stages, self._dtype = np.flatnonzero(tableau.dense.any(axis=1)).tolist(), like.dtype
         offsets = np.cumsum([0, *[len(part) for part in parts]]).tolist()
         # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
@@ -139,7 +139,7 @@ class DeviceCoefficients(Coefficients):
 
     def write_inside(self, out: Array, u: Array, h: Array, k: Array, rows: slice, weights: Array) -> None:
         """Write components of the states inside a step: see `Coefficients.write_inside`."""
-        stages = np.concatenate([k[self._used][:, rows] * h.astype(self.real), u[None, rows]])
+        stages = np.concatenate([k[self._dense_stages][:, rows] * h.astype(self.real), u[None, rows]])
         out[...] = np.moveaxis(np.tensordot(weights, stages, 1), 0, 1)
 
     def times(self, t: Array, h: Array) -> StageArrays:

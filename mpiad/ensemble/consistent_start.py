@@ -26,27 +26,27 @@ _MOST_STEPS, _TRACED_STEPS = 30, 2
 _CLOSE = 1e-3
 
 
-def consistent_start(given: Batch, mass: Array | None, rtol: Array | float, atol: Array | float) -> tuple[Batch, Array]:
-    """Return a batch on the host with consistent initial states, NaN if not found, and the mask of failures, (N,)."""
-    free = None if mass is None or not given.size else null_vectors(mass)
+def consistent_start(batch: Batch, mass: Array | None, rtol: Array | float, atol: Array | float) -> tuple[Batch, Array]:
+    """Return a batch on the host with consistent initial states, NaN if there are none, and the mask of failures, (N,)."""
+    free = None if mass is None or not batch.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
-        return given, np.zeros(given.size, bool)
+        return batch, np.zeros(batch.size, bool)
     equations = null_vectors(mass.T)
-    plain = given.plain()
-    ids = two_at_least(given.size)
+    plain = batch.plain()
+    ids = two_at_least(batch.size)
     with np.errstate(all="ignore"):
         u, gain, converged = _newton(plain, ids, free, equations, rtol, atol)
     # NaN of failed trajectories would otherwise enter the derivatives with respect to shared parameters.
     gain, shift = np.where(converged, gain, 0), np.where(converged, u - plain.u0[:, ids], 0)
-    converged = converged[: given.size]
+    converged = converged[: batch.size]
     # The Newton steps in traced arithmetic.
-    real, field, leaves = plain.u0.real.dtype, Field(given), given.p.chosen(ids)
-    u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
+    real, field, leaves = plain.u0.real.dtype, Field(batch), batch.p.chosen(ids)
+    u, t = batch.u0[:, ids] + shift, (batch.start * np.ones(batch.size))[ids].astype(real)
     with np.errstate(all="ignore"):
         for _ in range(_TRACED_STEPS):
             u = u - applied(gain, field.array(u, leaves, t))
-    u0 = anp.where(converged, u[:, : given.size], np.nan)
-    return given._replace(u0=u0), ~converged
+    u0 = anp.where(converged, u[:, : batch.size], np.nan)
+    return batch._replace(u0=u0), ~converged
 
 
 def null_vectors(matrix: Array) -> Array:

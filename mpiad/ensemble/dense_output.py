@@ -33,11 +33,11 @@ _BLOCK = 32_768
 
 
 class DenseOutput:
-    """The interpolants of all trajectories of a batch of plain arrays; `given`: the same batch, possibly traced."""
+    """The interpolants of all trajectories of a batch of plain arrays; `inputs`: the same batch, possibly traced."""
 
-    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, inputs: Batch):
         self._batch, self._settings, self._outcome = batch, settings, outcome
-        self._given = given
+        self._inputs = inputs
         # The table of events refers to all events of the solve.
         events = settings.events if settings.acting is None else settings.acting.events
         self._run = Run(batch, settings._replace(events=events), outcome)
@@ -46,7 +46,7 @@ class DenseOutput:
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return the states at times in tspan, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
         batch = self._batch
-        if self._given.traced:
+        if self._inputs.traced:
             everything = self._traced(times)
             return everything if only is None else everything[only]
         ids = np.arange(batch.size) if only is None else np.array([range(batch.size)[only]])
@@ -64,7 +64,7 @@ class DenseOutput:
         )
         settings = self._settings._replace(saveat=times, record=True, ends=False)
         sol = solution_of(outcome, batch, settings)
-        return differentiable(sol, Run(batch, settings, outcome), self._given).u
+        return differentiable(sol, Run(batch, settings, outcome), self._inputs).u
 
     def _rows(self, times: Array, ids: Array) -> Array:
         """Return the times for the trajectories `ids`, shape (len(ids), n)."""
@@ -138,15 +138,15 @@ class JoinedOutput:
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return states, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
-        found, first = [], 0
+        parts, first = [], 0
         for part, count in self._parts:
             rows = times[first : first + count] if times.ndim == 2 else times
             if only is None:
-                found.append(part(rows))
+                parts.append(part(rows))
             elif first <= only < first + count:
                 return part(rows, only - first)
             first += count
-        return anp.concatenate(found)
+        return anp.concatenate(parts)
 
 
 class GatheredOutput:
@@ -158,11 +158,11 @@ class GatheredOutput:
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return states, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
         comm = present(self._comm.comm, "sol(t)", "Give these times as saveat to the solve, or pickle the array sol(t).")
-        used = channel(comm, "ensemble.solve")
-        require_same(used, f"t of shape {times.shape}, with the fingerprint {fingerprint(times)}", "sol(t)")
-        counts = used.data.allgather(self._count)
-        first = sum(counts[: used.rank])
-        with raising_together(used, Exception):
+        group = channel(comm, "ensemble.solve")
+        require_same(group, f"t of shape {times.shape}, with the fingerprint {fingerprint(times)}", "sol(t)")
+        counts = group.data.allgather(self._count)
+        first = sum(counts[: group.rank])
+        with raising_together(group, Exception):
             part = self._share(times[first : first + self._count] if times.ndim == 2 else times)
         everything = mpi_allgather(part, axis=0, comm=comm)
         return everything if only is None else everything[only]

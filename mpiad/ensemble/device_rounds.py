@@ -390,7 +390,7 @@ class RoundSweep(StepSweep):
         u, table = visit.u, self._run.coefficients
         p, end = self._run.batch.p.of_columns(self.leaves, self._run.field.one_by_one), visit.about.t_new
         stages = self._run.stages(u, p, visit.t, visit.h, end if self.sign is None else end * self.sign)
-        new = np.where(visit.made, stages.new, u)  # type: ignore[arg-type, call-overload]
+        new = np.where(visit.step_mask, stages.new, u)  # type: ignore[arg-type, call-overload]
         for located in visit.about.located:
             if located.stops:
                 c = located.columns
@@ -434,7 +434,7 @@ class RoundSweep(StepSweep):
 
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan."""
-        mask = visit.made & (visit.about.t_new == self._run.ends[self.ids])
+        mask = visit.step_mask & (visit.about.t_new == self._run.ends[self.ids])
         for located in visit.about.located:
             if located.stops:  # the step ends before the end of tspan
                 mask[located.columns] = False

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
+from autograd.extend import defjvp, defjvp_argnums, defvjp, defvjp_argnums, primitive
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
@@ -22,19 +22,14 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
+from mpiad.ensemble.compiled.reverse_sweep import pull_compiled
 from mpiad.ensemble.directions import (
-    DUE,
-    END,
     LEAVES,
     NO_TIMES,
-    START,
-    U0,
-    Number,
+    TIMES,
     contracted,
-    numbers_of,
-    product_per_trajectory,
-    push_run,
+    cotangent_of,
+    push_directions,
     pushed,
 )
 from mpiad.ensemble.events import by_trajectory, traced_times
@@ -84,24 +79,59 @@ def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Cal
     solved: DifferentiableSolve = kwargs["solved"]
     traced = any(map(isbox, args))
 
-    def vjp(g: Array) -> list[Array]:
-        if traced or isbox(g):
+    def vjp(g: Array) -> Sequence[Array]:
+        if traced:
             return solved.pull_traced(argnums, args, g)
-        found = solved.pull(argnums, args, conform(g, *spec_like(ans)))
-        return [conform(found[k], *spec_like(args[k])) for k in argnums]
+        g = conform(g, *spec_like(ans))
+        if isbox(g):
+            linear = _LinearMap(solved, argnums, args)
+            return linear.inputs.parts(_pulled(g, linear=linear))
+        cotangents = solved.pull(argnums, args, g)
+        return [conform(cotangents[k], *spec_like(args[k])) for k in argnums]
 
     return vjp
 
 
 def _jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
     solved: DifferentiableSolve = kwargs["solved"]
-    if any(map(isbox, (*args, *gs))):
+    if any(map(isbox, args)):
         return solved.push_traced(argnums, args, gs)
+    if any(map(isbox, gs)):
+        linear = _LinearMap(solved, argnums, args)
+        return _pushed(linear.inputs.vector(gs), linear=linear)
     return solved.push(args, {k: conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)})
 
 
 defvjp_argnums(solve_operator, _vjp)
 defjvp_argnums(solve_operator, _jvp)
+
+# The derivative of `solve_operator` at plain arguments is linear, so its products are operators that are each other's
+# transposes. A function that is linearized calls no replay.
+
+
+class _LinearMap:
+    """The derivative with respect to some arguments, whose tangents and cotangents form one vector, `inputs`."""
+
+    def __init__(self, solved: DifferentiableSolve, argnums: Sequence[int], args: Sequence[Array]):
+        self.solved, self.argnums, self.args = solved, argnums, args
+        self.inputs = Concatenation([spec_like(args[k]) for k in argnums])
+
+
+@primitive
+def _pulled(g: Array, *, linear: _LinearMap) -> Array:
+    cotangents = linear.solved.pull(linear.argnums, linear.args, g)
+    return linear.inputs.vector([cotangents[k] for k in linear.argnums])
+
+
+@primitive
+def _pushed(tangents: Array, *, linear: _LinearMap) -> Array:
+    return linear.solved.push(linear.args, dict(zip(linear.argnums, linear.inputs.parts(tangents))))
+
+
+defvjp(_pulled, lambda ans, g, *, linear: lambda tangents: _pushed(tangents, linear=linear))
+defvjp(_pushed, lambda ans, tangents, *, linear: lambda g: _pulled(g, linear=linear))
+defjvp(_pulled, "same")
+defjvp(_pushed, "same")
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
@@ -144,13 +174,9 @@ class _SolvedRun:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
         if run.settings.gradient == "tangent" or run.outcome.carried is not None:
-            parts = self._carried(argnums, args, seeds) or pushed(run, seeds, argnums, args)
-            return contracted(run, argnums, args, parts)
-        bars = self._adjoint(seeds, [k - LEAVES for k in argnums if k >= LEAVES], not _TIMES.isdisjoint(argnums))
-        getters = {U0: lambda: bars.u0, START: lambda: run.on_host(bars.start), END: lambda: run.on_host(bars.end)}
-        # `bars.due` has only the first rows.
-        getters[DUE] = lambda: np.pad(bars.due, ((0, len(args[DUE]) - len(bars.due)), (0, 0)))
-        return {k: getters[k]() if k < LEAVES else bars.leaves[k - LEAVES] for k in argnums}
+            return contracted(run, argnums, args, pushed(run, seeds, argnums, args))
+        bars = self._adjoint(seeds, [k - LEAVES for k in argnums if k >= LEAVES], not TIMES.isdisjoint(argnums))
+        return {k: run.on_host(bar) if k in TIMES else bar for k in argnums for bar in [cotangent_of(bars, k, args)]}
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
         solver = self._run.outcome.solver
@@ -158,24 +184,10 @@ class _SolvedRun:
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
 
-    def _carried(self, argnums: Sequence[int], args: Sequence[Array], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return the same as `pushed`, from tangents that a kernel has propagated; None if no kernel did this."""
-        run, solver = self._run, self._run.outcome.solver
-        if solver is None or run.settings.events or not _TIMES.isdisjoint(argnums):
-            return None
-        places = [k - LEAVES for k in argnums if k >= LEAVES]
-        found = carried_tangents(solver, run, U0 in argnums, places)
-        if found is None:
-            return None
-        ends, saves = found
-        seeds, wanted = seeds._replace(end=run.masked(seeds.end)), sorted(argnums)
-        parts = [product_per_trajectory(run, seeds, saved, end.T) for saved, end in zip(saves, ends)]
-        return list(zip(numbers_of(run, wanted, args), parts))
-
     # ---- forward mode
 
     def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
-        return self.layout.vector([gs[0] for gs in push_run(self._run, args, {k: [g] for k, g in tangents.items()})])
+        return self.layout.vector([gs[0] for gs in push_directions(self._run, args, {k: [g] for k, g in tangents.items()})])
 
     # ---- by traceable functions
 
@@ -192,6 +204,3 @@ class _SolvedRun:
     def _replayed(self, args: Sequence[Array]) -> Array:
         u0, start, end, due, *leaves = args
         return self.layout.vector(replayed(self._run, u0, start, end, leaves, due))
-
-
-_TIMES = {START, END, DUE}

@@ -1,49 +1,161 @@
-"""The gradient of a solve by tangents: one per number with respect to which a trajectory is differentiated.
+"""Tangents of a solve, for forward mode and for gradients by tangents.
 
-With d initial values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. If
-d + m is small, tangents in a kernel cost less than an adjoint, whose cost doesn't depend on the number of directions. By
-arrays, tangents cost at least as much as the adjoint, and are computed on request.
+`push_directions` returns the tangents of the results in several directions: combinations of tangents that the solve's
+kernel has propagated, or products with the gradients of single results, or the tangents of a replay of the steps.
+
+A gradient by tangents takes one direction per number with respect to which a trajectory is differentiated. With d initial
+values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. If d + m is small,
+tangents in a kernel cost less than an adjoint, whose cost doesn't depend on the number of directions. By arrays, tangents
+cost at least as much as the adjoint, and are computed on request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.forward import Bundle
+from mpiad.ensemble.adjoint import Cotangents
+from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run, Seeds
+from mpiad.ensemble.step_sweep import turns
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 # Number of directions propagated together. Each direction needs as much memory as the states and stages of all columns.
 _GROUP = 8
+# A replay of many trajectories takes as long as this number of sweeps of a kernel: a constant, and an addition per
+# direction. For N trajectories the numbers are multiplied by 1 + 100 / N, for the overhead of operations on few columns.
+_SWEEPS, _SWEEPS_PER_DIRECTION = 30, 20
 
 
 # Positions of arguments: initial states, start and end of tspan, given times of events, and first leaf of the parameters.
 U0, START, END, DUE, LEAVES = range(5)
+TIMES = {START, END, DUE}
 NO_TIMES = np.empty((0, 0))
 
 
-def arguments_of(run: Run) -> list[Any]:
+def arguments_of(run: Run) -> list[Array]:
     """Return the arguments of a run, in the order of their positions."""
     batch = run.batch
     return [batch.u0, batch.start, batch.end, NO_TIMES, *batch.p.leaves]
 
 
-def push_run(run: Run, args: Sequence[Any], tangents: Mapping[int, Sequence[Any]]) -> list[list[Array]]:
-    """Return the results of `replayed`, each as a list of tangents in m directions; in `tangents` None stands for zeros."""
-    given = list(args)
+def push_directions(
+    run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]], n_results: int | None = None
+) -> list[Sequence[Array]]:
+    """Return the first `n_results` results of `replayed`, each as tangents in m directions; in `tangents` None is zero."""
+    parts = _by_carried_tangents(run, args, tangents) or _by_adjoints(run, args, tangents, n_results)
+    return (parts or push_run(run, args, tangents))[:n_results]
+
+
+def _by_carried_tangents(
+    run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]]
+) -> list[Sequence[Array]] | None:
+    """Return the result of `push_directions` from tangents that a kernel has propagated; None if some are missing."""
+    parts = carried_parts(run, tangents)
+    if parts is None:
+        return None
+    end, saved = parts
+    results = saved, np.moveaxis(end, 1, 2)
+    # The tangent along each number, times the factors of this number in the m directions.
+    factors = [row for k in sorted(tangents) for row in _factors(run, k, args[k], tangents[k])]
+    m = len(factors[0])
+    if m == len(factors) and all((row == unit[:, None]).all() for row, unit in zip(factors, np.eye(m))):
+        return list(results)
+    totals: list[Sequence[Array]] = []
+    for part in results:
+        terms = (row.reshape(*row.shape, *[1] * (part.ndim - 2)) * along for row, along in zip(factors, part))
+        totals.append(reduce(np.add, terms))
+    return totals
+
+
+def _factors(run: Run, k: int, x: Array, gs: Sequence[Array]) -> Array:
+    """Return the real numbers in m tangents of an argument, in the order of `numbers_of`, shape (numbers, m, N or 1)."""
+    stacked = _stacked(x, gs).reshape(len(gs), -1, 1, run.batch.size if _varies(run, k) else 1)
+    parts = np.concatenate([stacked.real, stacked.imag], axis=2) if np.iscomplexobj(x) else stacked
+    return np.swapaxes(parts.reshape(len(gs), -1, parts.shape[-1]), 0, 1)
+
+
+def carried_parts(run: Run, argnums: Iterable[int]) -> tuple[Array, Array] | None:
+    """Return the result of `carried_tangents` for single numbers of the arguments; None if some are missing."""
+    solver, wanted = run.outcome.solver, set(argnums)
+    if solver is None or run.settings.events or not wanted.isdisjoint(TIMES):
+        return None
+    return carried_tangents(solver, run, U0 in wanted, [k - LEAVES for k in sorted(wanted - {U0})])
+
+
+def _by_adjoints(
+    run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]], n_results: int | None
+) -> list[Sequence[Array]] | None:
+    """Return the result of `push_directions` by a sweep of a kernel per result of a trajectory; None for too many."""
+    solver, count, m = run.outcome.solver, run.batch.size, len(next(iter(tangents.values())))
+    if solver is None or solver.saves_every_step or np.iscomplexobj(run.batch.u0):
+        return None
+    if count > 1 and not all(_varies(run, k) for k in tangents):
+        return None  # the cotangents of shared parameters are sums over trajectories
+    every, d = np.arange(count), len(run.batch.u0)
+    # Per result: the trajectories of its rows, and the shape of a row.
+    rows: list[tuple[Array, tuple[int, ...]]] = [(every, (run.n_saved, d)), (every, (d,))]
+    rows += [(every, ()), (run.event_times.ids, ())] if run.settings.events else []
+    seeds = [np.zeros((len(ids), *shape)) for ids, shape in rows]
+    # A seed has one number of each trajectory. Trajectories may have several times of events.
+    orders = [_turns(ids) for ids, _ in rows[:n_results]]
+    sweeps = [(order.max(initial=-1) + 1, prod(shape)) for order, (_, shape) in zip(orders, rows)]
+    if count * sum(map(prod, sweeps)) > (count + 100) * (_SWEEPS + _SWEEPS_PER_DIRECTION * m):
+        return None
+    places, timed = [k - LEAVES for k in tangents if k >= LEAVES], not TIMES.isdisjoint(tangents)
+    cotangents = Seeds(seeds[1].T, seeds[0] if run.n_saved else None, *seeds[2:])
+    stacked, totals = {k: _stacked(args[k], gs) for k, gs in tangents.items()}, []
+    for (ids, shape), order, (repetitions, size), seed in zip(rows, orders, sweeps, seeds):
+        total = np.zeros((m, len(ids), size))
+        for turn, c in np.ndindex(repetitions, size):
+            chosen = order == turn
+            seed.reshape(len(ids), size)[chosen, c] = 1.0
+            bars = pull_compiled(solver, run, cotangents, places, timed)
+            seed[...] = 0.0
+            for k, gs in stacked.items():
+                products = (cotangent_of(bars, k, args) * gs).real.reshape(m, -1, count).sum(axis=1)
+                total[:, chosen, c] += products[:, ids[chosen]]
+        totals.append(total.reshape(m, len(ids), *shape))
+    return totals
+
+
+def _stacked(x: Array, gs: Sequence[Array]) -> Array:
+    return np.stack([np.zeros_like(x) if g is None else g for g in gs])
+
+
+def _turns(ids: Array) -> Array:
+    """Return for each entry the number of preceding equal entries."""
+    order, result = np.argsort(ids, kind="stable"), np.empty_like(ids)
+    result[order] = turns(ids[order])
+    return result
+
+
+def cotangent_of(bars: Cotangents, k: int, args: Sequence[Array]) -> Array:
+    """Return the cotangent of an argument, given its position."""
+    if k >= LEAVES:
+        return bars.leaves[k - LEAVES]
+    due = np.pad(bars.due, ((0, len(args[DUE]) - len(bars.due)), (0, 0))) if k == DUE else None  # it has the first rows
+    return (bars.u0, bars.start, bars.end, due)[k]
+
+
+def push_run(run: Run, args: Sequence[Array], tangents: Mapping[int, Sequence[Array]]) -> list[Sequence[Array]]:
+    """Return the result of `push_directions` by a replay of the steps."""
+    inputs = list(args)
     with restoring_state(), Bundle() as bundle:
         for k, gs in tangents.items():
-            given[k] = bundle.variable(args[k], list(gs))
-        u0, start, end, due, *leaves = given
-        found = [bundle.parts(x) for x in replayed(run, u0, start, end, leaves, due)]
+            inputs[k] = bundle.variable(args[k], list(gs))
+        u0, start, end, due, *leaves = inputs
+        results = [bundle.parts(x) for x in replayed(run, u0, start, end, leaves, due)]
     zeros = [None] * len(next(iter(tangents.values())))
-    return [[np.zeros_like(value) if g is None else g for g in gs or zeros] for value, gs in found]
+    return [[np.zeros_like(value) if g is None else g for g in gs or zeros] for value, gs in results]
 
 
 class Number(NamedTuple):
@@ -54,27 +166,32 @@ class Number(NamedTuple):
     unit: complex  # 1 for the real part of the entry, 1j for its imaginary part
 
 
-def numbers_of(run: Run, argnums: Sequence[int], args: Sequence[Any]) -> list[Number]:
+def numbers_of(run: Run, argnums: Sequence[int], args: Sequence[Array]) -> list[Number]:
     """Return the real numbers of one trajectory with respect to which a run is differentiated."""
-    found = []
+    numbers = []
     for k in argnums:
         shape = np.shape(args[k])[:-1] if _varies(run, k) else np.shape(args[k])
         units = (1.0, 1j) if np.iscomplexobj(args[k]) else (1.0,)
-        found += [Number(k, index, unit) for index in np.ndindex(*shape) for unit in units]
-    return found
+        numbers += [Number(k, index, unit) for index in np.ndindex(*shape) for unit in units]
+    return numbers
 
 
 def _varies(run: Run, k: int) -> bool:
     return k < LEAVES or run.batch.p.varies[k - LEAVES]
 
 
-def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Any]) -> Iterator[tuple[Number, Array]]:
+def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Array]) -> Iterator[tuple[Number, Array]]:
     """Yield each number, and per trajectory the sum of products of the cotangents and the tangents of all results."""
-    found, saved = numbers_of(run, argnums, args), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
+    numbers, saved = numbers_of(run, sorted(argnums), args), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
     reached = None if seeds.reached is None else run.masked(seeds.reached)
     seeds = seeds._replace(end=run.masked(seeds.end), saved=saved, reached=reached)
-    for first in range(0, len(found), _GROUP):
-        group = found[first : first + _GROUP]
+    carried = carried_parts(run, argnums)
+    if carried is not None:
+        for number, end, saved in zip(numbers, *carried):
+            yield number, product_per_trajectory(run, seeds, saved, end.T)
+        return
+    for first in range(0, len(numbers), _GROUP):
+        group = numbers[first : first + _GROUP]
         tangents: dict[int, list[Any]] = {number.argnum: [None] * len(group) for number in group}
         for j, (k, index, unit) in enumerate(group):
             total = np.zeros_like(args[k])
@@ -86,16 +203,16 @@ def pushed(run: Run, seeds: Seeds, argnums: Sequence[int], args: Sequence[Any]) 
 
 
 def contracted(
-    run: Run, argnums: Sequence[int], args: Sequence[Any], parts: Iterable[tuple[Number, Array]]
+    run: Run, argnums: Sequence[int], args: Sequence[Array], parts: Iterable[tuple[Number, Array]]
 ) -> dict[int, Array]:
     """Return the cotangents of the arguments, given the results of `pushed`."""
-    found: dict[int, Any] = {k: np.zeros_like(args[k]) for k in argnums}
+    cotangents: dict[int, Any] = {k: np.zeros_like(args[k]) for k in argnums}
     for (k, index, unit), part in parts:
         # In autograd's convention the gradient with respect to a + ib is ∂/∂a - i ∂/∂b.
         value = part if unit == 1.0 else -1j * part
         value = value if _varies(run, k) else value.sum()
-        found[k][index] += value if is_device_array(args[k]) else run.on_host(value)
-    return found
+        cotangents[k][index] += value if is_device_array(args[k]) else run.on_host(value)
+    return cotangents
 
 
 def product_per_trajectory(

@@ -15,7 +15,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
-from mpiad.compiling.closure import with_own_variables
+from mpiad.compiling.closure import with_values_of_variables
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.derivative import locked, refuse_traced
 from mpiad.ensemble.problem import check_order
@@ -117,11 +117,11 @@ class Event:
         elif not callable(self.condition):
             raise TypeError(f"Event: condition must be a function, but got {type(self.condition).__name__}.")
 
-    def own(self) -> Event:
+    def snapshot(self) -> Event:
         """Return the event with functions that keep the present values of the variables that they read."""
-        return dataclasses.replace(self, **{name: with_own_variables(part) for name, part in vars(self).items()})
+        return dataclasses.replace(self, **{name: with_values_of_variables(part) for name, part in vars(self).items()})
 
-    def _given_times(self) -> Any:
+    def _given_times(self) -> Array:
         """Return the times as a tuple of numbers, or as the user's function."""
         if self.condition is not None:
             raise ValueError("Event: give either a condition or times, not both. Define two events.")
@@ -142,7 +142,7 @@ class Event:
             raise TypeError(f"Event: times must be a list of numbers, or a function of p, but got {self.times!r:.80}.")
         return tuple(times.astype(float).tolist())
 
-    def due(self, p: Tree) -> list[Any]:
+    def due(self, p: Tree) -> list[Array]:
         """Return the list of given times, each a number or an array with one entry per column; p may be traced."""
         given: Any = self.times(p) if callable(self.times) else self.times
         return list(given) if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Scalar, Tree
 from mpiad.device.assembly import concatenate
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
@@ -71,8 +72,7 @@ class CrossedSteps(NamedTuple):
         *rows, stages, sign = zip(*steps)
         fields: list[Any] = [np.concatenate(row, axis=-1) for row in rows]
         fields += [[np.concatenate(k, axis=-1) for k in zip(*stages)], None if sign[0] is None else np.concatenate(sign)]
-        found: list[Any] = [np.concatenate(table, axis=-1) for table in tables]
-        return CrossedSteps._make([*found, Step._make(fields)])
+        return CrossedSteps._make([*(np.concatenate(table, axis=-1) for table in tables), Step._make(fields)])
 
     def at(self, columns: Array) -> CrossedSteps:
         """Return the steps of some columns."""
@@ -142,7 +142,7 @@ class EventWatch:
         for e in self.clocks:
             rows = np.flatnonzero(kept.crossed[e].any(axis=0))
             if rows.size:
-                j, own = np.argmax(kept.crossed[e][:, rows], axis=0), columns[rows]
+                j, places = np.argmax(kept.crossed[e][:, rows], axis=0), columns[rows]
                 part, before = kept.step.at(rows), np.sign(kept.values[e, j, rows])
                 low, high = (_time_of(part, kept.x[e, k, rows]) for k in (j, j + 1))
                 # Bisection finds the first number at which the condition has changed its sign.
@@ -153,7 +153,7 @@ class EventWatch:
                         break
                     same = np.sign(self._called(self._events[e], part.u, part.ids, part.actual(middle))) == before
                     low, high = np.where(wide & same, middle, low), np.where(wide & ~same, middle, high)
-                times[own] = np.minimum(times[own], high)
+                times[places] = np.minimum(times[places], high)
         times = np.where((times <= step.t_new) & (step.t_new != self.clock), times, np.inf)
         self.clock = np.where(times < np.inf, times, self.clock)
         return times
@@ -164,12 +164,12 @@ class EventWatch:
 
     def bracketed(self, step: Step, columns: Array, screened: Array, sides: Mapping[int, Array] = {}) -> CrossedSteps:
         """Return the steps of some columns, and the parts in which conditions change signs (`sides`: `Event.crossed`)."""
-        own, points, count = step.at(columns), self._x, len(self._events)
-        x = np.zeros_like(own.t, shape=(count, len(points), len(columns))) + points[:, None]
+        part, points, count = step.at(columns), self._x, len(self._events)
+        x = np.zeros_like(part.t, shape=(count, len(points), len(columns))) + points[:, None]
         values, crossed = np.zeros_like(x), np.zeros_like(x[:, 1:], dtype=bool)
         for e, event in enumerate(self._events):
             values[e, 0], values[e, -1] = self._before[e, columns], self._after[e, columns]
-            values[e, 1:-1] = self._inside(event, own, x[e, 1:-1])
+            values[e, 1:-1] = self._inside(event, part, x[e, 1:-1])
             # A point moves to the vertex of the parabola through it and its neighbors if the condition changes signs there.
             before, at, after = values[e, :-2], values[e, 1:-1], values[e, 2:]
             slope, curvature = 0.5 * (after - before), before - 2 * at + after
@@ -177,13 +177,13 @@ class EventWatch:
             near &= (np.abs(slope) < np.abs(curvature)) & (slope * slope >= 2 * curvature * at)
             if type(near) is not np.ndarray or near.any():
                 vertex = x[e, 1:-1] - self._points[1] * np.where(near, slope, 0.0) / np.where(near, curvature, 1.0)
-                value = self._inside(event, own, vertex)
+                value = self._inside(event, part, vertex)
                 near &= value * at < 0
                 near[1:] &= ~near[:-1]
                 x[e, 1:-1], values[e, 1:-1] = np.where(near, vertex, x[e, 1:-1]), np.where(near, value, at)
             side = sides[e][columns] if e in sides else None
             crossed[e] = event.crossed(values[e, :-1], values[e, 1:], side) & screened[e, columns]
-        return CrossedSteps(crossed, x, values, own)
+        return CrossedSteps(crossed, x, values, part)
 
     def _inside(self, event: Event, step: Step, x: Array) -> Array:
         """Return the values of a condition at the fractions x of a step, shape (points, n)."""
@@ -235,12 +235,10 @@ class EventWatch:
                     states[:, columns] = np.where(earlier, at, states[:, columns])
                     break
         located = [self._written(step, root, part, ending_event, len(roots) > 1) for root in roots]
-        found = StepEvents(
-            [event for event in located if event], None if states is step.new else part < np.inf, part, states, roots
-        )
-        if found.ended is not None:
+        ended = None if states is step.new else part < np.inf
+        if ended is not None:
             step.t_new[:], step.new[...] = _time_of(step, part), states
-        return found
+        return StepEvents([event for event in located if event], ended, part, states, roots)
 
     def _called(self, event: Event, u: Array, ids: Array, t: Array) -> Array:
         """Return the values of a condition, which on the host is called with at least two columns."""
@@ -257,15 +255,14 @@ class EventWatch:
         I. F. D. Oliveira, R. H. C. Takahashi, An enhancement of the bisection method average performance preserving minmax
         optimality, ACM Transactions on Mathematical Software 47 (2020), 5:1-24: the method ITP, with κ₂ = 2 and n₀ = 1.
         """
-        count, ids, real = len(before), step.ids, self._coefficients.real
+        count, real = len(before), self._coefficients.real
         on_host = type(before) is np.ndarray
         if count == 1 and on_host:  # conditions are called with at least two columns
-            step, low, high, before, after = (
+            step, (low, high, before, after) = (
                 step.at(np.zeros(2, int)),
-                *(np.repeat(x, 2) for x in (low, high, before, after)),
+                (np.repeat(x, 2) for x in (low, high, before, after)),
             )
-            ids = step.ids
-        p, signs, width = self._select(ids), np.sign(before), high - low
+        p, signs, width = self._select(step.ids), np.sign(before), high - low
         terms = polynomials(self._coefficients, step.u, step.h.astype(real, copy=False), step.k)
         for evaluation in range(EVALUATIONS):
             wide = high - low > RESOLUTION
@@ -328,13 +325,13 @@ def _projected(low: Array, high: Array, before: Array, after: Array, radius: Arr
     return np.where(np.abs(x - middle) <= allowed, x, np.where(distance > 0, middle - allowed, middle + allowed))
 
 
-def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
+def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Scalar]]]:
     """Return the (event, time) pairs of each trajectory, given sorted events of all of them; `times` may be traced."""
-    found: dict[int, list[tuple[int, Any]]] = {}
+    pairs = defaultdict(list)
     every = times if isbox(times) else times.tolist()
     for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):
-        found.setdefault(i, []).append((e, time))
-    return found
+        pairs[i].append((e, time))
+    return dict(pairs)
 
 
 def in_order(rows: np.ndarray) -> np.ndarray:

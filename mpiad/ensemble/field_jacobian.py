@@ -87,12 +87,12 @@ class FieldJacobian:
             group = np.argmax(groups, axis=0)[places.columns]
             order = np.lexsort((places.rows, group))
             self.places = Places(*(indices[order] for indices in places))
-            self._used = np.zeros(groups.size, bool)
-            self._used[group * len(batch.u0) + places.rows] = True
+            self._in_pattern = np.zeros(groups.size, bool)
+            self._in_pattern[group * len(batch.u0) + places.rows] = True
 
     def chosen(self, products: Array) -> Array:
         """Return the entries among the tangents along all groups, shape (groups · d, n), which may be traced."""
-        return products if self.groups is None else products[self._used]
+        return products if self.groups is None else products[self._in_pattern]
 
     def entries(self, u: Array, p: Tree, t: Array) -> tuple[Array, Array | None]:
         """Return the entries at n states, shape (m, n), and ∂f/∂t, shape (d, n), or None if it is zero."""
@@ -119,22 +119,23 @@ def jacobian_of(batch: Batch) -> FieldJacobian:
     Raise a TypeError or a ValueError if the user's pattern of the Jacobian is invalid or lacks an entry.
     """
     d = len(batch.u0)
-    given = None if batch.sparsity is None else given_pattern(batch.sparsity, d)
-    found = _structure_of(batch)
-    if not isinstance(found, str):
-        if given is not None:
-            refuse_missing(given, found[0], d)
-        return FieldJacobian(batch, *found)
+    pattern = None if batch.sparsity is None else given_pattern(batch.sparsity, d)
+    structure = _structure_of(batch)
+    if not isinstance(structure, str):
+        if pattern is not None:
+            refuse_missing(pattern, structure[0], d)
+        return FieldJacobian(batch, *structure)
     if is_on_device(batch):
         raise TypeError(
-            f"solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed ({found}). Write "
-            "f with functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
+            "solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed "
+            f"({structure}). Write f with functions of autograd.numpy, without branches on values, or apply "
+            "mpiad.device.to_host to u0 and p."
         )
     dense = Places(*np.divmod(np.arange(d * d), d)[::-1])  # column by column
-    jacobian = FieldJacobian(batch, dense if given is None else given, None, given and groups_of(given, d))
+    jacobian = FieldJacobian(batch, dense if pattern is None else pattern, None, pattern and groups_of(pattern, d))
     if batch.size:
-        _check_differentiable(jacobian, batch, found)
-    if batch.size and given is not None:
+        _check_differentiable(jacobian, batch, structure)
+    if batch.size and pattern is not None:
         check, (p, u, t) = PatternCheck(jacobian.field, jacobian.places, jacobian.groups), _first_columns(batch)
         with np.errstate(all="ignore"):
             check.by_nan(u, _leaves(p), t)
@@ -144,7 +145,7 @@ def jacobian_of(batch: Batch) -> FieldJacobian:
 
 # The places of the entries, and the program or the groups of columns: see `FieldJacobian`.
 _Structure: TypeAlias = "tuple[Places, JacobianProgram | None, Array | None]"
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 def field_program(batch: Batch) -> Program | None:
@@ -153,16 +154,16 @@ def field_program(batch: Batch) -> Program | None:
     if len(batch.u0) > LARGE or is_on_device(batch) or np.iscomplexobj(batch.u0):
         return None
 
-    def faster(own: Batch) -> Program | str:
-        most = _traced_cost(own)
+    def faster(traced: Batch) -> Program | str:
+        most = _traced_cost(traced)
         # A program has at least about one operation per number that f uses: a network's needn't be traced.
-        if len(own.u0) + packing_of(own.p).size > most:
+        if len(traced.u0) + packing_of(traced.p).size > most:
             return "slow"
-        program = program_of(own)
+        program = program_of(traced)
         return program if program.cost <= most else "slow"
 
-    found = _remembered(batch, "field", faster)
-    return found if isinstance(found, Program) else None
+    program = _remembered(batch, "field", faster)
+    return program if isinstance(program, Program) else None
 
 
 def _structure_of(batch: Batch) -> _Structure | str:
@@ -177,28 +178,27 @@ def _structure_of(batch: Batch) -> _Structure | str:
             groups = groups_of(places, len(batch.u0))
             if _traced_cost(batch) * (2 + len(groups)) < program.cost:
                 return places, None, groups
-        found = jacobian_program(program)
-        return Places(*np.array(found.places, int).reshape(-1, 2).T), found, None
+        jacobian = jacobian_program(program)
+        return Places(*np.array(jacobian.places, int).reshape(-1, 2).T), jacobian, None
 
     return _remembered(batch, f"Jacobian, sparse: {sparse}", structure)
 
 
-def _remembered(batch: Batch, name: str, make: Callable[[Batch], _Found]) -> _Found | str:
+def _remembered(batch: Batch, name: str, make: Callable[[Batch], _Result]) -> _Result | str:
     """Return ``make(batch on the host)``, or the reason why f can't be traced; the result is cached."""
     if is_on_device(batch):  # a few trajectories as host arrays, for which the values of the program and of f are compared
         batch = batch.share(slice(0, 3))
         u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
         batch = batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
 
-    def find(_: bool) -> _Found | str:
+    def find(_: bool) -> _Result | str:
         try:
             return make(batch)
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 
     # Without trajectories the program isn't compared with f.
-    found: Any = remembered(find, batch, (), name, batch.size > 0)
-    return found
+    return remembered(find, batch, (), name, batch.size > 0)  # type: ignore[return-value]
 
 
 def _traced_cost(batch: Batch) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -16,12 +16,10 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, Parameters, is_on_device, save_times, two_at_least
+from mpiad.ensemble.batch import Batch, Parameters, is_on_device, not_finite_entries, save_times, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.compiled.kernel_solver import Solver
-from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.consistent_start import consistent_start
-from mpiad.ensemble.directions import DUE, LEAVES, NO_TIMES, U0, arguments_of, numbers_of, push_run
+from mpiad.ensemble.directions import NO_TIMES, push_directions
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each, scaled_factor
 from mpiad.ensemble.members import as_state, master_seed, members
@@ -33,7 +31,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.solve import GivenTimes, started
-from mpiad.ensemble.solve_options import SolveOptions, options_of_states, refuse_unknown, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, as_tuple, options_of_states, refuse_unknown, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.checks import positive_count
 from mpiad.pytrees import flatten
@@ -116,15 +114,16 @@ class FitResult:
         free = self.active_mask == 0
         columns, norms = scaled_factor(self._factor, free)
         _, values, rows = np.linalg.svd(columns, full_matrices=False)
-        used = np.arange(values.shape[1]) < np.count_nonzero(free, axis=1)[:, None]
+        number = np.count_nonzero(free, axis=1)
+        nonzero = np.arange(values.shape[1]) < number[:, None]
         with np.errstate(all="ignore"):
-            root = np.where(used[..., None], rows / values[..., None], 0.0) / norms[:, None]
-            found = np.swapaxes(root, 1, 2) @ root
+            root = np.where(nonzero[..., None], rows / values[..., None], 0.0) / norms[:, None]
+            covariance = np.swapaxes(root, 1, 2) @ root
             if not absolute_sigma:
-                excess = self._residual_counts - np.count_nonzero(free, axis=1)
-                found = found * np.where(excess > 0, 2 * self.cost / excess, np.nan)[:, None, None]
-        found[~self.success] = np.nan
-        return found
+                excess = self._residual_counts - number
+                covariance *= np.where(excess > 0, 2 * self.cost / excess, np.nan)[:, None, None]
+        covariance[~self.success] = np.nan
+        return covariance
 
 
 def joined_fits(parts: Sequence[FitResult]) -> FitResult:
@@ -134,20 +133,10 @@ def joined_fits(parts: Sequence[FitResult]) -> FitResult:
     return FitResult(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(FitResult)))
 
 
-# Saved states of an ensemble, and their derivatives with respect to a few variables per trajectory.
-#
-# The tangents are propagated by the kernel of the solve or, without a kernel, by a pass over the recorded steps.
-
-# Maximum number of entries of tangents in a kernel. Compiling takes 5 s with 64 entries, and more than 20 s with 144.
-_CARRIED = 64
-
 # The number of solves of a fit that `compile="auto"` expects.
 _SOLVES = 10
-# Maximum number of saved numbers for which a kernel's adjoint, a sweep per number, replaces the repetition of the steps.
-_SWEEPS = 100
 
 Generator = Callable[[ODEProblem, Array], ODEProblem]
-Tangents = list[Any] | None
 
 
 class States(NamedTuple):
@@ -156,16 +145,6 @@ class States(NamedTuple):
     u: Array  # shape (n, n_saved, d); NaN if a trajectory failed
     tangents: Array  # shape (m, n, n_saved, d)
     tries: Array  # int, shape (n,); numbers of tried steps
-
-
-class _TracedBatch(NamedTuple):
-    """A batch as a function of the variables x: the batch with traced inputs, and the tangents of these inputs."""
-
-    batch: Batch
-    leaves: dict[int, list[Any]]
-    u0: Tangents = None
-    times: GivenTimes | None = None  # of events, if any event acts
-    due: tuple[Array, Tangents] = NO_TIMES, None  # the given times, shape (m + 1, n), and their tangents
 
 
 class SensitivitySolve:
@@ -177,90 +156,48 @@ class SensitivitySolve:
         self._compiler, self._generator, self._first, self._checked = compiler, generator, first, False
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
+    def starting(self, x: Array) -> Batch:
+        """Return the batch, with the variables x, shape (N, m), as parameters if there is no generator."""
+        p = Parameters([x.T], [True], lambda leaves: leaves[0])
+        return self._batch if self._generator else self._batch._replace(p=p)
+
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
-        traced = self._traced(np.ascontiguousarray(x.T), self._batch.share(ids))
-        batch, times = traced.batch.plain(), self._times if self._times.ndim == 1 else self._times[ids]
-        leaves = [batch.p.leaves[place] for place in traced.leaves]
-        numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if traced.u0 else 0)
-        in_kernel = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
-        settings = self._settings._replace(saveat=times, gradient="tangent" if in_kernel else "adjoint")
-        if traced.times is not None and not self._checked:  # at the start, for all trajectories
-            check_schedules(traced.times, batch, times, self._first)
-            self._checked = True
-        plan = self._compiler.plan(batch, settings, traced.batch)
-        begun = (batch, settings) if traced.times is None else started(batch, settings, traced.times)
-        outcome = self._compiler.run_planned(plan, *begun, traced.batch)
-        u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
-        tangents = self._tangents(Run(batch, settings, outcome), traced, x.shape[1])
-        return States(u, tangents, outcome.naccept + outcome.nreject)
-
-    def _traced(self, x: Array, batch: Batch) -> _TracedBatch:
-        """Insert variables of shape (m, n) into a batch."""
-        tangents = unit_tangents(x)
+        settings = self._settings._replace(saveat=self._times if self._times.ndim == 1 else self._times[ids])
+        variables, times, due = np.ascontiguousarray(x.T), None, NO_TIMES
         with restoring_state(), Bundle() as bundle:
-            variables = bundle.variable(x, tangents)
-            if self._generator is None:
-                p = Parameters([variables], [True], lambda leaves: leaves[0])
-                traced = _TracedBatch(batch._replace(p=p), {0: tangents})
-            else:
-                traced = _generated(bundle, self._generator, batch, variables)
-            settings = self._settings
-            consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
-            traced = traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
+            traced = self._batch_of(bundle, variables, self._batch.share(ids))
+            traced, _ = consistent_start(traced, settings.mass, settings.rtol, settings.atol)
+            batch = traced.plain()
             if any(event.acts for event in settings.events):
-                times = GivenTimes(settings.events, traced.batch.plain())
-                traced = traced._replace(times=times, due=bundle.parts(times.traced(traced.batch)))
-            return traced
+                times = GivenTimes(settings.events, batch)
+                due = times.traced(traced)
+            args, along = zip(*map(bundle.parts, (traced.u0, traced.start, traced.end, due, *traced.p.leaves)))
+        if times is not None and not self._checked:  # at the start, for all trajectories
+            check_schedules(times, batch, settings.saveat, self._first)
+            self._checked = True
+        plan = self._compiler.plan(batch, settings, traced)
+        begun = (batch, settings) if times is None else started(batch, settings, times)
+        outcome = self._compiler.run_planned(plan, *begun, traced)
+        tangents = {k: gs for k, gs in enumerate(along) if gs is not None and any(g is not None for g in gs)}
+        saved, *_ = push_directions(Run(batch, settings, outcome), args, tangents, 1)
+        u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
+        return States(u, np.asarray(saved), outcome.naccept + outcome.nreject)
 
-    def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:
-        """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
-        solver, places = run.outcome.solver, list(traced.leaves)
-        carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places)
-        tangents = {U0: traced.u0 or [None] * m, **{LEAVES + place: gs for place, gs in traced.leaves.items()}}
-        if carried is None:
-            args, (due, along) = arguments_of(run), traced.due
-            if along is not None and any(g is not None for g in along):
-                args[DUE], tangents[DUE] = due, along
-            if solver is not None and run.n_saved * len(run.batch.u0) <= _SWEEPS and not np.iscomplexobj(run.batch.u0):
-                return _by_adjoints(solver, run, tangents, m)
-            return np.stack(push_run(run, args, tangents)[0])
-        saved: Array = carried[1]
-        if self._generator is None and traced.u0 is None:
-            return saved
-        total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
-        # The chain rule, since a kernel returns the tangents along single initial values and parameters.
-        argnums = [argnum for argnum in tangents if argnum != U0 or traced.u0 is not None]
-        for derivative, number in zip(saved, numbers_of(run, argnums, arguments_of(run))):
-            for j, g in enumerate(tangents[number.argnum]):
-                if g is not None:
-                    total[j] += derivative * g[number.index][:, None, None]
-        return total
-
-
-def _by_adjoints(solver: Solver, run: Run, tangents: dict[int, list[Any]], m: int) -> Array:
-    """Return the tangents of the saved states, shape (m, n, n_saved, d), by one sweep of a kernel per number saved."""
-    d, count = run.batch.u0.shape
-    total, seed = np.zeros((m, count, run.n_saved, d)), np.zeros((count, run.n_saved, d))
-    for k, c in np.ndindex(run.n_saved, d):
-        seed[:, k, c] = 1.0
-        seeds = run.seeds(seed, np.zeros((count, d)), ())
-        bars = pull_compiled(solver, run, seeds, [place - LEAVES for place in tangents if place >= LEAVES], DUE in tangents)
-        seed[:, k, c] = 0.0
-        for argnum, gs in tangents.items():
-            bar = bars.u0 if argnum == U0 else bars.due if argnum == DUE else bars.leaves[argnum - LEAVES]
-            for j, g in enumerate(gs):
-                if g is not None:
-                    total[j, :, k, c] += (bar * g[: len(bar)]).reshape(-1, count).sum(axis=0)
-    return total
+    def _batch_of(self, bundle: Bundle, x: Array, batch: Batch) -> Batch:
+        """Return the batch for variables of shape (m, n), which are traced."""
+        variables = bundle.variable(x, unit_tangents(x))
+        if self._generator is None:
+            return batch._replace(p=Parameters([variables], [True], lambda leaves: leaves[0]))
+        return _generated(bundle, self._generator, batch, variables)
 
 
 def unit_tangents(x: Array) -> list[Array]:
     """Return m unit tangents of variables of shape (m, n), one for each variable."""
-    return list(np.eye(len(x))[:, :, None] * np.ones_like(x))
+    return list(np.repeat(np.eye(len(x))[..., None], x.shape[1], axis=-1))
 
 
-def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _TracedBatch:
+def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> Batch:
     """Return a batch with the u0 and p that `generator` returns for the variables x, shape (m, n)."""
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
@@ -268,35 +205,33 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
     constant = partial(bundle.variable, tangents=[None] * len(x))
     # If all trajectories have the same tspan, it is a pair of numbers, as in the user's problem.
     span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
-    p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
-    made = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
-    if not isinstance(made, ODEProblem) or made.f is not batch.f or made.tspan is not span:
+    p = batch.p.build([constant(leaf) if each else leaf for leaf, each in zip(batch.p.leaves, varies)])
+    problem = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
+    if not isinstance(problem, ODEProblem) or problem.f is not batch.f or problem.tspan is not span:
         raise TypeError(
             "fit: prob_generator must return its problem with another u0 or p, but the same f and tspan, for example "
-            f"remake(problem, p=x), but returned {made!r:.100}."
+            f"remake(problem, p=x), but returned {problem!r:.100}."
         )
-    u0, _ = _with_tangents(bundle, _initial(made.u0, batch))
-    parts, build = flatten(made.p)
-    for part in parts:
-        if isbox(part) and np.shape(part)[-1:] != (count,):
+    leaves, build = flatten(problem.p)
+    for leaf in leaves:
+        if isbox(leaf) and np.shape(leaf)[-1:] != (count,):
             raise ValueError(
-                f"fit: prob_generator returned a part of p of shape {np.shape(part)}, without an axis of trajectories. "
+                f"fit: prob_generator returned a part of p of shape {np.shape(leaf)}, without an axis of trajectories. "
                 f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
-    leaves, along = zip(*(_with_tangents(bundle, part) for part in parts)) if parts else ((), ())
-    p = Parameters(list(leaves), [*map(isbox, parts)], build)
-    return _TracedBatch(batch._replace(u0=u0, p=p), {k: gs for k, gs in enumerate(along) if gs is not None})
+    u0, *values = [_with_tangents(bundle, value) for value in (_initial(problem.u0, batch), *leaves)]
+    return batch._replace(u0=u0, p=Parameters(values, [*map(isbox, leaves)], build))
 
 
-def _with_tangents(bundle: Bundle, x: Array) -> tuple[Array, Tangents]:
-    """Return a value and its tangents; the plain value and None if all tangents are zero."""
+def _with_tangents(bundle: Bundle, x: Array) -> Array:
+    """Return a value, untraced if all its tangents are zero."""
     plain, tangents = bundle.parts(x)
-    return (plain, None) if tangents is None or all(g is None for g in tangents) else (x, tangents)
+    return plain if tangents is None or all(g is None for g in tangents) else x
 
 
-def _initial(given: Array, batch: Batch) -> Array:
+def _initial(u0: Array, batch: Batch) -> Array:
     """Return initial states, shape (d, n), which may be traced."""
-    u0, full = as_state(given), (*batch.shape, batch.size)
+    u0, full = as_state(u0), (*batch.shape, batch.size)
     if u0.shape == batch.shape != full:
         u0 = anp.broadcast_to(u0[..., None], full)
     if u0.shape != full:
@@ -312,12 +247,12 @@ def check_schedules(times: GivenTimes, batch: Batch, saveat: Array, first: int) 
     due, start = times.signs * times.times, times.signs * batch.start
     # Rows of saved times may be padded with NaN.
     last = np.nanmax(times.signs[:, None] * (saveat if saveat.size else batch.end[:, None]), axis=1, initial=-np.inf)
-    given, inside = np.isfinite(due), (due >= start) & (due <= last)
-    outside = given.any(axis=0) & ~inside.any(axis=0)
+    finite, inside = np.isfinite(due), (due >= start) & (due <= last)
+    outside = finite.any(axis=0) & ~inside.any(axis=0)
     if outside.any():
         i = int(np.argmax(outside))
         raise ValueError(
-            f"fit: the times of events of trajectory {first + i + 1}, {times.times[given[:, i], i]}, lie outside of its "
+            f"fit: the times of events of trajectory {first + i + 1}, {times.times[finite[:, i], i]}, lie outside of its "
             f"data, from the start of tspan, {batch.start[i]}, to the last saved time, {times.signs[i] * last[i]}."
         )
 
@@ -339,13 +274,13 @@ class Residuals:
     def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
         """Return half the sums of squares and the triangular factors of [J r] for trajectories `ids`; x: shape (n, m)."""
         count, m = x.shape
-        columns = two_at_least(count)
-        u = self._by_columns(states.u[columns])
-        tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
+        columns = slice(None) if count > 1 else two_at_least(count)
+        x, ids = x[columns], ids[columns]
+        u, *tangents = (self._by_columns(part[columns]) for part in (states.u, *states.tangents))
         with np.errstate(all="ignore"):
             if not self.count:  # only at the first call, since the check takes two more calls
-                self._check(x, u, ids, columns)
-            r, jacobian = self._linearized(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
+                self._check(x, u, ids)
+            r, jacobian = self._linearized(np.ascontiguousarray(x.T), u, tangents, ids)
             cost = 0.5 * np.add.reduce(r * r, axis=0)[:count]
         matrices = np.empty((count, len(r), m + 1))
         matrices[:, :, m] = r.T[:count]
@@ -376,23 +311,25 @@ class Residuals:
             except TypeError as error:
                 advice = "Write them with the functions of autograd.numpy instead of numpy."
                 raise TypeError(f"fit: the residuals can't be differentiated ({error}). {advice}") from error
-            found = [bundle.parts(part) for part in parts]
-        values, columns = [_rows(value) for value, _ in found], []
+            results = [bundle.parts(part) for part in parts]
+        values, columns = [_rows(value) for value, _ in results], []
         for j in range(len(x)):
-            parts = [np.zeros_like(v) if gs is None or gs[j] is None else _rows(gs[j]) for v, (_, gs) in zip(values, found)]
+            parts = [
+                np.zeros_like(v) if gs is None or gs[j] is None else _rows(gs[j]) for v, (_, gs) in zip(values, results)
+            ]
             columns.append(np.concatenate(parts))
         return np.concatenate(values), columns
 
-    def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
+    def _check(self, x: Array, u: Array, ids: Array) -> None:
         """Check that columns don't depend on each other, by a call with all columns and a call with copies of the first."""
         # The numbers of columns of the two calls differ; otherwise the calls would always agree if all columns are equal.
-        copies = np.zeros(3 if len(columns) == 2 else 2, int)
-        first = self._plain(x[columns], u, ids[columns])[:, 0]
-        copied = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
+        copies = np.zeros(3 if len(ids) == 2 else 2, int)
+        first = self._plain(x, u, ids)[:, 0]
+        copied = self._plain(x[copies], u[..., copies], ids[copies])[:, 0]
         if len(first) != len(copied) or not np.allclose(first, copied, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"fit: the residuals of a trajectory depend on other trajectories: those of the first are {first[:4]} in "
-                f"a call with all {len(columns)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
+                f"a call with all {len(ids)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
             )
         self.count = len(first)
 
@@ -420,13 +357,31 @@ def _rows(value: Array) -> Array:
     return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
 
 
+class FitArguments(NamedTuple):
+    """The arguments of `fit`, unchecked."""
+
+    options: SolveOptions
+    residuals: Function
+    p0: Array
+    data: Tree
+    prob_generator: Generator | None
+    bounds: tuple[Array, Array]
+    ftol: float
+    xtol: float
+    gtol: float
+    x_scale: Array | str
+    max_nfev: int | None
+
+
 # Arguments that an error message shows completely if they differ between ranks.
-_SHORT = "alg ensemblealg ftol xtol gtol x_scale max_nfev rtol dt dtmax max_steps batch_size compile".split()
+_SHORT = ("ftol", "xtol", "gtol", "x_scale", "max_nfev")
+_SHORT_OPTIONS = ("alg", "ensemblealg", "rtol", "dt", "dtmax", "max_steps", "batch_size", "compile")
 
 
 class FitPlan(NamedTuple):
     """The checked arguments; start, bounds and scale have one row per trajectory."""
 
+    arguments: FitArguments
     options: SolveOptions
     start: Array
     lower: Array
@@ -435,55 +390,66 @@ class FitPlan(NamedTuple):
     stopping: Stopping
 
 
-def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
+def planned_together(channel: Channel, arguments: FitArguments) -> FitPlan:
     """Return the result of `planned`; errors, also about differences between ranks, are raised on all ranks."""
 
     def described(plan: FitPlan) -> list[object]:
-        short = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
+        options = arguments.options
+        names = [(arguments, name) for name in _SHORT] + [(options, name) for name in _SHORT_OPTIONS]
+        short = ", ".join(f"{name}={getattr(owner, name)}" for owner, name in names)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
-        shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
+        shown = f"p0={arguments.p0!r:.60}, bounds={arguments.bounds!r:.60}, saveat={options.saveat!r:.60}"
         tolerances = [np.asarray(tolerance, float) for tolerance in (plan.options.rtol, plan.options.atol)]
         arrays = plan.start, plan.lower, plan.upper, *tolerances, *saveat
-        return [f"{shown}, {short}", short, *arrays, digests_of(plan.options.problem, plan.options.events)]
+        digests = digests_of(plan.options.problem, plan.options.events)
+        return [f"{shown}, atol={options.atol!r:.60}, {short}", short, *arrays, digests]
 
-    return alike_on_all(used, lambda: planned(given), described, "fit")
+    return alike_on_all(channel, lambda: planned(arguments), described, "fit")
 
 
-def planned(given: SimpleNamespace) -> FitPlan:
+def planned(arguments: FitArguments) -> FitPlan:
     """Return the checked arguments; raise if one is invalid, traced, or on a device."""
-    _check_plain("p0", given.p0)
-    start = np.asarray(given.p0)
+    _check_plain("p0", arguments.p0)
+    start = np.asarray(arguments.p0)
     if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
         got = f"shape {start.shape} and dtype {start.dtype}"
         raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
-    start = start.astype(float)
-    ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
-    options = options_of_states("fit", given, problem=ensemble, trajectories=len(start), gradient="tangent")
-    if not callable(given.residuals):
-        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {given.residuals!r:.60}.")
-    if given.prob_generator is not None and not callable(given.prob_generator):
-        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {given.prob_generator!r:.60}.")
-    for leaf in flatten(given.data)[0]:
+    start, ensemble = start.astype(float), arguments.options.ensemble
+    options = options_of_states("fit", arguments.options._replace(problem=ensemble, trajectories=len(start)))
+    if not callable(fun := arguments.residuals):
+        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {fun!r:.60}.")
+    if (fun := arguments.prob_generator) is not None and not callable(fun):
+        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {fun!r:.60}.")
+    for leaf in flatten(arguments.data)[0]:
         _check_plain("data", leaf)
         if leaf is not None and np.shape(leaf)[:1] != (len(start),):
             raise ValueError(
                 f"fit: data must have one row per trajectory, {len(start)} rows like p0, but has shape {np.shape(leaf)}. "
                 "Data that all trajectories share can be variables of the enclosing function."
             )
-    lower, upper = _bounds(given.bounds, start)
-    scale = None
-    if not isinstance(given.x_scale, str) or given.x_scale != "jac":
-        scale = _by_trajectory("x_scale", given.x_scale, start)
-        if not (np.isfinite(scale) & (scale > 0)).all():
-            raise ValueError(f"fit: x_scale must be 'jac' or numbers above zero, but got {given.x_scale!r:.60}.")
+    lower, upper = _bounds(arguments.bounds, start)
+    scale, stopping = _scale(arguments.x_scale, start), _stopping(arguments, start.shape[1])
+    return FitPlan(arguments, options, start, lower, upper, scale, stopping)
+
+
+def _stopping(arguments: FitArguments, m: int) -> Stopping:
     for name in ("ftol", "xtol", "gtol"):
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         if not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
             raise ValueError(f"fit: {name} must be a number, zero or more, but got {value!r}.")
     # The same default as SciPy's least_squares.
-    most = 100 * start.shape[1] if given.max_nfev is None else positive_count(given.max_nfev, "fit: max_nfev")
-    stopping = Stopping(float(given.ftol), float(given.xtol), float(given.gtol), most)
-    return FitPlan(options, start, lower, upper, scale, stopping)
+    most = 100 * m if arguments.max_nfev is None else positive_count(arguments.max_nfev, "fit: max_nfev")
+    return Stopping(float(arguments.ftol), float(arguments.xtol), float(arguments.gtol), most)
+
+
+def _scale(x_scale: Array | str, start: Array) -> Array | None:
+    """Return the scales of all variables, or None for those of the Jacobian."""
+    if isinstance(x_scale, str) and x_scale == "jac":
+        return None
+    scale = _by_trajectory("x_scale", x_scale, start)
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise ValueError(f"fit: x_scale must be 'jac' or numbers above zero, but got {x_scale!r:.60}.")
+    return scale
 
 
 def _check_plain(name: str, x: Array) -> None:
@@ -634,39 +600,55 @@ def fit(
     >>> print(found.p.ravel().round(4), found.retcode)
     [0.5 1.  1.5] ['Success' 'Success' 'Success']
     """
-    refuse_unknown("fit", locals())
-    given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
+    refuse_unknown(fit, others)
+    options = SolveOptions(
+        problem=ensemble,
+        alg=alg,
+        ensemblealg=ensemblealg,
+        trajectories=None,
+        rtol=rtol,
+        atol=atol,
+        dt=dt,
+        dtmax=dtmax,
+        max_steps=max_steps,
+        compile=compile,
+        saveat=saveat,
+        events=as_tuple(events),
+        batch_size=batch_size,
+    )
+    arguments = FitArguments(options, residuals, p0, data, prob_generator, bounds, ftol, xtol, gtol, x_scale, max_nfev)
     mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
-    used = None if mpi is None else channel(mpi.comm, "ensemble.fit")
-    plan = planned(given) if used is None else planned_together(used, given)
-    count, m = plan.start.shape
-    compiler = Compiler(plan.options.compile, plan.options.backend, count, used, solves=_SOLVES)
-    if mpi is None or used is None:
-        found = share = _share(given, plan, compiler, range(count))
+    group = None if mpi is None else channel(mpi.comm, "ensemble.fit")
+    plan = planned(arguments) if group is None else planned_together(group, arguments)
+    count = len(plan.start)
+    compiler = Compiler(plan.options.compile, plan.options.backend, count, group, solves=_SOLVES)
+    if mpi is None or group is None:
+        result = share = _share(plan, compiler, range(count))
     else:
-        bounds = mpi.bounds(count, used.size)
-        with raising_together(used, Exception), compiler:
-            share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-        warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
-        compiler.log_warnings(warnings, used.rank)
-        found = joined_fits(parts)
+        starts = mpi.bounds(count, group.size)
+        with raising_together(group, Exception), compiler:
+            share = _share(plan, compiler, range(starts[group.rank], starts[group.rank + 1]))
+        warnings, not_finite, parts = zip(*group.data.allgather((compiler.warnings, compiler.not_finite, share)))
+        compiler.not_finite = dict(ChainMap(*not_finite))
+        compiler.log_warnings(warnings, group.rank)
+        result = joined_fits(parts)
         # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
-        mpi.remember(found._tries, 1, bool(compiler.kernels), traced=True)
-        compiler.record(found._tries, found.nfev)
-    if used is None or used.rank == 0:
-        report("fit", "fits", found.retcode)
-    return found if mpi is None or mpi.gather else share
+        mpi.remember(result._tries, 1, bool(compiler.kernels), traced=True)
+        compiler.record(result._tries, result.nfev)
+    if group is None or group.rank == 0:
+        report("fit", "fits", result.retcode, compiler.not_finite)
+    return result if mpi is None or mpi.gather else share
 
 
-def _share(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
+def _share(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     """Fit the trajectories with the indices `numbers`, batch by batch."""
-    size = max(1, given.batch_size or len(numbers))
+    size = max(1, plan.options.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
-    return joined_fits([_fitted(given, plan, compiler, numbers) for numbers in batches])
+    return joined_fits([_fitted(plan, compiler, numbers) for numbers in batches])
 
 
-def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
-    ensemble, options, rows = plan.options.problem, plan.options, slice(numbers.start, numbers.stop)
+def _fitted(plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
+    ensemble, options, rows = plan.options.ensemble, plan.options, slice(numbers.start, numbers.stop)
     seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
     batch = members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, len(plan.start))
     if batch.traced or is_on_device(batch):
@@ -675,10 +657,10 @@ def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: 
             "mpiad.device.to_host to them."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
-    solves = SensitivitySolve(compiler, batch, settings, given.prob_generator, numbers.start)
-    leaves, build = flatten(given.data)
+    solves = SensitivitySolve(compiler, batch, settings, plan.arguments.prob_generator, numbers.start)
+    leaves, build = flatten(plan.arguments.data)
     data = build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])
-    misfit = Residuals(given.residuals, data, batch.shape)
+    misfit = Residuals(plan.arguments.residuals, data, batch.shape)
     tries = np.zeros(len(numbers), int)
 
     def evaluate(x: Array, ids: Array) -> Evaluation:
@@ -687,7 +669,19 @@ def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: 
         return misfit.evaluated(x, states, ids)
 
     scale = None if plan.scale is None else plan.scale[rows]
-    found = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
-    minima = found.x, found.cost, found.optimality, found.active_mask, found.nfev, found.njev
-    indices, counts = np.array(numbers, int), np.full(len(numbers), misfit.count)
-    return FitResult(*minima, ConvergenceCode.names_of(found.codes), indices, found.factor, counts, tries)
+    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    initial = np.flatnonzero(minima.codes == ConvergenceCode.InitialFailure.code)
+    compiler.not_finite |= not_finite_entries(solves.starting(plan.start[rows]), initial, numbers.start)
+    return FitResult(
+        minima.x,
+        minima.cost,
+        minima.optimality,
+        minima.active_mask,
+        minima.nfev,
+        minima.njev,
+        ConvergenceCode.names_of(minima.codes),
+        indices=np.array(numbers, int),
+        _factor=minima.factor,
+        _residual_counts=np.full(len(numbers), misfit.count),
+        _tries=tries,
+    )

@@ -31,18 +31,18 @@ _JUMP = 1e-6  # the least jump, relative to the largest value of f
 _NEAR = 1e-9  # the distance of an event from the jump up to which it counts as an event at the jump, relative to tspan
 
 
-def warn_of_jumps_in_time(warn: Warn, plan: TracedProblem | None, given: Batch, events: Sequence[Event]) -> None:
+def warn_of_jumps_in_time(warn: Warn, plan: TracedProblem | None, inputs: Batch, events: Sequence[Event]) -> None:
     """Warn if f jumps at a time that depends on differentiated parameters, and no event occurs at this time.
 
     `plan`: the traced problem of a kernel; None for a solve by arrays.
     """
-    boxed = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
-    if not boxed:
+    boxed = [place for place, leaf in enumerate(inputs.p.leaves) if isbox(leaf)]
+    if not boxed or not inputs.size:
         return
-    program = field_program(given.plain()) if plan is None else plan.program
+    program = field_program(inputs.plain()) if plan is None else plan.program
     if program is None or not _comparisons(program, None):
         return
-    batch, packing = given.plain(), packing_of(given.p)
+    batch, packing = inputs.plain(), packing_of(inputs.p)
     comparisons = _comparisons(program, frozenset(j for part in packing.parts if part.place in boxed for j in part.scalars))
     for k in range(min(batch.size, _TRAJECTORIES)):
         one = _on_host(batch.share(np.array([k])))
@@ -71,17 +71,17 @@ def _comparisons(program: Program, parameters: frozenset[int] | None) -> tuple[P
     """Return the programs of the comparisons of the time with parameters of these indices, by default with any of them."""
     reads, result = list[set[str]](), []
     for i, (operation, arguments, value) in enumerate(program.instructions):
-        inputs = set[str]().union(*(reads[k] for k in arguments))
+        groups = set[str]().union(*(reads[k] for k in arguments))
         if isinstance(value, tuple):
             group, first, *count = value
             places = range(first, first + (count[0] if count else 1))
             differentiated = parameters is None or not parameters.isdisjoint(places)
             if group != "parameter" or differentiated:
-                inputs.add(group)
+                groups.add(group)
         elif operation == "stop_gradient":
-            inputs.discard("parameter")
-        reads.append(inputs)
-        if operation in _COMPARISONS and inputs == {"time", "parameter"}:
+            groups.discard("parameter")
+        reads.append(groups)
+        if operation in _COMPARISONS and groups == {"time", "parameter"}:
             result.append(simplify(Program(program.groups, program.instructions, [i])))
     return tuple(result)
 

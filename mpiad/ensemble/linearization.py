@@ -23,11 +23,11 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.core.tracing import restoring_state
 
 
-def pulled(fun: Callable[[list[Any]], Iterable[tuple[Any, Any]]], variables: Sequence[Array]) -> list[Any]:
+def pulled(fun: Callable[[list[Array]], Iterable[tuple[Array, Array]]], variables: Sequence[Array]) -> list[Array]:
     """Return the cotangents of variables, None for zeros, if ``fun(variables)`` returns results with their cotangents."""
     cotangents: list[Array] = []
 
-    def results(traced: list[Any]) -> list[Any]:
+    def results(traced: list[Array]) -> list[Array]:
         pairs = [(value, g) for value, g in fun(traced) if g is not None]
         cotangents.extend(g for _, g in pairs)
         return [value for value, _ in pairs]
@@ -37,7 +37,7 @@ def pulled(fun: Callable[[list[Any]], Iterable[tuple[Any, Any]]], variables: Seq
     return run_backward(recording, seeds, len(variables))
 
 
-def with_leaves(leaves: Sequence[Any], places: Iterable[int], values: Iterable[Any]) -> list[Any]:
+def with_leaves(leaves: Sequence[Any], places: Iterable[int], values: Iterable[Array]) -> list[Any]:
     """Return the leaves of the parameters with those at `places` replaced."""
     filled = list(leaves)
     for place, value in zip(places, values):

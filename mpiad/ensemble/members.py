@@ -12,7 +12,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Scalar, Tree
 from mpiad.device.assembly import stack
 from mpiad.ensemble.batch import Batch, Parameters, repeated
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
@@ -79,7 +79,7 @@ def columns_of(
     return Batch(first.f, states[0].shape, u0, p, start, end, first.jac_sparsity)
 
 
-def _stack(arrays: list[Any], axis: int = 0) -> Array:
+def _stack(arrays: list[Array], axis: int = 0) -> Array:
     return (stack if any(map(isbox, arrays)) else np.stack)(arrays, axis=axis)
 
 
@@ -128,10 +128,10 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int], first: Arr
         if arrays is None:
             return repeated(column, count)
         return arrays.copy(np.broadcast_to(column, (len(column), count)))
-    given = as_state(ensemble.u0)
-    if given.shape[1:] != first.shape:
-        raise ValueError(f"solve: u0= of the ensemble must have shape (N, *{first.shape}), but has shape {given.shape}.")
-    rows = _rows(given, numbers)
+    states = as_state(ensemble.u0)
+    if states.shape[1:] != first.shape:
+        raise ValueError(f"solve: u0= of the ensemble must have shape (N, *{first.shape}), but has shape {states.shape}.")
+    rows = _rows(states, numbers)
     return _trajectories_last(rows if rows.ndim == 2 else rows.reshape(len(numbers), first.size))
 
 
@@ -153,8 +153,8 @@ def _stacked(
 ) -> Parameters:
     paths, build = leaf_paths(trees[0], "p"), flatten(trees[0])[1]
     for i, tree in zip(numbers, trees):
-        if (own := leaf_paths(tree, "p")) != paths:
-            different = f"{paths} in trajectory {numbers[0]}, but {own} in trajectory {i}"
+        if (other := leaf_paths(tree, "p")) != paths:
+            different = f"{paths} in trajectory {numbers[0]}, but {other} in trajectory {i}"
             raise ValueError(f"solve: p must have the same leaves in all trajectories, but has {different}.")
     columns, varies, other_leaves = [], [], None
     for place, leaves in enumerate(zip(*(flatten(tree)[0] for tree in trees))):
@@ -172,7 +172,7 @@ def _stacked(
     return Parameters(columns, varies, build)
 
 
-def _span(problem: ODEProblem) -> tuple[Any, Any]:
+def _span(problem: ODEProblem) -> tuple[Scalar, Scalar]:
     try:
         start, end = problem.tspan
         finite = math.isfinite(getval(start)) and math.isfinite(getval(end))
@@ -184,18 +184,18 @@ def _span(problem: ODEProblem) -> tuple[Any, Any]:
     return span
 
 
-def _checked(made: object, original: ODEProblem, i: int) -> ODEProblem:
-    if not isinstance(made, ODEProblem):
-        got = f"{type(made).__name__} for trajectory {i}"
+def _checked(problem: object, original: ODEProblem, i: int) -> ODEProblem:
+    if not isinstance(problem, ODEProblem):
+        got = f"{type(problem).__name__} for trajectory {i}"
         raise TypeError(f"solve: prob_func must return an ODEProblem, created by remake, but returned {got}.")
-    if made.f is not original.f:
+    if problem.f is not original.f:
         raise ValueError(
             f"solve: prob_func returned a problem with another f for trajectory {i}. All trajectories share one f; give "
             "differences between trajectories as parameters p."
         )
-    if made.mass_matrix is not original.mass_matrix:
+    if problem.mass_matrix is not original.mass_matrix:
         raise ValueError(
             f"solve: prob_func returned a problem with another mass_matrix for trajectory {i}. All trajectories share the "
             "mass_matrix of the ensemble's problem."
         )
-    return made
+    return problem

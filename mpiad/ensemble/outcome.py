@@ -11,6 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.tableaus import Algorithm
@@ -136,7 +137,7 @@ class Outcome:
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
     record: Any = None  # the recorded steps of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
-    jumps: list[Any] = field(default_factory=list)  # the changes of states by events, if steps are recorded
+    jumps: list[Jump] = field(default_factory=list)  # the changes of states by events, if steps are recorded
 
     @property
     def failed(self) -> Array:
@@ -209,28 +210,28 @@ class Outcome:
         )
 
 
-def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
-    """Return the number of calls of f per trajectory; `given`: whether the user chose the size of the first step."""
+def evaluations(naccept: Array, nreject: Array, alg: Algorithm, with_dt: Array | bool) -> Array:
+    """Return the number of calls of f per trajectory; `with_dt`: whether the user chose the size of the first step."""
     tries = naccept + nreject
-    at_start = np.where(given, 1, 2)  # the second call is used to choose the size of the first step
+    at_start = np.where(with_dt, 1, 2)  # the second call is used to choose the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 
 class FactorizationCounts:
     """Base class of solutions: the numbers of matrix factorizations and Jacobians."""
 
-    naccept: Any
-    nreject: Any
+    naccept: Array
+    nreject: Array
     alg: Algorithm | None
 
     @property
-    def nlu(self) -> Any:
+    def nlu(self) -> Array:
         """Number of factorizations per trajectory: for Rosenbrock methods one per tried step, otherwise 0."""
         tries = self.naccept + self.nreject
         return tries if self.alg is not None and self.alg.tableau.implicit else 0 * tries
 
     @property
-    def njac(self) -> Any:
+    def njac(self) -> Array:
         """Number of Jacobians of f: one per factorization."""
         return self.nlu
 
@@ -241,11 +242,17 @@ def failures(kinds: type[NamedCode], retcode: Array, failed: Array, predicate: s
     return f"{len(failed)} of {len(retcode)} {predicate} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
 
-def report(call: str, what: str, retcode: Array) -> None:
-    """Log the failures among the codes of `what`, such as "fits"."""
+def text_of_not_finite(not_finite: dict[int, str]) -> str:
+    """Return a sentence that names the first entry that isn't finite, or "": see `not_finite_entries`."""
+    return f" For trajectory {min(not_finite) + 1}, {not_finite[min(not_finite)]}." if not_finite else ""
+
+
+def report(call: str, what: str, retcode: Array, not_finite: dict[int, str]) -> None:
+    """Log the failures among the codes of `what`, such as "fits"; `not_finite`: see `not_finite_entries`."""
     failed = np.flatnonzero(retcode != ConvergenceCode.Success)
     if len(failed):
-        _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))
+        text = failures(ConvergenceCode, retcode, failed, f"{what} ended without success")
+        _log.warning("%s: %s.%s", call, text, text_of_not_finite(not_finite))
 
 
 def complete(outcome: Outcome, acting: Acting) -> None:
@@ -255,7 +262,7 @@ def complete(outcome: Outcome, acting: Acting) -> None:
     outcome.codes[ended] = acting.codes[ended]
     table = outcome.event_table
     if table is not None:
-        table[1] = np.array(acting.found)[table[1].astype(int)]
+        table[1] = np.array(acting.conditions)[table[1].astype(int)]
     steps = outcome.save_step
     if steps is not None:
         # A value saved when an event changes the state belongs to the next step, or is the final state if no step follows.

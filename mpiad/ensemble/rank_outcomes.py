@@ -19,6 +19,16 @@ from mpiad.transport import Channel
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
 
 
+class RankReport(NamedTuple):
+    """What ranks must know about each other's solves, besides the outcomes."""
+
+    compiled: bool
+    traced: bool
+    warnings: str  # about f, for the log
+    digests: dict[str, int]  # of the arguments
+    not_finite: dict[int, str]  # for some trajectories that failed at the start: see `not_finite_entry`
+
+
 class _Share(NamedTuple):
     """The data that a rank sends about its trajectories."""
 
@@ -32,12 +42,8 @@ class _Share(NamedTuple):
     reached: Array  # final times; a single number if all are equal
     events: dict  # maps trajectories to their events, with untraced times
     converged: bool  # whether a reduction ended the solve
-    compiled: bool
-    traced: bool
     ends: bool  # whether only initial and final states are saved
-    warnings: str  # about f, for the log
-    digests: dict[str, int]  # of the arguments
-    not_finite: dict[int, str]  # for some trajectories that failed at the start: see `not_finite_entry`
+    report: RankReport
 
 
 def _joined(name: str, dtype: type) -> cached_property[Array]:
@@ -55,16 +61,22 @@ class RankOutcomes:
 
     shares: list[_Share]
     t: Array  # the saved times, shape (n_saved,) or (N, n_saved)
-    evaluated: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
+    calls: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
 
     codes = _joined("codes", np.int8)  # the numbers of the return codes
     t_reached = _joined("reached", float)  # the final times
     naccept = _joined("accepted", np.int64)  # the numbers of accepted steps
     nreject = _joined("rejected", np.int64)  # the numbers of rejected steps
 
-    def any(self, name: str) -> bool:
-        """Return whether the attribute `name` is true in any share."""
-        return any(getattr(share, name) for share in self.shares)
+    @property
+    def reports(self) -> list[RankReport]:
+        """The reports of all ranks."""
+        return [share.report for share in self.shares]
+
+    @property
+    def converged(self) -> bool:
+        """Whether a reduction ended the solve of any rank."""
+        return any(share.converged for share in self.shares)
 
     @property
     def counts(self) -> list[int]:
@@ -84,7 +96,7 @@ class RankOutcomes:
     @property
     def nf(self) -> Array:
         """Numbers of calls of f, shape (N,)."""
-        computed = np.split(self.evaluated(self.naccept, self.nreject), np.cumsum(self.counts)[:-1])
+        computed = np.split(self.calls(self.naccept, self.nreject), np.cumsum(self.counts)[:-1])
         calls_of_ranks = [share.calls if share.calls is not None else calls for share, calls in zip(self.shares, computed)]
         return np.concatenate(calls_of_ranks)
 
@@ -100,53 +112,56 @@ class RankOutcomes:
 
 
 def outcomes_of_all(
-    used: Channel, share: EnsembleSolution | BaseException, compiled: bool, traced: bool,
-    evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int], not_finite: dict[int, str],
-) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
+    channel: Channel,
+    share: EnsembleSolution | BaseException,
+    calls: Callable[[Array, Array], Array],
+    report: RankReport,
+) -> tuple[EnsembleSolution, RankOutcomes]:
     """Return this rank's solution and all outcomes, or raise any rank's exception on all ranks; collective."""
     # All ranks also raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
     if isinstance(share, BaseException):
-        used.data.allgather(None)
-        raise_first(used, share)
-    shares = used.data.allgather(_share_of(share, compiled, traced, warnings, digests, not_finite))
+        channel.data.allgather(None)
+        raise_first(channel, share)
+    shares = channel.data.allgather(_share_of(share, report))
     if any(other is None for other in shares):
-        raise_first(used, None)
+        raise_first(channel, None)
     check_alike([other.kind for other in shares], "ranks")
     for rank, other in enumerate(shares):
-        names = [name for name, digest in other.digests.items() if digest != shares[0].digests.get(name)]
+        digests = other.report.digests.items()
+        names = [name for name, digest in digests if digest != shares[0].report.digests.get(name)]
         if names:
             text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
             advice = "Draw random numbers with one seed, or broadcast them."
-            raise agreed(used, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
-    return share, RankOutcomes(shares, _times(used, share, shares), evaluated)
+            raise agreed(channel, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
+    return share, RankOutcomes(shares, _times(channel, share, shares), calls)
 
 
-def _share_of(
-    share: EnsembleSolution,
-    compiled: bool,
-    traced: bool,
-    warnings: str,
-    digests: dict[str, int],
-    not_finite: dict[int, str],
-) -> _Share:
+def _share_of(share: EnsembleSolution, report: RankReport) -> _Share:
     codes, reached = share.codes, getval(share.t_reached)
-    kind, times = (share.u_end.shape[1:], share.u_end.dtype), fingerprint(share.t) if share.t.ndim == 1 else 0
-    counts = _in_few_bytes(share.naccept), _in_few_bytes(share.nreject), share.nf if share.events else None
-    codes = np.asarray(codes, np.int8) if codes.any() else np.int8(0)
-    reached = reached[0] if len(reached) and same_for_all(reached) else reached
-    events = {i: [(event, getval(time)) for event, time in occurred] for i, occurred in share.events.items()}
-    flags = share.converged, compiled, traced, share._start is not None, warnings, digests, not_finite
-    return _Share(len(share), kind, times, *counts, codes, reached, events, *flags)
+    return _Share(
+        len(share),
+        (share.u_end.shape[1:], share.u_end.dtype),
+        times=fingerprint(share.t) if share.t.ndim == 1 else 0,
+        accepted=_in_few_bytes(share.naccept),
+        rejected=_in_few_bytes(share.nreject),
+        calls=share.nf if share.events else None,
+        codes=np.asarray(codes, np.int8) if codes.any() else np.int8(0),
+        reached=reached[0] if len(reached) and same_for_all(reached) else reached,
+        events={i: [(event, getval(time)) for event, time in events] for i, events in share.events.items()},
+        converged=share.converged,
+        ends=share._start is not None,
+        report=report,
+    )
 
 
 def _in_few_bytes(counts: Array) -> Array:
     return counts.astype(np.min_scalar_type(counts.max(initial=0)))
 
 
-def _times(used: Channel, share: EnsembleSolution, shares: list[_Share]) -> Array:
+def _times(channel: Channel, share: EnsembleSolution, shares: list[_Share]) -> Array:
     if shares[0].times and all(other.times == shares[0].times for other in shares):
         return share.t
     # The times of ranks without trajectories are ignored.
-    times = [(t, other.count) for t, other in zip(used.data.allgather(share.t), shares)]
+    times = [(t, other.count) for t, other in zip(channel.data.allgather(share.t), shares)]
     busy = [pair for pair in times if pair[1]] or times[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

@@ -18,7 +18,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Comm, Tree
+from mpiad._typing import Array, Comm, Scalar, Tree
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
@@ -35,7 +35,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def gathered(
-    used: Channel,
+    channel: Channel,
     comm: Comm,
     share: EnsembleSolution,
     outcomes: RankOutcomes,
@@ -47,36 +47,36 @@ def gathered(
     # `comm`: the user's communicator of the channel, or None, as pickles contain it.
     # `start` returns all initial states, shape (d, N). `timed`: whether the final times have derivatives.
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
-    fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
-    fields |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
+    fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(channel, share.u_end, outcomes)}
+    fields |= {"events": _gathered_events(share, outcomes, channel.user), "converged": outcomes.converged}
     dense = share.dense and GatheredOutput(share.dense, len(share), comm)
     sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
     if timed:
-        sol.t_reached = _collected(used, share.t_reached, outcomes)
+        sol.t_reached = _collected(channel, share.t_reached, outcomes)
     if u is not None:
         sol.u = u
         return sol
     if not outcomes.ends or share._start is None:
-        sol.u = _collected(used, widened(share.u, outcomes.t.shape[-1]), outcomes)
+        sol.u = _collected(channel, widened(share.u, outcomes.t.shape[-1]), outcomes)
         return sol
     # u0 is computed now, since a program may change the problem's arrays before it reads sol.u.
-    u0 = _collected(used, share._start(), outcomes, axis=1) if start is None else start()
+    u0 = _collected(channel, share._start(), outcomes, axis=1) if start is None else start()
     return at_ends(sol, lambda: u0, sol.u_end)
 
 
-def _collected(used: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0) -> Array:
+def _collected(channel: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0) -> Array:
     if is_device_array(getval(x)):
-        return mpi_allgather(x, axis=axis, comm=used.user)
-    return gather_pieces(x, axis, outcomes.counts, used)
+        return mpi_allgather(x, axis=axis, comm=channel.user)
+    return gather_pieces(x, axis, outcomes.counts, channel)
 
 
-def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> dict[int, list[tuple[int, Any]]]:
+def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> dict[int, list[tuple[int, Scalar]]]:
     """Return the events of all trajectories, with differentiable times."""
     if not outcomes.events:
         return {}
     # All ranks sort the events in the same order.
-    own = [time for i in sorted(share.events) for _, time in share.events[i]]
-    everything = mpi_allgather(anp.array(own) if own else np.empty(0), axis=0, comm=comm)
+    here = [time for i in sorted(share.events) for _, time in share.events[i]]
+    everything = mpi_allgather(anp.array(here) if here else np.empty(0), axis=0, comm=comm)
     times = iter(everything if isbox(everything) else everything.tolist())
     return {i: [(event, next(times)) for event, _ in outcomes.events[i]] for i in sorted(outcomes.events)}
 
@@ -88,7 +88,7 @@ class _Placeholder:
         self.spec = Spec(*spec_like(leaf)[:2])
 
 
-def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
+def trees_of_all(channel: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     """Return the pytrees of all ranks; collective, and differentiable with respect to their numbers."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
@@ -96,18 +96,18 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     # The pytree with placeholders is pickled first, so that all ranks can raise an error.
     try:
         pickled, error = pickle.dumps(build(places), pickle.HIGHEST_PROTOCOL), None
-    except FAILURES as found:  # raised on all ranks together
-        text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
+    except FAILURES as failure:  # raised on all ranks together
+        text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({failure})"
         advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
         pickled, error = b"", TypeError(f"solve: {text}. {advice}")
-    pickles = used.data.allgather(pickled)
+    pickles = channel.data.allgather(pickled)
     if not all(pickles):
-        raise_first(used, error)
+        raise_first(channel, error)
     flat = [flatten(pickle.loads(text)) for text in pickles]
     everything = Concatenation([part.spec for parts, _ in flat for part in parts if isinstance(part, _Placeholder)])
-    own = Concatenation([spec_like(number) for number in numbers]).vector(numbers).astype(everything.dtype)
-    found = iter(everything.parts(mpi_allgather(own, axis=0, comm=comm)))
-    return [make([next(found)[()] if isinstance(part, _Placeholder) else part for part in parts]) for parts, make in flat]
+    vector = Concatenation([spec_like(number) for number in numbers]).vector(numbers).astype(everything.dtype)
+    values = iter(everything.parts(mpi_allgather(vector, axis=0, comm=comm)))
+    return [make([next(values)[()] if isinstance(part, _Placeholder) else part for part in parts]) for parts, make in flat]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Shape, Tree
 from mpiad.device.numpy import concatenate
 from mpiad.ensemble.dense_output import JoinedOutput
 from mpiad.ensemble.problem import EnsembleProblem
@@ -38,7 +38,7 @@ def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[...
     return dataclasses.replace(joined(parts), u=value, converged=bool(converged))
 
 
-def combined(problem: EnsembleProblem, parts: list[Any], count: int) -> Any:
+def combined(problem: EnsembleProblem, parts: list[Tree], count: int) -> Tree:
     """Return the combined outputs of ranks: lists are concatenated, and results of a reduction are reduced as one batch."""
     if problem.reduction is None or all(isinstance(part, list) for part in parts):
         return [output for part in parts for output in part]

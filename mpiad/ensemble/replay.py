@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import autograd.numpy as anp
 import numpy as np
@@ -30,6 +30,7 @@ from mpiad.ensemble.step_operators import advanced, replaced, solved, values_of
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
+Limits: TypeAlias = tuple[Array, ...] | None  # see `StepSweep.limits`
 # Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2
 
@@ -37,9 +38,8 @@ _ROOT_STEPS = 2
 class StepReplay:
     """One step of several columns."""
 
-    def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array, limits: Any, exact: bool):
-        # With `exact` the sums of the new state are those of the solve, and it has derivatives up to third order. `limits`:
-        # see `StepSweep.limits`.
+    def __init__(self, run: Run, u: Array, leaves: list[Any], t: Array, h: Array, limits: Limits, exact: bool):
+        # With `exact` the sums of the new state are those of the solve, and it has derivatives up to third order.
         self._limits = limits
         self._run, self._leaves, self._u, self.t, self.h, self._exact = run, leaves, u, t, h, exact
         self._size, self._k, self._arguments = _like(h, u), [], dict[int, Array]()
@@ -82,13 +82,13 @@ class StepReplay:
 
     def inside(self, weights: Array | Sequence[Array], columns: Columns) -> Array:
         """Return states inside the step, given the interpolant's weights."""
-        used = self._run.tableau.interpolating
-        if len(self._k) < used.stop:
+        dense = self._run.tableau.interpolating
+        if len(self._k) < dense.stop:
             self._k.append(self._stage(len(self._k)))
-        u, h, stages = self._u, self._size, self._k[used]
+        u, h, stages = self._u, self._size, self._k[dense]
         if type(columns) is not slice:
             u, h, stages = u[:, columns], h[columns], [k[:, columns] for k in stages]
-        return advanced(u, h, weights[used], *stages)
+        return advanced(u, h, weights[dense], *stages)
 
     def event(self, located: LocatedEvent) -> tuple[Array, Array]:
         """Return states and times at the root of an event's condition as differentiable functions of the inputs."""
@@ -235,14 +235,14 @@ class Replay:
         saved = [(part, part.of(new)) for part in values.at_end]
         if values.at_end and self._timed and run.settings.saveat is not None:
             # Saved times are constant, while the ends of steps move by `shift`, except at the end of tspan.
-            own, end, moved = inputs._replace(shift=shift), visit.t + visit.h, anp.where(sweep.moves(visit), shift, 0.0)
-            at_time = lambda k, new=new: self._drifted(new[:, k], own.of(run, k), end[k], moved[k])  # noqa: E731
+            shifted, end, moved = inputs._replace(shift=shift), visit.t + visit.h, anp.where(sweep.moves(visit), shift, 0.0)
+            at_time = lambda k, new=new: self._drifted(new[:, k], shifted.of(run, k), end[k], moved[k])  # noqa: E731
             saved = [(part, part._replace(columns=slice(None)).of(at_time(part.columns))) for part in values.at_end]
         for part in values.inside:
             weights = part.weights if not self._timed else step.weights(self._fractions(part, visit, t, h))
             saved.append((part, step.inside(weights, _without_repetitions(part.columns, len(step.t)))))
-        for rows, own in sweep.jumps(visit):
-            new, shift = self._jumped(rows, own, new, inputs._replace(shift=shift))
+        for rows, columns in sweep.jumps(visit):
+            new, shift = self._jumped(rows, columns, new, inputs._replace(shift=shift))
         return Visited(new, shift, saved, times)
 
     def ended(self, ids: Array, u: Array, inputs: Inputs) -> Array:
@@ -255,48 +255,48 @@ class Replay:
             return visit.t, visit.h
         # The end of tspan affects only the size of the last step, and nothing if the trajectory ended at a terminal event.
         longer = anp.where(sweep.moves(visit), inputs.lengthening - inputs.shift, 0.0)
-        for rows, own in sweep.jumps(visit)[:1]:
-            shift = inputs.shift[own]
-            longer = replaced(longer, own, self._moved(rows, own, inputs, shift) - shift)
+        for rows, columns in sweep.jumps(visit)[:1]:
+            shift = inputs.shift[columns]
+            longer = replaced(longer, columns, self._moved(rows, columns, inputs, shift) - shift)
         return visit.t + inputs.shift, visit.h + longer
 
     def _fractions(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
         """Return the fractions of steps at the constant saved times; they depend on the times of the steps."""
-        own = part.columns
-        elapsed = visit.t[own] + part.x * visit.h[own] - t[own]
+        columns = part.columns
+        elapsed = visit.t[columns] + part.x * visit.h[columns] - t[columns]
         # A value saved at the time of an event that acts is the state after the event, and doesn't depend on its time.
-        moving = (visit.h[own] != 0) & (part.x != 0 if self._run.jumps else True)
-        return anp.where(moving, elapsed / anp.where(moving, h[own], 1.0), 0.0)
+        moving = (visit.h[columns] != 0) & (part.x != 0 if self._run.jumps else True)
+        return anp.where(moving, elapsed / anp.where(moving, h[columns], 1.0), 0.0)
 
-    def _moved(self, rows: Array, own: Array, inputs: Inputs, shift: Array) -> Array:
+    def _moved(self, rows: Array, columns: Array, inputs: Inputs, shift: Array) -> Array:
         """Return zeros with the derivatives of the times of jumps: given times, or the ends of the preceding steps."""
         slot = self._run.jumps.slot[rows]  # type: ignore[union-attr]
         if (slot == FOUND).all():
             return shift
-        due = inputs.due[np.maximum(slot, 0), own]
+        due = inputs.due[np.maximum(slot, 0), columns]
         return anp.where(slot == FOUND, shift, due - getval(due))
 
-    def _jumped(self, rows: Array, own: Array, u: Array, inputs: Inputs) -> tuple[Array, Array]:
-        """Return the states and `shift` after jumps, at most one per trajectory; `own`: their columns."""
+    def _jumped(self, rows: Array, columns: Array, u: Array, inputs: Inputs) -> tuple[Array, Array]:
+        """Return the states and `shift` after jumps, at most one per trajectory; `columns`: their columns."""
         run, jumps, shift = self._run, self._run.jumps, inputs.shift
-        index = _without_repetitions(own, u.shape[1])
+        index = _without_repetitions(columns, u.shape[1])
         t, chosen, before = jumps.time[rows], inputs.of(run, index), u[:, index]  # type: ignore[union-attr]
         if self._timed:
-            moved = self._moved(rows, own, inputs, chosen.shift)
+            moved = self._moved(rows, columns, inputs, chosen.shift)
             # Only these columns are advanced: in other columns f may be infinite, and derivatives would become NaN.
             stepless = np.flatnonzero(jumps.stepless[rows])  # type: ignore[union-attr]
             if stepless.size:
                 drifted = self._drifted(before[:, stepless], chosen.of(run, stepless), t[stepless], moved[stepless])
                 before = replaced(before, stepless, drifted)
-            shift, t = replaced(shift, own, moved), t + moved
+            shift, t = replaced(shift, columns, moved), t + moved
         after, which = before, jumps.event[rows]  # type: ignore[union-attr]
         for event in np.unique(which).tolist():
             changed = np.flatnonzero(which == event)
-            columns = changed[two_at_least(len(changed))]
+            doubled = changed[two_at_least(len(changed))]
             affect = Field(run.batch._replace(f=run.settings.events[event].affect))  # type: ignore[arg-type]
-            found = affect.array(before[:, columns], run.batch.p.chosen(columns, chosen.leaves), t[columns])
-            after = replaced(after, changed, found[:, : len(changed)])
-        return replaced(u, own, after), shift
+            states = affect.array(before[:, doubled], run.batch.p.chosen(doubled, chosen.leaves), t[doubled])
+            after = replaced(after, changed, states[:, : len(changed)])
+        return replaced(u, columns, after), shift
 
     def _drifted(self, u: Array, inputs: Inputs, t: Array, moved: Array) -> Array:
         """Return states advanced by the difference of two equal times, which is zero but has derivatives."""
@@ -331,26 +331,28 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
         states, shift = replay.begun(initial, inputs)
         initial = states
         for sweep in run.sweeps():
-            own, u = inputs._replace(shift=shift).of(run, sweep.ids), states[:, :0]
+            of_sweep, u = inputs._replace(shift=shift).of(run, sweep.ids), states[:, :0]
             for visit in sweep.forwards():
                 before, width = u.shape[1], len(visit.t)
                 if before < width:
                     # Visits are aligned at the ends of trajectories, so shorter trajectories begin later.
                     entering = states[:, sweep.ids[before:width]]
                     u = concatenate([u, entering], axis=1) if before else entering
-                found = replay.visited(sweep, visit, u, own if width == len(sweep.ids) else own.of(run, slice(0, width)))
-                u = found.u
+                visited = replay.visited(
+                    sweep, visit, u, of_sweep if width == len(sweep.ids) else of_sweep.of(run, slice(0, width))
+                )
+                u = visited.u
                 if run.jumps and timed:
-                    own = own._replace(shift=replaced(own.shift, slice(0, width), found.shift))
-                for part, value in found.saved:
+                    of_sweep = of_sweep._replace(shift=replaced(of_sweep.shift, slice(0, width), visited.shift))
+                for part, value in visited.saved:
                     rows.save(part, value)
-                for located, time in found.times:
+                for located, time in visited.times:
                     final = located.stops and not run.settings.events[located.event].acts
                     (ended if final else passed).append((sweep.ids[located.columns] if final else located.row, time))
             if u.shape[1]:
                 states = replaced(states, sweep.ids, u)
             if run.jumps and timed:
-                shift = replaced(shift, sweep.ids, own.shift)
+                shift = replaced(shift, sweep.ids, of_sweep.shift)
         ids = run.without_last_step
         if timed and ids.size:
             states = replaced(states, ids, replay.ended(ids, states[:, ids], inputs._replace(shift=shift).of(run, ids)))
@@ -365,10 +367,10 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
         return [*results, reached if run.jumps else _with_times(reached, ended), _with_times(crossed, passed)]
 
 
-def _with_times(times: Array, found: list[tuple[Array, Array]]) -> Array:
-    if not found:
+def _with_times(times: Array, located: list[tuple[Array, Array]]) -> Array:
+    if not located:
         return times
-    places, values = zip(*found)
+    places, values = zip(*located)
     return replaced(times, np.concatenate(places), concatenate(values))
 
 

@@ -29,7 +29,7 @@ class Acting(NamedTuple):
     started: tuple[Jump, ...]  # the state changes at the start
 
     @property
-    def found(self) -> tuple[int, ...]:
+    def conditions(self) -> tuple[int, ...]:
         """The indices of the events with conditions."""
         return tuple(e for e, event in enumerate(self.events) if event.times is None)
 
@@ -41,8 +41,8 @@ class Acting(NamedTuple):
     def share(self, rows: slice) -> Acting:
         """Return the data of some of the trajectories."""
         first, stop, _ = rows.indices(len(self.first))
-        mine = [(jump, (jump.ids >= first) & (jump.ids < stop)) for jump in self.started]
-        started = tuple(jump.chosen(own)._replace(ids=jump.ids[own] - first) for jump, own in mine)
+        masks = [(jump.ids >= first) & (jump.ids < stop) for jump in self.started]
+        started = tuple(jump.chosen(mask)._replace(ids=jump.ids[mask] - first) for jump, mask in zip(self.started, masks))
         return Acting(self.events, self.times[:, rows], self.kinds[:, rows], self.first[rows], self.codes[rows], started)
 
 

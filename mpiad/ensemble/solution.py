@@ -11,14 +11,16 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.device import to_host
 from mpiad.device.numpy import stack
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, times_of
 from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport.devices.device_arrays import arrays_of, copied
 
 
@@ -103,9 +105,9 @@ class ODESolution(FactorizationCounts):
     nreject: int
     nf: int
     events: list[tuple[int, float]] = field(default_factory=list)
-    problem: Any = field(default=None, repr=False)
-    dense: Any = field(default=None, repr=False)
-    alg: Any = field(default=None, repr=False)
+    problem: ODEProblem | EnsembleProblem | None = field(default=None, repr=False)
+    dense: Callable[..., Array] | None = field(default=None, repr=False)
+    alg: Algorithm | None = field(default=None, repr=False)
     execution: str = field(default="", repr=False, compare=False)
 
     def __call__(self, t: float | Array) -> Array:
@@ -163,7 +165,7 @@ class EnsembleSolution(FactorizationCounts):
     [1.    0.399 0.184] [1.    0.368 0.135]
     """
 
-    u: Any
+    u: Tree
     t: Array
     u_end: Array
     retcode: Array
@@ -173,14 +175,14 @@ class EnsembleSolution(FactorizationCounts):
     nf: Array
     events: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     converged: bool = False
-    problem: Any = field(default=None, repr=False)
-    dense: Any = field(default=None, repr=False)
-    alg: Any = field(default=None, repr=False)
+    problem: ODEProblem | EnsembleProblem | None = field(default=None, repr=False)
+    dense: Callable[..., Array] | None = field(default=None, repr=False)
+    alg: Algorithm | None = field(default=None, repr=False)
     execution: str = field(default="", repr=False, compare=False)
     # The numbers of the return codes, if known.
-    _codes: Any = field(default=None, repr=False, compare=False)
-    # If only initial and final states are saved: a function that returns the initial states, shape (d, N).
-    _start: Any = field(default=None, repr=False, compare=False)
+    _codes: Array | None = field(default=None, repr=False, compare=False)
+    # If only initial and final states are saved: returns the initial states, shape (d, N).
+    _start: Callable[[], Array] | None = field(default=None, repr=False, compare=False)
     # Functions that compute fields on first access, by name. They don't refer to the solution, since a reference cycle
     # would keep its memory alive until garbage collection.
     _later: ClassVar[dict[str, Callable[[], Any]]] = {}
@@ -369,7 +371,7 @@ class EnsembleSolution(FactorizationCounts):
         return ax
 
 
-def _interpolants(dense: object) -> Any:
+def _interpolants(dense: Callable[..., Array] | None) -> Callable[..., Array]:
     if dense is None:
         raise ValueError(
             "sol(t): the solve kept no steps for interpolation. Pass dense_output=True to solve; with an output_func or a "

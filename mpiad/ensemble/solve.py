@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import autograd.numpy as anp
@@ -26,7 +25,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entry, save_times, with_states_on_device
+from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entries, save_times, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -39,9 +38,9 @@ from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.jumps_in_time import warn_of_jumps_in_time
 from mpiad.ensemble.members import initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures
+from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations, failures, text_of_not_finite
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
-from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
+from mpiad.ensemble.rank_outcomes import RankOutcomes, RankReport, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded, trees_of_all
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.run import Run
@@ -49,6 +48,7 @@ from mpiad.ensemble.settings import MOVING, Acting, Progress, Settings
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
 from mpiad.ensemble.solve_options import (
     SolveOptions,
+    as_tuple,
     check_combinations,
     checked_options,
     checked_together,
@@ -183,74 +183,98 @@ def solve(
     >>> print(mpiad.grad(end, objective="sum")(np.array([[1.0], [2.0]])).ravel().round(4))
     [-0.3679 -0.1353]
     """
-    refuse_unknown("solve", locals())
-    del others
-    progress = bool(progress)
-    given = SolveOptions(**locals())  # while only the arguments are in scope
-    used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
-    options = checked_options(given) if used is None else checked_together(used, given)
-    single, count = isinstance(problem, ODEProblem), options.trajectories
-    mpi_channel = None if single else used
-    if isinstance(problem, ODEProblem):
+    refuse_unknown(solve, others)
+    arguments = SolveOptions(
+        problem=problem,
+        alg=alg,
+        ensemblealg=ensemblealg,
+        trajectories=trajectories,
+        rtol=rtol,
+        atol=atol,
+        dt=dt,
+        dtmax=dtmax,
+        max_steps=max_steps,
+        compile=compile,
+        saveat=saveat,
+        save_everystep=save_everystep,
+        events=as_tuple(events),
+        batch_size=batch_size,
+        gradient=gradient,
+        checkpoints=checkpoints,
+        dense_output=dense_output,
+        progress=bool(progress),
+        throw=throw,
+    )
+    group = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
+    options = checked_options(arguments) if group is None else checked_together(group, arguments)
+    single, shared = isinstance(problem, ODEProblem), None if isinstance(problem, ODEProblem) else group
+    if single:
         serial = isinstance(options.backend, EnsembleSerial)
-        options = options._replace(problem=EnsembleProblem(problem), backend=options.backend if serial else _VECTORIZED)
-    compiler = Compiler(compile, options.backend, count, used)
-    if mpi_channel is not None:
-        sol = _over_ranks(options, compiler, mpi_channel)
+        options = options._replace(problem=options.ensemble, ensemblealg=options.backend if serial else _VECTORIZED)
+    compiler = Compiler(compile, options.backend, options.count, group)
+    if shared is not None and isinstance(ensemblealg, EnsembleMPI):
+        sol = _over_ranks(options, compiler, ensemblealg, shared)
     else:
         with compiler:
-            sol = _ensemble(options, compiler, range(1, count + 1), progress and not single)
-        if used is not None:
+            sol = _ensemble(options, compiler, range(1, options.count + 1), options.progress and not single)
+        if group is not None:
             compiler.log_warnings([compiler.warnings], 0)
             compiler.record(sol.naccept + sol.nreject)
     outcomes = sol.outcomes if isinstance(sol, ShardedSolution) else sol
-    _report(outcomes, compiler.not_finite, throw, mpi_channel is None or mpi_channel.rank == 0)
-    # The given problem may be that of another solution, with the sources of other kernels.
+    _report(outcomes, compiler.not_finite, throw, shared is None or shared.rank == 0)
+    # The problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg, sol.execution = solved, alg, compiler.execution
     return sol[0] if single else unshared(sol)
 
 
-def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
+def _over_ranks(options: SolveOptions, compiler: Compiler, mpi: EnsembleMPI, channel: Channel) -> EnsembleSolution:
     """Solve an ensemble over the ranks of a communicator; collective. An exception of one rank is raised on all ranks."""
     # Nothing is communicated while trajectories are solved. Afterwards states are gathered by `mpi_allgather`, whose
     # adjoint returns to each rank the cotangents of its share.
-    problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
-    bounds = mpi.bounds(count, used.size)
-    first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
+    problem, count = options.ensemble, options.count
+    bounds = mpi.bounds(count, channel.size)
+    first, last = int(bounds[channel.rank]), int(bounds[channel.rank + 1])
     share: EnsembleSolution | BaseException
     try:
         with compiler:
-            share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
+            share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and channel.rank == 0)
     except FAILURES as error:  # raised on all ranks together
         share = error
     traced = not isinstance(share, BaseException) and isbox(share.u_end)
-    evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
-    given = compiler.warnings, digests_of(problem, options.events), compiler.not_finite
-    share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, *given)
-    compiler.not_finite = {k: text for other in outcomes.shares for k, text in other.not_finite.items()}
-    compiler.log_warnings([other.warnings for other in outcomes.shares], used.rank)
+    report = RankReport(
+        bool(compiler.kernels), traced, compiler.warnings, digests_of(problem, options.events), compiler.not_finite
+    )
+    calls = partial(evaluations, alg=options.alg, with_dt=options.dt is not None)
+    share, outcomes = outcomes_of_all(channel, share, calls, report)
+    compiler.not_finite = {k: text for other in outcomes.reports for k, text in other.not_finite.items()}
+    compiler.log_warnings([other.warnings for other in outcomes.reports], channel.rank)
     # All ranks compute the shares of the next solve from the same numbers of steps.
     components, tries = int(np.prod(share.u_end.shape[1:])), outcomes.naccept + outcomes.nreject
-    mpi.remember(tries, components, outcomes.any("compiled"), outcomes.any("traced"))
+    mpi.remember(
+        tries,
+        components,
+        any(other.compiled for other in outcomes.reports),
+        any(other.traced for other in outcomes.reports),
+    )
     compiler.record(tries)
     has_outputs = problem.output_func is not None or problem.reduction is not None
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
     outputs = None
     if has_outputs:
-        trees = trees_of_all(used, mpi.comm, share.u)
-        with raising_together(used, Exception):
+        trees = trees_of_all(channel, mpi.comm, share.u)
+        with raising_together(channel, Exception):
             parts = [tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0]
             outputs = combined(problem, parts, count)
     # If there is no prob_func, each rank knows the initial states of all trajectories.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
-    return gathered(used, mpi.comm, share, outcomes, start, bool(options.events), outputs)
+    return gathered(channel, mpi.comm, share, outcomes, start, bool(options.events), outputs)
 
 
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:
     """Solve some trajectories, numbered from 1."""
-    problem = options.problem
+    problem = options.ensemble
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def ended(count: int) -> None:
@@ -259,7 +283,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         on_end = ended if progress and repeat == 1 else None
-        batch, template = own_members(problem, numbers, repeat, seed, options.trajectories)
+        batch, template = own_members(problem, numbers, repeat, seed, options.count)
         sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
         if template is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # Saved times aren't communicated, so a rank without trajectories computes those of trajectory 1.
@@ -277,16 +301,16 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 
 
 def _solved(
-    options: SolveOptions, compiler: Compiler, given: Batch, on_end: Progress = None, first: int = 0
+    options: SolveOptions, compiler: Compiler, inputs: Batch, on_end: Progress = None, first: int = 0
 ) -> EnsembleSolution:
     """Solve a batch; `first`: the index of its first trajectory in the ensemble."""
-    record = options.save_everystep or options.dense_output or given.traced
+    record = options.save_everystep or options.dense_output or inputs.traced
     # Copies, since derivatives are computed later, when the user may have changed the parameters.
     if record:
-        given, options = given.own(), options._replace(events=tuple([event.own() for event in options.events]))
+        inputs, options = inputs.snapshot(), options._replace(events=tuple([event.snapshot() for event in options.events]))
     if isinstance(options.backend, EnsembleSerial) and compiler.compile is not True:
-        given = with_plain_numbers(given)
-    start = batch = given.plain()
+        inputs = with_plain_numbers(inputs)
+    start = batch = inputs.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
     check_combinations(options, hosted)
@@ -296,44 +320,42 @@ def _solved(
     settings = settings_of(options, batch, times, record, ends, on_end)
     failed = None
     if settings.mass is not None and not is_on_device(batch):
-        given, failed = consistent_start(given, settings.mass, settings.rtol, settings.atol)
-        batch = given.plain()
+        inputs, failed = consistent_start(inputs, settings.mass, settings.rtol, settings.atol)
+        batch = inputs.plain()
     solved = partial(_by_kernel_or_arrays, options, compiler)
     if on_gpu:
-        sol = solved_on_gpu(compiler, given, batch, settings, solved)
+        sol = solved_on_gpu(compiler, inputs, batch, settings, solved)
         if isinstance(sol, DeviceSolution):
             compiler.execution = "kernel: EnsembleGPU"
     else:
-        sol = solved(given, batch, settings)
+        sol = solved(inputs, batch, settings)
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
     if not (isinstance(sol, DeviceSolution) and sol.all_succeeded or sol.survivors.all()):
-        # The message names one trajectory; this is a short search if all of them fail for another reason.
-        stuck = np.flatnonzero(~sol.survivors & (sol.naccept == 0))[:1000].tolist()
-        entries = ((first + k, entry) for k in stuck if (entry := not_finite_entry(start, k)))
-        compiler.not_finite |= islice(entries, 1)
+        stuck = np.flatnonzero(~sol.survivors & (sol.naccept == 0))
+        compiler.not_finite |= not_finite_entries(start, stuck, first)
     return sol
 
 
 def _by_kernel_or_arrays(
-    options: SolveOptions, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
+    options: SolveOptions, compiler: Compiler, inputs: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
     """Solve a batch by a CPU kernel if `compiler` chooses one, otherwise by arrays, on the host or on their device."""
-    moved = with_states_on_device(given)
-    if moved is not given:
-        given, batch = moved, moved.plain()
-    plan = compiler.plan(batch, settings, given)
-    warn_of_jumps_in_time(compiler.warn, plan, given, options.events)
-    run = partial(compiler.run_planned, plan, given=given)
+    moved = with_states_on_device(inputs)
+    if moved is not inputs:
+        inputs, batch = moved, moved.plain()
+    plan = compiler.plan(batch, settings, inputs)
+    warn_of_jumps_in_time(compiler.warn, plan, inputs, options.events)
+    run = lambda batch, settings: compiler.run_planned(plan, batch, settings, inputs)  # noqa: E731
     if options.acting:
-        return solved_with_events(run, batch, settings, given, options.dense_output)
+        return solved_with_events(run, batch, settings, inputs, options.dense_output)
     outcome = run(batch, settings)
     sol = solution_of(outcome, batch, settings)
-    if given.traced:
+    if inputs.traced:
         run = (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
-        sol = differentiable(sol, run, given)
-    return replace(sol, dense=DenseOutput(batch, settings, outcome, given)) if options.dense_output else sol
+        sol = differentiable(sol, run, inputs)
+    return replace(sol, dense=DenseOutput(batch, settings, outcome, inputs)) if options.dense_output else sol
 
 
 def _report(sol: EnsembleSolution | RankOutcomes, not_finite: dict[int, str], throw: bool, logs: bool) -> None:
@@ -348,9 +370,7 @@ def _report(sol: EnsembleSolution | RankOutcomes, not_finite: dict[int, str], th
         f"solve: {failures(ReturnCode, sol.retcode, failed, 'trajectories failed')}: {sol.retcode[first]} at "
         f"t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
     )
-    if not_finite:
-        k = min(not_finite)
-        text += f" For trajectory {k + 1}, {not_finite[k]}."
+    text += text_of_not_finite(not_finite)
     if throw:
         raise IntegrationError(text)
     if logs:
@@ -373,13 +393,13 @@ class GivenTimes:
     def __init__(self, events: Sequence[Event], batch: Batch):
         self.signs = signs = np.where(batch.end < batch.start, -1.0, 1.0)  # -1: integrated backwards in time
         self._events = [(e, event) for e, event in enumerate(events) if event.times is not None]
-        given = self._given(batch)
-        shape = len(given) + 1, batch.size
+        due = self._of(batch)
+        shape = len(due) + 1, batch.size
         # One column is enough if all trajectories have the same times and direction.
-        same_times = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
+        same_times = all(np.ndim(time) == 0 for _, time in due) and bool((signs == signs[:1]).all())
         directions = signs[:1] if same_times else signs
-        signed = np.stack([np.full(len(directions), np.inf), *(directions * time for _, time in given)])
-        event = np.array([[-1], *([e] for e, _ in given)])
+        signed = np.stack([np.full(len(directions), np.inf), *(directions * time for _, time in due)])
+        event = np.array([[-1], *([e] for e, _ in due)])
         # At equal times, earlier events in the list come first.
         order = np.lexsort((np.broadcast_to(event, signed.shape), signed), axis=0)
         signed = np.take_along_axis(signed, order, axis=0)
@@ -389,9 +409,9 @@ class GivenTimes:
         self.first = np.count_nonzero(signed < signs * batch.start, axis=0)  # the first time that isn't before the start
         self.times = np.broadcast_to(directions * signed, shape)
 
-    def _given(self, batch: Batch) -> list[tuple[int, Any]]:
+    def _of(self, batch: Batch) -> list[tuple[int, Array]]:
         """Return the indices of events and their given times, each a number or of shape (N,); parameters may be traced."""
-        found = []
+        due = []
         for e, event in self._events:
             for time in event.due(batch.p.build(batch.p.leaves)):
                 plain = np.asarray(getval(time))
@@ -400,8 +420,8 @@ class GivenTimes:
                         f"Event: times(p) must return a list of times, each a number or of shape {(batch.size,)} here, one "
                         f"for each column, but got {np.array2string(plain, threshold=6)} of shape {plain.shape}."
                     )
-                found.append((e, time))
-        return found
+                due.append((e, time))
+        return due
 
     def passed(self, stop: Array) -> Array:
         """Return the last passed times: trajectories, events, times, -1 - indices in `times`; `stop`: the next indices."""
@@ -411,15 +431,15 @@ class GivenTimes:
 
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""
-        rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for _, time in self._given(batch)]
+        rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for _, time in self._of(batch)]
         return anp.concatenate([np.full((1, batch.size), np.inf), *rows], axis=0)[self._order, np.arange(batch.size)]
 
 
 def solved_with_events(
-    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch, dense: bool = False
+    solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, inputs: Batch, dense: bool = False
 ) -> EnsembleSolution:
-    """Apply events at the start, call `solve`, and return the solution with derivatives for traced values in `given`."""
-    if given.traced and (dense or settings.saveat is None):
+    """Apply events at the start, call `solve`, and return the solution with derivatives for traced `inputs`."""
+    if inputs.traced and (dense or settings.saveat is None):
         raise NotImplementedError(
             "solve: derivatives of solves with events with an affect aren't supported with dense_output=True or "
             "save_everystep=True. Pass the times as saveat."
@@ -428,24 +448,24 @@ def solved_with_events(
     begun, acting = started(batch, settings, times)
     outcome = solve(begun, acting)
     run: Run | None = None
-    if given.traced:
-        run, due = Run(batch, settings, outcome), times.traced(given)
-        u, u_end, reached, crossed = traced_results(run, outcome.saved, outcome.u_end.T, given, due)  # type: ignore[arg-type]
+    if inputs.traced:
+        run, due = Run(batch, settings, outcome), times.traced(inputs)
+        u, u_end, reached, crossed = traced_results(run, outcome.saved, outcome.u_end.T, inputs, due)  # type: ignore[arg-type]
 
     def events() -> dict:
         """Return the roots of conditions and the given times that have passed, per trajectory, with derivatives."""
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
-        found = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
+        rows = np.stack([*table[[0, 1, 4]], np.arange(table.shape[1])])
         passed = times.passed(outcome.slots)
         if passed.size:
-            found = np.concatenate([found, passed], axis=1)
+            rows = np.concatenate([rows, passed], axis=1)
             # At equal times, roots of conditions come first.
-            found = found[:, np.lexsort((times.signs[found[0].astype(int)] * found[2], found[0]))]
-        (ids, event, source), when = found[[0, 1, 3]].astype(int), found[2]
+            rows = rows[:, np.lexsort((times.signs[rows[0].astype(int)] * rows[2], rows[0]))]
+        (ids, event, source), when = rows[[0, 1, 3]].astype(int), rows[2]
         if run is not None:
-            given_place = len(crossed) + (-1 - source) * due.shape[1] + ids
-            places = np.where(source < 0, given_place, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
+            place_of_due = len(crossed) + (-1 - source) * due.shape[1] + ids
+            places = np.where(source < 0, place_of_due, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
             every = concatenate([crossed, anp.reshape(due, (-1,))])
             when = traced_times(ids, when, places, run.live, reached, every)
         return by_trajectory(ids, event, when)
@@ -453,7 +473,7 @@ def solved_with_events(
     sol = solution_of(outcome, batch, settings, events)
     if run is not None:
         sol.u, sol.u_end, sol.t_reached = anp.reshape(u, sol.u.shape), anp.reshape(u_end, sol.u_end.shape), reached
-    return replace(sol, dense=DenseOutput(begun, acting, outcome, given)) if dense else sol
+    return replace(sol, dense=DenseOutput(begun, acting, outcome, inputs)) if dense else sol
 
 
 def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch, Settings]:
@@ -468,5 +488,5 @@ def started(batch: Batch, settings: Settings, times: GivenTimes) -> tuple[Batch,
     if jumps or ended.any():
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
     acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
-    events = tuple(settings.events[e] for e in acting.found)
+    events = tuple(settings.events[e] for e in acting.conditions)
     return batch, settings._replace(events=events, acting=acting)

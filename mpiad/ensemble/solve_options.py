@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU
 from mpiad.ensemble.batch import Batch, refuse_traced_times
@@ -31,30 +31,44 @@ _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
 
 class SolveOptions(NamedTuple):
-    """The arguments of `solve`, by name."""
+    """The arguments of `solve`, unchecked or the result of `checked_options`."""
 
-    problem: Any
-    alg: Any
-    ensemblealg: Any
-    trajectories: Any
-    rtol: Any
-    atol: Any
-    dt: Any
-    dtmax: Any
-    max_steps: Any
-    compile: Any
-    # `fit` has only some of the following options, `steady_state` has none. `checked_options` sets `mass` and `backend`.
-    saveat: Any = None
+    problem: ODEProblem | EnsembleProblem
+    alg: Algorithm
+    ensemblealg: EnsembleAlgorithm
+    trajectories: int | None
+    rtol: float | Array
+    atol: float | Array
+    dt: float | None
+    dtmax: float
+    max_steps: int
+    compile: str | bool
+    # `fit` has only some of the following options, `steady_state` has none.
+    saveat: Array = None  # a number, an array or None
     save_everystep: bool = False
-    events: Any = ()
-    batch_size: Any = None
-    gradient: Any = None
-    checkpoints: Any = None
+    events: tuple[Event, ...] = ()
+    batch_size: int | None = None
+    gradient: str | None = None
+    checkpoints: int | None = None
     dense_output: bool = False
     progress: bool = False
     throw: bool = False
-    mass: Any = None  # the mass matrix of the problem
-    backend: Any = None  # `ensemblealg`, or the `inner` of an EnsembleMPI
+    mass: Array | None = None  # the mass matrix of the problem, if checked
+
+    @property
+    def ensemble(self) -> EnsembleProblem:
+        """The problem as an ensemble."""
+        return EnsembleProblem(self.problem) if isinstance(self.problem, ODEProblem) else self.problem
+
+    @property
+    def count(self) -> int:
+        """The number of trajectories, if checked."""
+        return 1 if self.trajectories is None else self.trajectories
+
+    @property
+    def backend(self) -> EnsembleAlgorithm:
+        """The backend of the solves of one rank."""
+        return self.ensemblealg.inner if isinstance(self.ensemblealg, EnsembleMPI) else self.ensemblealg
 
     @property
     def acting(self) -> bool:
@@ -69,20 +83,24 @@ _RENAMED = {
 }  # fmt: skip
 
 
-def refuse_unknown(call: str, given: Mapping[str, Any]) -> None:
-    """Raise a TypeError for the unknown arguments ``given["others"]`` of a call with the arguments `given`."""
-    for name in given["others"]:
+def refuse_unknown(call: Function, names: Iterable[str]) -> None:
+    """Raise a TypeError for the names of unknown arguments in a call of a function."""
+    for name in names:
         instead = _RENAMED.get(name)
-        advice = f"; the argument is called {instead}" if instead in given else ""
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{advice}.")
+        advice = f"; the argument is called {instead}" if instead in inspect.signature(call).parameters else ""
+        raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}{advice}.")
+
+
+def as_tuple(events: Event | Sequence[Event]) -> tuple[Event, ...]:
+    """Return the events of a user's argument, which may be a single event."""
+    return tuple(events) if isinstance(events, (list, tuple)) else (events,)  # type: ignore[return-value]
 
 
 def checked_options(options: SolveOptions) -> SolveOptions:
     """Return the checked arguments; raise an error if one is invalid, or `saveat` is traced."""
     _check_kinds(options)
     _check_numbers(options)
-    events = tuple(options.events) if isinstance(options.events, (list, tuple)) else (options.events,)
-    for event in events:
+    for event in options.events:
         if not isinstance(event, Event):
             raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {event!r}. Make one: Event(condition).")
     if options.gradient not in (None, "tangent", "adjoint"):
@@ -111,15 +129,12 @@ def checked_options(options: SolveOptions) -> SolveOptions:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # The bound is that of SciPy; for smaller tolerances the error estimate consists of rounding errors.
     rtol = np.maximum(options.rtol, _LEAST_RTOL) if np.ndim(options.rtol) else max(options.rtol, _LEAST_RTOL)
-    backend = options.ensemblealg.inner if isinstance(options.ensemblealg, EnsembleMPI) else options.ensemblealg
-    mass = _mass_of(options)
-    return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=mass, backend=backend)
+    return options._replace(trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
 
 
-def options_of_states(call: str, given: SimpleNamespace, **others: Any) -> SolveOptions:
-    """Return the checked options of the solves in `fit` or `steady_state`, whose arguments are `given`."""
-    names = [name for name in SolveOptions._fields if hasattr(given, name)]
-    options = checked_options(SolveOptions(**{name: getattr(given, name) for name in names}, **others))
+def options_of_states(call: str, options: SolveOptions) -> SolveOptions:
+    """Return the checked options of the solves in `fit` or `steady_state`."""
+    options = checked_options(options)
     if any(getattr(options.problem, name, None) is not None for name in ("output_func", "reduction")):
         raise ValueError(
             f"{call}: the ensemble has an output_func or a reduction, which {call} doesn't call. Leave them out: "
@@ -141,14 +156,14 @@ def settings_of(
             "method, such as RK45(), or give the real and imaginary parts as components of a real state."
         )
     tolerances = []
-    for name, given in (("rtol", options.rtol), ("atol", options.atol)):
-        if type(given) is float:
-            tolerances.append(given)
+    for name, tolerance in (("rtol", options.rtol), ("atol", options.atol)):
+        if type(tolerance) is float:
+            tolerances.append(tolerance)
             continue
-        if np.ndim(given) and np.shape(given) != batch.shape:
+        if np.ndim(tolerance) and np.shape(tolerance) != batch.shape:
             expected = f"one number, or have the shape of a state, {batch.shape}"
-            raise ValueError(f"solve: {name} must be {expected}, but has shape {np.shape(given)}.")
-        tolerances.append(np.reshape(given, (-1, 1)) if np.ndim(given) else given)
+            raise ValueError(f"solve: {name} must be {expected}, but has shape {np.shape(tolerance)}.")
+        tolerances.append(np.reshape(tolerance, (-1, 1)) if np.ndim(tolerance) else tolerance)
     rtol, atol = tolerances
     if np.ndim(rtol):
         atol = np.broadcast_to(atol, (d, 1))
@@ -158,23 +173,23 @@ def settings_of(
             expected = f"{(d, d)}, as u0 has {d} components"
             raise ValueError(f"solve: mass_matrix must have shape {expected}, but has {mass.shape}.")
         mass = mass.astype(batch.u0.real.dtype)
-    steps, checkpoints = (options.dt, options.dtmax, options.max_steps), options.checkpoints
-    rest = None if options.save_everystep else checkpoints, progress, ends, mass, options.gradient
-    return Settings(options.alg, rtol, atol, *steps, events, saveat, record, *rest)
+    checkpoints = None if options.save_everystep else options.checkpoints
+    settings = Settings(options.alg, rtol, atol, options.dt, options.dtmax, options.max_steps, events, saveat, record)
+    return settings._replace(checkpoints=checkpoints, progress=progress, ends=ends, mass=mass, gradient=options.gradient)
 
 
-def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
+def checked_together(channel: Channel, arguments: SolveOptions) -> SolveOptions:
     """Return the result of `checked_options`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[object]:
-        scalars = ", ".join(f"{name}={getattr(given, name)}" for name in _COMPARED)
-        scalars += f", trajectories={options.trajectories}, {len(options.events)} events, {_kind(given.problem)}"
+        scalars = ", ".join(f"{name}={getattr(arguments, name)}" for name in _COMPARED)
+        scalars += f", trajectories={options.trajectories}, {len(options.events)} events, {_kind(arguments.problem)}"
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
-        tolerances = [np.asarray(tolerance, float) for tolerance in (given.rtol, given.atol)]
-        return [f"saveat={given.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
+        tolerances = [np.asarray(tolerance, float) for tolerance in (arguments.rtol, arguments.atol)]
+        return [f"saveat={arguments.saveat}, {scalars}", scalars, saveat, *tolerances, options.mass]
 
-    return alike_on_all(used, lambda: checked_options(given), described, "solve")
+    return alike_on_all(channel, lambda: checked_options(arguments), described, "solve")
 
 
 def _kind(problem: object) -> str:
@@ -187,12 +202,12 @@ def _kind(problem: object) -> str:
 def _mass_of(options: SolveOptions) -> Array | None:
     """Return the problem's mass matrix, None for the identity; raise an error if it is invalid or unsupported."""
     problem = options.problem.problem if isinstance(options.problem, EnsembleProblem) else options.problem
-    given = problem.mass_matrix
-    if given is None:
+    matrix = problem.mass_matrix
+    if matrix is None:
         return None
-    if isbox(given) or is_device_array(given):
+    if isbox(matrix) or is_device_array(matrix):
         raise TypeError("solve: mass_matrix must be a constant array on the host, but it is traced, or on a device.")
-    mass = np.asarray(given)
+    mass = np.asarray(matrix)
     if mass.dtype.kind not in "biuf" or mass.ndim != 2 or mass.shape[0] != mass.shape[1] or not np.isfinite(mass).all():
         got = f"shape {mass.shape} and dtype {mass.dtype}"
         raise ValueError(f"solve: mass_matrix must be a square matrix of finite real numbers, but has {got}.")
@@ -260,11 +275,11 @@ def _trajectories(options: SolveOptions) -> int:
         if length != count:
             raise ValueError(f"solve: {name}= of the ensemble has {length} rows, but there are {count} trajectories.")
     if problem.p is not None and problem.problem.p is not None:
-        own, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
-        if own != [shape[1:] for shape in rows]:
+        shapes, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
+        if shapes != [shape[1:] for shape in rows]:
             raise ValueError(
-                f"solve: each row of p= of the ensemble must have the shape of its problem's p, {own}, but p= has {rows}. "
-                "If the problem's p has one entry, and p= has shape (N,), give p[:, None]."
+                f"solve: each row of p= of the ensemble must have the shape of its problem's p, {shapes}, but p= has "
+                f"{rows}. If the problem's p has one entry, and p= has shape (N,), give p[:, None]."
             )
     return count
 

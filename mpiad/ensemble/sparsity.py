@@ -40,16 +40,16 @@ def pattern_of(program: Program) -> Places:
         masks.append(mask)
     length = -(-d // 8)
     rows = [np.frombuffer(masks[output].to_bytes(length, "little"), np.uint8) for output in program.outputs]
-    found = [np.flatnonzero(np.unpackbits(row, bitorder="little")) for row in rows]
-    return Places(np.repeat(np.arange(d), [len(columns) for columns in found]), np.concatenate(found))
+    columns = [np.flatnonzero(np.unpackbits(row, bitorder="little")) for row in rows]
+    return Places(np.repeat(np.arange(d), list(map(len, columns))), np.concatenate(columns))
 
 
-def given_pattern(given: Any, d: int) -> Places:
+def given_pattern(sparsity: Any, d: int) -> Places:
     """Return the nonzero entries of a user's pattern, sorted by row; raise a TypeError or a ValueError if it is invalid."""
-    if isbox(given) or not (scipy.sparse.issparse(given) or isinstance(given, (np.ndarray, list, tuple))):
-        kind = "a traced array" if isbox(given) else type(given).__name__
+    if isbox(sparsity) or not (scipy.sparse.issparse(sparsity) or isinstance(sparsity, (np.ndarray, list, tuple))):
+        kind = "a traced array" if isbox(sparsity) else type(sparsity).__name__
         raise TypeError(f"solve: jac_sparsity must be an array or a SciPy sparse matrix, but is {kind}.")
-    pattern: Any = scipy.sparse.coo_array(given)
+    pattern: Any = scipy.sparse.coo_array(sparsity)
     shape = pattern.shape
     if shape != (d, d):
         raise ValueError(f"solve: jac_sparsity must have shape {(d, d)}, as u0 has {d} components, but has {shape}.")
@@ -65,9 +65,9 @@ def groups_of(places: Places, d: int) -> Array:
     return colors == np.arange(colors.max(initial=-1) + 1)[:, None]
 
 
-def refuse_missing(places: Places, found: Places, d: int) -> None:
-    """Raise a ValueError if a given pattern lacks one of the `found` entries."""
-    missing = np.setdiff1d(found.rows * d + found.columns, places.rows * d + places.columns)
+def refuse_missing(places: Places, entries: Places, d: int) -> None:
+    """Raise a ValueError if the user's pattern, `places`, lacks one of the `entries`."""
+    missing = np.setdiff1d(entries.rows * d + entries.columns, places.rows * d + places.columns)
     if missing.size:
         row, column = divmod(int(missing[0]), d)
         raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -103,8 +103,15 @@ def stages_for(coefficients: Coefficients, batch: Batch, mass: Array | None) -> 
 class RosenbrockStages(Stages):
     """`Stages` of a Rosenbrock method, between f at the current state and f at the new state (see `tableaus`)."""
 
-    def __init__(self, jacobian: FieldJacobian, matrices: StepMatrices, *given: Any):
-        super().__init__(*given)
+    def __init__(
+        self,
+        jacobian: FieldJacobian,
+        matrices: StepMatrices,
+        coefficients: Coefficients,
+        derivative: Derivative,
+        like: Array,
+    ):
+        super().__init__(coefficients, derivative, like)
         self._jacobian, self._matrices = jacobian, matrices
 
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:

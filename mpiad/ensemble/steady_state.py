@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import autograd.numpy as anp
@@ -16,7 +16,7 @@ from scipy.sparse.linalg import LinearOperator, onenormest
 from mpiad._typing import Array
 from mpiad.differentiation.products import jvp
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
+from mpiad.ensemble.batch import Batch, is_on_device, not_finite_entries, two_at_least
 from mpiad.ensemble.column_lu import Mass
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -260,7 +260,7 @@ class SteadyStates:
         self.vector = np.ascontiguousarray(u.T)
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
 
-    def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
+    def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> dict[int, Array]:
         """Return the cotangents of leaves of the parameters, given the cotangents g of the states, shape (N, d)."""
         p, ids = self._batch.p, self._ids
         cotangents = {place: np.zeros_like(args[place]) for place in argnums}
@@ -270,25 +270,25 @@ class SteadyStates:
         bars = -self._equations.solver(self._jacobian[ids], transposed=True)(g[ids].T)
         u, leaves, t = self._at_steady_states(ids[two_at_least(len(ids))])
 
-        def results(variables: list[Any]) -> list[tuple[Any, Any]]:
+        def results(variables: list[Array]) -> list[tuple[Array, Array]]:
             return [(Field(self._batch).array(u, with_leaves(leaves, argnums, variables), t)[:, : len(ids)], bars)]
 
         parts = pulled(results, [leaves[place] for place in argnums])
-        own = [x[..., : len(ids)] if p.varies[k] and x is not None else x for k, x in zip(argnums, parts)]
-        p.add_cotangents(cotangents, dict(zip(argnums, own)), ids)
+        parts = [x[..., : len(ids)] if p.varies[k] and x is not None else x for k, x in zip(argnums, parts)]
+        p.add_cotangents(cotangents, dict(zip(argnums, parts)), ids)
         return cotangents
 
-    def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
+    def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
         """Return the tangents of the states, given the tangents of leaves of the parameters."""
         result, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
         if not ids.size:
             return result
         columns = ids[two_at_least(len(ids))]
         u, leaves, t = self._at_steady_states(columns)
-        given = [leaves[place] for place in tangents]
+        variables = [leaves[place] for place in tangents]
         along = [np.take(g, columns, axis=-1) if varies[place] else g for place, g in tangents.items()]
-        value = lambda given: Field(self._batch).array(u, with_leaves(leaves, tangents, given), t)  # noqa: E731
-        result[ids] = -self._equations.solver(self._jacobian[ids])(jvp(value, given, along)[1][:, : len(ids)]).T
+        value = lambda x: Field(self._batch).array(u, with_leaves(leaves, tangents, x), t)  # noqa: E731
+        result[ids] = -self._equations.solver(self._jacobian[ids])(jvp(value, variables, along)[1][:, : len(ids)]).T
         return result
 
     def _at_steady_states(self, ids: Array) -> tuple[Array, list[Any], Array]:
@@ -425,42 +425,54 @@ def steady_state(
     >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
-    refuse_unknown("steady_state", locals())
-    given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
+    refuse_unknown(steady_state, others)
+    arguments = SolveOptions(
+        problem=problem,
+        alg=alg,
+        ensemblealg=ensemblealg,
+        trajectories=trajectories,
+        rtol=rtol,
+        atol=atol,
+        dt=dt,
+        dtmax=dtmax,
+        max_steps=max_steps,
+        compile=compile,
+    )
     if isinstance(ensemblealg, EnsembleMPI):
-        solution = _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
+        solution = _over_ranks(arguments, max_iters, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
     else:
-        options = _checked(given)
-        compiler = Compiler(options.compile, options.backend, options.trajectories)
-        solution = _find(given, options, compiler, range(options.trajectories))
-        report("steady_state", "trajectories", solution.retcode)
+        options = _checked(arguments, max_iters)
+        compiler = Compiler(options.compile, options.backend, options.count)
+        solution = _find(options, max_iters, compiler, range(options.count))
+        report("steady_state", "trajectories", solution.retcode, compiler.not_finite)
     if not isinstance(problem, ODEProblem):
         return solution
     return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
 
 
-def _over_ranks(given: SimpleNamespace, mpi: EnsembleMPI, used: Channel) -> SteadyStateSolution:
-    options = _checked_together(used, given)
-    compiler = Compiler(options.compile, options.backend, options.trajectories, used)
-    bounds = mpi.bounds(options.trajectories, used.size)
-    with raising_together(used, Exception), compiler:
-        share = _find(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+def _over_ranks(arguments: SolveOptions, max_iters: int, mpi: EnsembleMPI, channel: Channel) -> SteadyStateSolution:
+    options = _checked_together(channel, arguments, max_iters)
+    compiler = Compiler(options.compile, options.backend, options.count, channel)
+    bounds = mpi.bounds(options.count, channel.size)
+    with raising_together(channel, Exception), compiler:
+        share = _find(options, max_iters, compiler, range(bounds[channel.rank], bounds[channel.rank + 1]))
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = share.u.shape[1:], share.u.dtype
-    parts = used.data.allgather((compiler.warnings, share.retcode, share.niter, share.jacobian, kind))
-    warnings, retcode, niter, jacobian, kinds = zip(*parts)
+    texts = compiler.warnings, compiler.not_finite
+    parts = channel.data.allgather((*texts, share.retcode, share.niter, share.jacobian, kind))
+    warnings, not_finite, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
-    compiler.log_warnings(warnings, used.rank)
+    compiler.log_warnings(warnings, channel.rank)
     retcodes = np.concatenate(retcode)
-    if used.rank == 0:
-        report("steady_state", "trajectories", retcodes)
-    if not mpi.gather and not isinstance(given.problem, ODEProblem):
+    if channel.rank == 0:
+        report("steady_state", "trajectories", retcodes, dict(ChainMap(*not_finite)))
+    if not mpi.gather and not isinstance(arguments.problem, ODEProblem):
         return share
-    u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), used)
+    u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), channel)
     return SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
 
 
-def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
+def _find(options: SolveOptions, max_iters: int, compiler: Compiler, numbers: range) -> SteadyStateSolution:
     """Search for the steady states of some trajectories, numbered from 0."""
     traced = _batch(options, numbers)
     batch = traced.plain()
@@ -478,8 +490,10 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
     least = 100 * np.finfo(start.dtype).eps
     equations = Equations(batch)
     search = _Search(equations, start, np.maximum(settings.rtol, least), settings.atol)
-    roots, jacobian, codes, niter = search.roots(given.max_iters)
-    states = SteadyStates(batch.own(), equations, roots, jacobian)
+    roots, jacobian, codes, niter = search.roots(max_iters)
+    initial = np.flatnonzero(codes == ConvergenceCode.InitialFailure.code)
+    compiler.not_finite |= not_finite_entries(batch, initial, numbers.start)
+    states = SteadyStates(batch.snapshot(), equations, roots, jacobian)
     leaves = traced.p.leaves
     u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)
@@ -488,9 +502,9 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:
-    ensemble = EnsembleProblem(options.problem) if isinstance(options.problem, ODEProblem) else options.problem
+    ensemble = options.ensemble
     seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
-    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
+    batch, _ = own_members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.count)
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, which isn't supported. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):
@@ -505,18 +519,22 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
     return batch
 
 
-def _checked(given: SimpleNamespace) -> SolveOptions:
-    positive_count(given.max_iters, "steady_state: max_iters")
-    return options_of_states("steady_state", given)
+def _checked(arguments: SolveOptions, max_iters: int) -> SolveOptions:
+    positive_count(max_iters, "steady_state: max_iters")
+    return options_of_states("steady_state", arguments)
 
 
-def _checked_together(used: Channel, given: SimpleNamespace) -> SolveOptions:
+# Arguments that ranks compare by their texts.
+_COMPARED = ("alg", "ensemblealg", "trajectories", "rtol", "dt", "dtmax", "max_steps", "compile")
+
+
+def _checked_together(channel: Channel, arguments: SolveOptions, max_iters: int) -> SolveOptions:
     """Return the result of `_checked`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[object]:
-        shown = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
-        shown += f", {type(given.problem).__name__}, {options.trajectories} of them"
-        tolerances = [np.asarray(given, float) for given in (options.rtol, options.atol)]
-        return [f"atol={given.atol!r:.60}, {shown}", shown, *tolerances, digests_of(given.problem)]
+        shown = ", ".join(f"{name}={getattr(arguments, name)}" for name in _COMPARED)
+        shown += f", max_iters={max_iters}, {type(arguments.problem).__name__}, {options.trajectories} of them"
+        tolerances = [np.asarray(tolerance, float) for tolerance in (options.rtol, options.atol)]
+        return [f"atol={arguments.atol!r:.60}, {shown}", shown, *tolerances, digests_of(arguments.problem)]
 
-    return alike_on_all(used, lambda: _checked(given), described, "steady_state")
+    return alike_on_all(channel, lambda: _checked(arguments, max_iters), described, "steady_state")

@@ -117,9 +117,17 @@ class EventColumns:
     """The n trajectories `ids`, on which events act one after the other: evaluations of conditions, affects and f."""
 
     def __init__(
-        self, batch: Batch, acting: Acting, slots: Array, signs: Array, jumps: list[Jump] | None, ids: Array, u: Array,
-        t: Array, number: Array,
-    ):  # fmt: skip
+        self,
+        batch: Batch,
+        acting: Acting,
+        slots: Array,
+        signs: Array,
+        jumps: list[Jump] | None,
+        ids: Array,
+        u: Array,
+        t: Array,
+        number: Array,
+    ):
         # `slots` (indices of the next given times, of all trajectories), `jumps` (None: not recorded) and `u` are updated.
         self._batch, self._acting, self._slots, self._jumps = batch, acting, slots, jumps
         self.ids, self.u, self.t, self._number = ids, u, t, number  # shape (d, n) and (n,); actual times; steps so far
@@ -275,21 +283,23 @@ class ActingEvents:
 
     def _resumed_columns(self, columns: Array, h: Array, kept: CrossedSteps, at_roots: bool) -> tuple[Resumed, Step]:
         step = kept.step
-        found = self._watch.cut(kept) if at_roots else None
+        step_events = self._watch.cut(kept) if at_roots else None
         span, every = self._span(step.ids), np.arange(len(columns))
-        at = step.ids, step.new, step.actual(step.t_new), step.number + 1
-        at_event = EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
+        directions, t = self._initialization.signs, step.actual(step.t_new)
+        at_event = EventColumns(
+            self._batch, self._acting, self._slots, directions, self._jumps, step.ids, step.new, t, step.number + 1
+        )
         reached = kept.values[:, -1]
-        if found is not None:
+        if step_events is not None:
             reached = np.array([at_event.condition(event, every) for event in self._events])
         # Values assigned to conditions that are still near their roots after the affects; NaN for other conditions.
         signs, near = np.sign(kept.values[:, 0]), np.abs(kept.values[:, 0]) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
         assigned = np.where(unresolved & (near | (np.sign(reached) != signs)), LEAST * signs, np.nan)
-        if found is None:  # the sign changes have been stored, and mustn't be detected again
+        if step_events is None:  # the sign changes have been stored, and mustn't be detected again
             assigned = np.where(kept.crossed[:, -1], -LEAST * np.sign(kept.values[:, -2]), assigned)
         else:
-            occurred = self._occurred(columns, kept, found, reached, unresolved & near)
+            occurred = self._occurred(columns, kept, step_events, reached, unresolved & near)
             for e, (rows, before) in enumerate(occurred):
                 assigned[e, rows] = -LEAST * before
                 if e in self.sides:
@@ -297,7 +307,7 @@ class ActingEvents:
             self._apply_at_roots(at_event, columns, [rows for rows, _ in occurred], span)
         at_event.meet_given_times()
         self._left[columns] = step.t_new
-        goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
+        goal, directions = self._initialization.goal(step.ids), directions[step.ids]
         codes, moving = at_event.codes, at_event.codes == MOVING
         continuing = moving & (step.t_new < goal)
         codes[moving & ~continuing] = ReturnCode.Success.code
@@ -311,21 +321,21 @@ class ActingEvents:
         return Resumed(columns, codes, step.number + 1, step.t_new, end, h, step.new, k), step
 
     def _occurred(
-        self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, ignored: Array
+        self, columns: Array, kept: CrossedSteps, step_events: StepEvents, reached: Array, ignored: Array
     ) -> list[tuple[Array, Array]]:
         """Return for each event the rows of `kept` in which it occurs at the end of the step, and its signs before that."""
         # The roots of several conditions may be closer than the resolution of the search. If another condition has also
         # changed sign (`reached`: its values), its event also occurs, since the sign change couldn't be detected later.
         step, occurred = kept.step, []
         for e, event in enumerate(self._events):
-            located = [roots.at(found.part) for roots in found.roots if roots.event == e]
+            located = [roots.at(step_events.part) for roots in step_events.roots if roots.event == e]
             rows, before = map(np.concatenate, zip((NONE, np.empty(0)), *located))
             if event.stops:
                 side = self.sides[e][columns] if e in self.sides else None
                 missed = event.crossed(kept.values[e, 0], reached[e], side) & ~ignored[e]
                 missed[rows] = False
                 more = np.flatnonzero(missed)
-                self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])
+                self._watch.note(step, e, more, step_events.part[more], step.actual(step.t_new)[more])
                 rows, before = np.append(rows, more), np.append(before, np.sign(kept.values[e, 0, more]))
             order = np.argsort(rows)
             occurred.append((rows[order], before[order]))
@@ -341,15 +351,15 @@ class ActingEvents:
             if event.acts:
                 rows = rows[at_event.codes[rows] == MOVING]
                 before = at_event.condition(event, rows)
-                finite = at_event.act(self._acting.found[e], rows)
+                finite = at_event.act(self._acting.conditions[e], rows)
                 self._look_ahead(at_event, e, columns, rows[finite], before[finite], now, span)
             ending[rows] |= event.terminal
         # A trajectory ends if too many successive intervals between events are short.
         moving = np.flatnonzero(at_event.codes == MOVING)
-        own = columns[moving]
-        short = np.abs(now[moving] - self._last_root[own]) <= SHORT * span[moving]
-        self._short_count[own], self._last_root[own] = np.where(short, self._short_count[own] + 1, 0), now[moving]
-        at_event.codes[moving[self._short_count[own] >= MANY_SHORT]] = ReturnCode.Zeno.code
+        places = columns[moving]
+        short = np.abs(now[moving] - self._last_root[places]) <= SHORT * span[moving]
+        self._short_count[places], self._last_root[places] = np.where(short, self._short_count[places] + 1, 0), now[moving]
+        at_event.codes[moving[self._short_count[places] >= MANY_SHORT]] = ReturnCode.Zeno.code
         at_event.codes[ending & (at_event.codes == MOVING)] = ReturnCode.Terminated.code
 
     def _look_ahead(
@@ -358,8 +368,8 @@ class ActingEvents:
         """Determine the sign of the condition of event e after its departure from the root, and the time of its return."""
         if not rows.size:
             return
-        event, (u, t), own, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
-        elapsed, self._last_acted[e][own] = now - self._last_acted[e][own], now
+        event, (u, t), places, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
+        elapsed, self._last_acted[e][places] = now - self._last_acted[e][places], now
         ahead, mass = distance_ahead(elapsed, span), self._settings.mass
         rate = at_event.rate(rows, (u, t), mass)
         euler, later = u + ahead * rate, t + at_event.signs[rows] * ahead
@@ -368,8 +378,8 @@ class ActingEvents:
         side, back, endless = departure((before, *values), event.direction, elapsed, span)
         if self._adaptive:  # otherwise the step size is fixed
             # A step that contains both the departure and the return wouldn't change the sign.
-            limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
-            self._limit[own] = np.minimum(limit, now + 0.25 * back)
+            limit = np.where(self._limit[places] > now, self._limit[places], np.inf)
+            self._limit[places] = np.minimum(limit, now + 0.25 * back)
         if e in self.sides:
             at_event.left[e][rows] = side
         at_event.codes[rows[endless]] = ReturnCode.Zeno.code
@@ -377,17 +387,17 @@ class ActingEvents:
     def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, assigned: Array) -> None:
         """Store the values and signs of conditions at the states from which some rows continue."""
         # A value that equals `reached`, since no event has changed it, is replaced by `assigned` unless this is NaN.
-        own = columns[rows]
+        places = columns[rows]
         self._resumed[at_event.ids[rows]] += 1
         for e, event in enumerate(self._events):
             value, replacement = at_event.condition(event, rows), assigned[e, rows]
             unchanged = (value == reached[e, rows]) & ~np.isnan(replacement)
             value = np.where(unchanged, replacement, value)
-            self._watch.values[e][own] = value
+            self._watch.values[e][places] = value
             if e in self.sides:
-                side = np.where(unchanged, self.sides[e][own], np.sign(value))
+                side = np.where(unchanged, self.sides[e][places], np.sign(value))
                 left = at_event.left[e][rows]
-                self.sides[e][own] = np.where(left, left, side)
+                self.sides[e][places] = np.where(left, left, side)
 
 
 class Stopped(NamedTuple):

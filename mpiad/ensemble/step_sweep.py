@@ -45,7 +45,7 @@ class Visit(NamedTuple):
     h: Array  # shape (width,); signed step sizes, zero for columns without a step
     u: Array  # shape (d, width); states before the step
     about: Any  # on the host: a slice of the columns of which this is the last step; on a device: the `Round`
-    made: Array | None = None  # bool, shape (width,); a mask of the columns that have a step; None for all columns
+    step_mask: Array | None = None  # bool, shape (width,); a mask of the columns that have a step; None for all columns
 
 
 class Saved(NamedTuple):
@@ -90,7 +90,7 @@ class EventTimes(NamedTuple):
     reached: Array  # shape (N,)
     ids: Array  # int, shape (m,); the trajectories of the events in `crossed`
     crossed: Array  # shape (m,); the times of all events except, on the host, terminal ones that don't act
-    order: Any = None  # on a device: int, shape (m,), on the host; the permutation that sorts the events
+    order: Array = None  # on a device: int, shape (m,), on the host; the permutation that sorts the events
 
 
 class StepSweep:

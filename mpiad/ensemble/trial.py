@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -60,22 +59,22 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> int:
     return 0
 
 
-def with_plain_numbers(given: Batch) -> Batch:
+def with_plain_numbers(batch: Batch) -> Batch:
     """Return a batch whose f is called with one trajectory at a time, if f can't be called with columns."""
-    if len(given.shape) > 1 or is_on_device(given.plain()):
-        return given
-    f, (_, varies, build) = given.f, given.p
+    if len(batch.shape) > 1 or is_on_device(batch.plain()):
+        return batch
+    f, (_, varies, build) = batch.f, batch.p
 
     @wraps(f)
     def one_by_one(u: Array, p: Tree, t: Array) -> Array:
         column = Columns(flatten(p)[0], varies, build).column
         return anp.stack([anp.array(f(u[..., j], column(j), t[j])) for j in range(len(t))], axis=-1)
 
-    for batch in (given, given._replace(f=one_by_one)):
+    for candidate in (batch, batch._replace(f=one_by_one)):
         with suppress(Exception):
-            try_once(batch.plain(), (), False)
-            return batch
-    return given  # the solve will raise the error
+            try_once(candidate.plain(), (), False)
+            return candidate
+    return batch  # the solve will raise the error
 
 
 def _widths(batch: Batch) -> list[int]:
@@ -86,19 +85,19 @@ def _widths(batch: Batch) -> list[int]:
     return [n for n in range(2, len(lengths) + 4) if n not in lengths][:2]
 
 
-def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
+def _columns(batch: Batch, ids: Array) -> tuple[Array, Tree, Array]:
     u, real = batch.u0[:, ids], np.zeros(0, batch.u0.dtype).real.dtype
     t = on_device_of(batch.start, batch.u0)[ids].astype(real)
     return locked(u), batch.parameters(ids), locked(t)
 
 
-def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Array, Any, Array]:
+def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Array, Tree, Array]:
     """Return columns with the first trajectory last; u, and with `p_and_t` also p and t, of the others are perturbed."""
     ids = (numbers + 1) % len(numbers) % batch.size
     u, p, t = _columns(batch, ids)
     if p_and_t:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
-        p = batch.p.build([_perturbed(leaf, np.abs(leaf) + 1) if own else leaf for leaf, own in varying])
+        p = batch.p.build([_perturbed(leaf, np.abs(leaf) + 1) if each else leaf for leaf, each in varying])
         t = _perturbed(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
     return _perturbed(u, np.abs(u) + 1), p, t
 

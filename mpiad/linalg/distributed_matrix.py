@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -33,7 +33,7 @@ from mpiad.primitives import mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.checks import positive_count
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, alike_on_all, raising_together
 from mpiad.transport.core.buffers import even_lengths
 from mpiad.transport.core.channels import on_any_rank
@@ -103,6 +103,33 @@ def _counts(counts: Sequence[int] | None, size: int, total: int, call: str) -> l
     raise ValueError(
         f"{call}: counts must be {size} numbers, none negative, that add up to {total} rows, but got {counts!r}."
     )
+
+
+def _entries_of_rank(
+    rows: Array,
+    columns: Array,
+    values: Array,
+    shape: tuple[int, int],
+    counts: Sequence[int] | None,
+    channel: Channel,
+    call: str,
+) -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
+    """Return row and column of each entry, and the ranks' numbers of rows and columns; raise an error for invalid ones."""
+    n, m = (operator.index(length) for length in shape)
+    row_counts = _counts(counts, channel.size, n, call)
+    require_block(call, "values", values)
+    require_on_host(call, "values", values)
+    offsets, remedy = np.concatenate([[0], np.cumsum(row_counts)]), ", or set the numbers of rows with counts="
+    row, column = positions(rows, columns, values.shape, (n, m), offsets, channel.rank, call, remedy)
+    return row, column, row_counts, row_counts if n == m else even_lengths(m, channel.size)
+
+
+def _pattern_of_entries(row: Array, column: Array, shape: tuple[int, int], dtype: np.dtype) -> tuple[Any, Array]:
+    """Return a matrix of stored zeros at the positions of entries, and the number of each entry's stored zero."""
+    total = shape[1]
+    places, numbers = np.unique(row * total + column, return_inverse=True)  # row by row
+    starts = np.searchsorted(places, total * np.arange(shape[0] + 1))
+    return scipy.sparse.csr_matrix((np.zeros(len(places), dtype), places % max(1, total), starts), shape), numbers
 
 
 class DistributedMatrix:
@@ -281,26 +308,12 @@ class DistributedMatrix:
         call = "DistributedMatrix.from_entries"
         group = channel(comm, call)
 
-        def entries() -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
-            n, m = (operator.index(length) for length in shape)
-            row_counts = _counts(counts, group.size, n, call)
-            plain, offsets = getval(values), np.concatenate([[0], np.cumsum(row_counts)])
-            require_block(call, "values", plain)
-            require_on_host(call, "values", plain)
-            remedy = ", or set the numbers of rows with counts="
-            row, column = positions(rows, columns, plain.shape, (n, m), offsets, group.rank, call, remedy)
-            return row, column, row_counts, row_counts if n == m else even_lengths(m, group.size)
-
-        described = [f"shape={shape!r}, counts={counts!r}"]
-        row, column, row_counts, column_counts = alike_on_all(group, entries, lambda _: described, call)
-        total, kind = shape[1], getval(values).dtype
-        # The pattern, row by row, and for each entry its number in the pattern.
-        pattern, numbers = np.unique(row * total + column, return_inverse=True)
-        starts = np.searchsorted(pattern, total * np.arange(row_counts[group.rank] + 1))
-        local = np.zeros(len(pattern), kind), pattern % total if total else pattern, starts
-        empty = scipy.sparse.csr_matrix(local, (row_counts[group.rank], total))
-        matrix = cls(empty, columns=column_counts[group.rank], comm=comm)
-        return matrix.with_values(segment_sum(anp.reshape(values, (-1,)), numbers, len(pattern)))
+        entries = partial(_entries_of_rank, rows, columns, getval(values), shape, counts, group, call)
+        described = lambda _: [f"shape={shape!r}, counts={counts!r}"]  # noqa: E731
+        row, column, row_counts, column_counts = alike_on_all(group, entries, described, call)
+        pattern, numbers = _pattern_of_entries(row, column, (row_counts[group.rank], shape[1]), getval(values).dtype)
+        matrix = cls(pattern, columns=column_counts[group.rank], comm=comm)
+        return matrix.with_values(segment_sum(anp.reshape(values, (-1,)), numbers, pattern.nnz))
 
     @classmethod
     def from_pattern(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import zlib
 from functools import lru_cache
-from types import SimpleNamespace, TracebackType
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -106,9 +106,9 @@ class Sums:
         """Return the sums, divided by a number, after all arrays have been added."""
         while len(self._messages) < len(self._missing):
             self._sum_next(_reduce)
-        *found, _ = opaque_step(_finish, self._plan, self._messages, divisor, specs=self._plan.host_specs)
+        *sums, _ = opaque_step(_finish, self._plan, self._messages, divisor, specs=self._plan.host_specs)
         self._begun = False
-        return found
+        return sums
 
     def __enter__(self) -> Sums:
         return self
@@ -119,14 +119,8 @@ class Sums:
             self._channel.mark(f"{kind.__name__} {ENDED}")
 
 
-# The steps of sums, also in compiled programs.
-
-
-def _sums_on(channel: Channel) -> Channel:
-    # Sums use the separate communicator, but their requests are registered with `channel`, which completes them when it
-    # ends.
-    separate: Any = SimpleNamespace(data=channel.separate(), begin=channel.begin, release=channel.release)
-    return separate
+# The steps of sums, also in compiled programs. Sums use the channel's separate communicator; the channel completes their
+# requests when it ends.
 
 
 def are_active(channel: Channel) -> bool:
@@ -139,15 +133,16 @@ def _start(channel: Channel, arrays: list[Array]) -> tuple[Summation | Array]:
     """Concatenate arrays in new memory, and start their sum."""
     message = np.concatenate(arrays, axis=None)
     # Device arrays can't be summed in place.
-    return ((start_sum_in_place if type(message) is np.ndarray else start_allreduce)(_sums_on(channel), message),)
+    start = start_sum_in_place if type(message) is np.ndarray else start_allreduce
+    return (start(channel, message, channel.separate()),)
 
 
 def _reduce(channel: Channel, arrays: list[Array]) -> tuple[Summation | Array]:
     """Concatenate arrays in new memory, and sum them."""
     message = np.concatenate(arrays, axis=None)
     if type(message) is not np.ndarray:
-        return (start_allreduce(_sums_on(channel), message).finish(),)
-    sum_in_place(_sums_on(channel), message)
+        return (start_allreduce(channel, message, channel.separate()).finish(),)
+    sum_in_place(channel.separate(), message)
     return (message,)
 
 

@@ -19,7 +19,7 @@ from mpiad.differentiation import grad, hvp, jvp, make_vjp, value_and_grad
 from mpiad.differentiation.trace import arguments_with, variables_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 
 
 class AdjointError(AssertionError):
@@ -90,20 +90,7 @@ def check_adjoint(
     twice = linear_map(x + x)
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
-    x, y, y_bar, x_bar, twice = to_host((x, y, y_bar, x_bar, twice))
-    terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in ((y, y_bar), (x, x_bar))]
-    if not (np.iscomplexobj(x) and np.iscomplexobj(y)):
-        # If x or A x is real, the map is linear over the real numbers, and only the real parts are equal.
-        terms = [np.real(part) for part in terms]
-    # All ranks gather all products, and sum them exactly, since a sum per rank would be rounded.
-    gathered = group.data.allgather((terms, np.max(np.abs(twice - y - y), initial=0.0)))
-    flat = [np.concatenate([pair[0][side] for pair in gathered]) for side in (0, 1)]
-    sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
-    absolute_sum, nonlinearity = max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in gathered)
-    eps = max(group.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
-    scale = eps * max(absolute_sum, np.finfo(float).tiny)
-    if nonlinearity > 1e3 * eps * max(1.0, absolute_sum):
-        raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) has an entry of {nonlinearity:.3e}.")
+    sides, scale = _inner_products((x, y, y_bar, x_bar, twice), group)
     error = abs(sides[0] - sides[1]) / scale
     if error > ulps:
         raise AdjointError(
@@ -111,6 +98,27 @@ def check_adjoint(
             f"the two differ by {error:.3g} ulp, more than ulps={ulps:g}. The adjoint isn't the transpose."
         )
     return float(error)
+
+
+def _inner_products(arrays: tuple[Array, ...], channel: Channel) -> tuple[list[complex], float]:
+    """Return Σ⟨A x, ȳ⟩ and Σ⟨x, x̄⟩, and their ulp; raise an AdjointError if A(2x) differs from 2 A(x)."""
+    x, y, y_bar, x_bar, twice = to_host(arrays)
+    # If x or A x is real, the map is linear over the real numbers, and only the real parts are equal.
+    real = not (np.iscomplexobj(x) and np.iscomplexobj(y))
+    products = [np.multiply(a, b) for a, b in ((y, y_bar), (x, x_bar))]
+    sums = [_exact_sum(np.real(product) if real else product, channel) for product in products]
+    sides, absolute_sum = [value for value, _ in sums], max(size for _, size in sums)
+    facts = channel.data.allgather((np.max(np.abs(twice - y - y), initial=0.0), float(np.finfo(spec_like(x).dtype).eps)))
+    nonlinearity, eps = (max(values) for values in zip(*facts))
+    if nonlinearity > 1e3 * eps * max(1.0, absolute_sum):
+        raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) has an entry of {nonlinearity:.3e}.")
+    return sides, eps * max(absolute_sum, np.finfo(float).tiny)
+
+
+def _exact_sum(terms: Array, channel: Channel) -> tuple[complex, float]:
+    """Return the sum of all terms of all ranks, rounded once, and the sum of their absolute values; collective."""
+    flat = np.concatenate(channel.data.allgather(np.ravel(terms)))
+    return complex(math.fsum(np.real(flat)), math.fsum(np.imag(flat))), float(np.sum(np.abs(flat)))
 
 
 def noise_like(leaf: Array, rng: np.random.Generator) -> Array:

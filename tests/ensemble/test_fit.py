@@ -16,6 +16,7 @@ from scipy.linalg import expm
 from scipy.optimize import least_squares
 
 from mpiad.ensemble import (
+    RK45,
     EnsembleGPU,
     EnsembleMPI,
     EnsembleProblem,
@@ -341,6 +342,23 @@ def test_saved_states_with_their_derivatives(way, saveat, name, monkeypatch):
         for j, step in enumerate(1e-30j * np.eye(2)):
             expected = decayed(*placed(one + step), t).imag / 1e-30
             np.testing.assert_allclose(seen[0].tangents[j, i, :, 0], expected, exact, exact)
+
+
+@pytest.mark.parametrize("place", ["variables", "initial state"])
+def test_entries_that_are_not_finite_are_named(place, caplog):
+    start, u0, generator = np.ones((3, 1)), np.ones((3, 1)), None
+    if place == "variables":
+        start[2] = np.nan
+    else:
+        u0[2], generator = np.inf, lambda one, x: remake(one, p=x)
+    problem = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), [1.0])
+    with caplog.at_level(logging.WARNING, "mpiad"):
+        fit(
+            EnsembleProblem(problem, u0=u0), lambda u, p, data: u[:, 0] - data, start, RK45(), EnsembleMPI(),
+            data=np.full((3, 1), 0.5), saveat=[1.0], prob_generator=generator,
+        )  # fmt: skip
+    entry = "p[0] is nan" if place == "variables" else "u0[0] is inf"
+    assert RANK > 0 or caplog.messages[-1].endswith(f"the first is number 3. For trajectory 3, {entry}.")
 
 
 @pytest.mark.serial

@@ -217,3 +217,10 @@ def test_different_arguments_of_ranks():
     if SIZE > 1:
         with pytest.raises(ValueError, match="all ranks must give the same arguments"):
             steady_state(EnsembleProblem(LOGISTIC, p=P), ensemblealg=EnsembleMPI(), max_iters=10 + RANK)
+
+
+def test_entries_that_are_not_finite_are_named(caplog):
+    growth = ODEProblem(lambda u, p, t: [u[0] * (p[0] - u[0])], [0.1], (0.0, 2.0), [1.0])
+    with caplog.at_level("WARNING", "mpiad"):
+        steady_state(EnsembleProblem(growth, p=np.array([[1.0], [2.0], [np.nan]])), ensemblealg=EnsembleMPI())
+    assert MPI.COMM_WORLD.rank > 0 or caplog.messages[-1].endswith("is number 3. For trajectory 3, p[0] is nan.")

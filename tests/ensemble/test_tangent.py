@@ -10,7 +10,7 @@ from ode_systems import lorenz
 from unrolled_steps import unrolled
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, ODEProblem, solve
+from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Rodas5P, solve
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -120,3 +120,94 @@ def test_third_derivative():
     # u(1) = 1 / (1 + p); the steps of a solver that tight are nearly those of the function itself.
     p = np.array([0.7])
     assert abs(derivative(derivative(derivative(loss)))(p) + 6 / 1.7**4) < 1e-7
+
+
+# ---- forward mode in kernels, compared with the replay by arrays
+
+DOSE = Event(times=lambda p: [p[2] * 0.2, 0.35], affect=lambda u, p, t: [u[0] + 0.1 * p[0], u[1], u[2]])
+CROSSINGS = Event(lambda u, p, t: u[0] - 0.9, terminal=False), Event(lambda u, p, t: u[1] - 0.2 * p[1] - 3.0)
+SENSITIVITIES = {
+    # Per case: the options, whether p is shared by all trajectories, and whether kernels alone give the tangents, of `jvp`
+    # and `linearize`.
+    "carried": ({}, False, (True, True)),
+    "carried, shared parameters": ({}, True, (True, False)),
+    "by adjoints": ({"gradient": "adjoint"}, False, (True, True)),
+    "shared parameters": ({"gradient": "adjoint"}, True, (False, False)),
+    "implicit": ({"alg": Rodas5P()}, False, (True, True)),
+    "doses": ({"events": DOSE}, False, (True, True)),
+    "crossings": ({"events": CROSSINGS}, False, (True, True)),
+    "doses and crossings": ({"events": (DOSE, *CROSSINGS)}, False, (True, True)),
+    "every step": ({"save_everystep": True, "saveat": None}, False, (False, False)),
+}
+
+
+@pytest.mark.parametrize("name", SENSITIVITIES)
+@pytest.mark.parametrize("spans", [False, True], ids=["", "with tspan"])
+def test_forward_mode_in_kernels(name, spans, monkeypatch):
+    options, shared, in_kernels = SENSITIVITIES[name]
+    x = {"u0": draws(3, 3), "p": draws(3, seed=1) if shared else draws(3, 3, seed=1), "end": np.array(0.5)}
+    v = {key: np.cos(1.0 + np.arange(leaf.size)).reshape(leaf.shape) for key, leaf in x.items()}
+    if not spans:
+        del x["end"], v["end"]
+
+    def results(compile):
+        def fun(x):
+            problem = ODEProblem(lorenz_of_three, np.ones(3), (0.0, x.get("end", 0.5)), x["p"] if shared else np.ones(3))
+            ensemble = EnsembleProblem(problem, u0=x["u0"], p=None if shared else x["p"])
+            sol = solve(ensemble, **{"saveat": [0.1, 0.3, 0.45], **TIGHT, **options}, compile=compile)
+            times = [time for rows in sol.events.values() for _, time in rows] if "events" in options else []
+            parts = [sol.u, sol.u_end, sol.t_reached, *times]
+            return anp.concatenate([anp.ravel(anp.where(np.isnan(mpiad.stop_gradient(part)), 0.0, part)) for part in parts])
+
+        return fun
+
+    def linearized(fun, x, v):
+        record = mpiad.linearize(fun)(x)
+        return record.value, record.jvp(v)
+
+    value, expected = mpiad.jvp(results(False), x, v)
+    for call, in_kernel in zip((mpiad.jvp, linearized), in_kernels):
+        with monkeypatch.context() as patched:
+            if in_kernel and not (spans and shared):
+                patched.setattr("mpiad.ensemble.directions.push_run", None)
+            found = call(results(True), x, v)
+        np.testing.assert_allclose(found[0], value, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(found[1], expected, rtol=1e-8, atol=1e-9 * np.abs(expected).max())
+
+
+def lorenz_of_three(u, p, t):
+    return [p[0] * (u[1] - u[0]), u[0] * (3.0 * p[1] - u[2]) - u[1], u[0] * u[1] - p[2] * u[2] * anp.cos(t)]
+
+
+def test_complex_tangents_in_kernels():
+    x = {"u0": draws(2, 2) + 1j * draws(2, 2, seed=1), "p": draws(2, 1, seed=2) - 0.3j}
+    v = {"u0": draws(2, 2, seed=3) - 1j, "p": draws(2, 1, seed=4) + 0.7j}
+
+    def results(compile):
+        def fun(x):
+            problem = ODEProblem(lambda u, p, t: [p[0] * u[1], -u[0] * u[1]], np.ones(2, complex), (0.0, 1.0), np.ones(1))
+            sol = solve(EnsembleProblem(problem, u0=x["u0"], p=x["p"]), saveat=[0.4], compile=compile, **TIGHT)
+            return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
+
+        return fun
+
+    expected = mpiad.jvp(results(False), x, v)[1]
+    for found in (mpiad.jvp(results(True), x, v)[1], mpiad.linearize(results(True))(x).jvp(v)):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+@both
+def test_a_linearized_solve_can_be_differentiated():
+    # The products with J and its transpose are linear in the direction, also in a trace of the direction.
+    record = mpiad.linearize(without_span_states)(VARIABLES["u0"])
+    weights = draws(32, seed=4) - 1
+    np.testing.assert_allclose(
+        mpiad.grad(lambda v: anp.sum(weights * record.jvp(v)))(ALONG["u0"]), record.vjp(weights), rtol=1e-12, atol=1e-13
+    )
+    np.testing.assert_allclose(
+        mpiad.jvp(record.vjp, weights, weights**2)[1], record.vjp(weights**2), rtol=1e-12, atol=1e-13
+    )
+
+
+def without_span_states(u0):
+    return forced_states({**VARIABLES, "u0": u0})

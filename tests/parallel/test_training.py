@@ -228,7 +228,7 @@ def watch_messages(monkeypatch, note):
     """Have each message of sums noted: those that start early, and the last, which blocks."""
     for name in ("start_sum_in_place", "sum_in_place"):
         call = getattr(buckets, name)
-        monkeypatch.setattr(buckets, name, lambda c, x, call=call: note(x) or call(c, x))
+        monkeypatch.setattr(buckets, name, lambda c, x, *comm, call=call: note(x) or call(c, x, *comm))
 
 
 def test_sums_start_before_the_reverse_pass_has_ended(monkeypatch):

@@ -142,7 +142,7 @@ def _with_acting(settings: Settings) -> Settings:
         return settings
     none = np.empty(0)
     acting = Acting(settings.events, none, none, none, none, ())
-    return settings._replace(acting=acting, events=tuple(settings.events[e] for e in acting.found))
+    return settings._replace(acting=acting, events=tuple(settings.events[e] for e in acting.conditions))
 
 
 def _described(cost: float, gain: float, loading: float) -> str:

@@ -66,7 +66,7 @@ class Solver:
         # With events the end times depend on all inputs.
         times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
         if given.traced and not (self.saves_every_step or times_vary or self.spec.tableau.implicit):
-            self.directions = self.traced.carried(given, self.settings.gradient)  # otherwise an adjoint will be used
+            self.directions = self.traced.carried(given, self.settings.gradient, given.forward)  # otherwise an adjoint
         # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         return self.spec._replace(directions=self.directions, record=record)
@@ -314,9 +314,9 @@ def jumps_of(
     kinds, times = (table[:slots].T.ravel()[rows] for table in (acting.kinds, acting.times))
     jumps = [Jump(ids, numbers[rows], kinds, slot, times, states, states)]
     if outcome.event_table is not None:  # jumps at roots of conditions come before those at given times of the same step
-        acts = np.array([acting.events[e].acts for e in acting.found])[outcome.event_table[1].astype(int)]
+        acts = np.array([acting.events[e].acts for e in acting.conditions])[outcome.event_table[1].astype(int)]
         ids, event, number = outcome.event_table[:3, acts].astype(int)
         states = from_parts(at_conditions[acts], dtype).T
         slots, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
-        jumps.insert(0, Jump(ids, number + 1, np.array(acting.found)[event], slots, time, states, states))
+        jumps.insert(0, Jump(ids, number + 1, np.array(acting.conditions)[event], slots, time, states, states))
     return jumps

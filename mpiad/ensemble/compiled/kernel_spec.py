@@ -141,7 +141,7 @@ def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> K
             refuse_missing(given, Places(*found.reshape(-1, 2).T), program.groups["state"])
     if acting is not None:
         options["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
-        options["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events))
+        options["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.conditions, settings.events))
         options["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
     sizes = program.groups["state"], varying, len(traced.names) - varying
     options |= {"single": real_dtype(batch.u0.dtype) == np.float32, "in_pairs": is_complex(batch.u0), "events": events}

@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Op, Request, Shape
+from mpiad._typing import Array, Comm, Op, Request, Shape
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first, raise_together
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
@@ -64,23 +64,24 @@ class Summation:
         return self._incoming.received()
 
 
-def start_allreduce(channel: Channel, array: Array) -> Summation:
+def start_allreduce(channel: Channel, array: Array, comm: Comm = None) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
+    comm = channel.data if comm is None else comm
     sent, received = outgoing_transfer(array, True, True), incoming_transfer(Spec.of(array), True)
     source, target = sent.buffer, received.buffer
-    requests = channel.begin("reduction", (source, target), channel.data.Iallreduce, (source,), (target,), (MPI.SUM,))
+    requests = channel.begin("reduction", (source, target), comm.Iallreduce, (source,), (target,), (MPI.SUM,))
     return Summation(channel, requests, received)
 
 
-def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
+def start_sum_in_place(channel: Channel, array: np.ndarray, comm: Comm) -> Summation:
     """Start to sum host arrays in place; they mustn't be used before the end."""
-    requests = channel.begin("reduction", array, channel.data.Iallreduce, (MPI.IN_PLACE,), (array,), (MPI.SUM,))
+    requests = channel.begin("reduction", array, comm.Iallreduce, (MPI.IN_PLACE,), (array,), (MPI.SUM,))
     return Summation(channel, requests, HostTransfer(array))
 
 
-def sum_in_place(channel: Channel, array: np.ndarray) -> None:
+def sum_in_place(comm: Comm, array: np.ndarray) -> None:
     """Sum host arrays in place."""
-    channel.data.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+    comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
 
 
 # Maxima and minima of floating-point numbers, as in NumPy: a NaN on any rank gives NaN on all.
