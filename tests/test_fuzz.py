@@ -84,12 +84,12 @@ def test_what_is_printed_is_the_program():
 def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun):
     before = tmp_path / "wrong.py"
     before.write_text(WRONG)
-    command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "3", "--ranks", "2", "--seed", "15"]
+    command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "3", "--ranks", "2", "--seed", "4"]
     command += ["--shrink", str(15 * slowdown()), "--compiled", "none", "--before", str(before)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120 * slowdown())
     assert done.returncode == 1, done.stdout + done.stderr
     text = done.stdout[done.stdout.index("the smallest program found") :]
-    assert "Scatter(call='reduce_scatter'" in text and "off by" in text and "--seed 15" in text
+    assert "Scatter(call='reduce_scatter'" in text and "off by" in text and "--seed 4" in text
     assert len(read(text[text.index("Program(size") : text.index("])\n")]).steps) <= 2, text
     smallest = text[text.index("# PYTHONPATH") : text.index("])\n") + 3]
     job = mpirun(2, smallest, env={"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
