@@ -1,10 +1,10 @@
 """`mpiad.jit`: compilation of functions for the shapes of their arguments.
 
-The first call with a signature (shapes and dtypes of the arguments) runs the function on traced arrays, which record the
-operations (see `recorder`). The operations are compiled to a program, and later calls run the program. If the trace fails,
-the function runs again on plain arrays, without repeating communications: those made before the failure return their logged
-results ("playback"). Later calls with this signature are interpreted, which means that Python runs the function itself.
-Exceptions of the function, of a communication or of a signal handler propagate.
+The first call with a signature (shapes and dtypes of the arguments) traces the function: it runs on traced arrays, which
+record the operations without communication (see `recorder`). The operations are compiled to a program, which this call and
+later calls run. If the trace needs something that only a run can tell, the first call is interpreted, which means that
+Python runs the function itself, and then traces the function again. If a trace fails for another reason, all calls with
+this signature are interpreted. Exceptions of the function, of a communication or of a signal handler propagate.
 
 In a derivative computed by this library, a call of the compiled function is one node of the tape (see `calls_on_tape`).
 """
@@ -22,16 +22,15 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.compiling.closure import are_alike, closed_over_numbers, with_numbers
+from mpiad.compiling.closure import Watch, are_alike, closed_over_numbers, with_numbers
 from mpiad.programs.array_program import operation_of
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.fusion import Loop
-from mpiad.programs.playback import message_counts
-from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, fresh, own, traced_parts
+from mpiad.programs.interpretation import message_counts
+from mpiad.programs.program_cache import Entry, ProgramCache, count, fresh, traced_parts
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments, arguments_of
-from mpiad.programs.traced_array import Abandoned
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
@@ -263,21 +262,17 @@ class Jitted:
                 return fresh(self.fun(*args, **kwargs))
             if tracing.tape is not None or any(type(given.leaves[k]) in _boxes for k in given.traced):
                 return called_on_tape(cache, given, self.derived)
-            entry, watch = cache.entry_or_watch(
-                given.key, given, lambda watch: entry_by_shapes(self.fun, given, watch, cache.exact)
-            )
-            if entry is not None:
+
+            def traced(recorder: Recorder, watch: Watch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+                return traced_parts(self.fun, given, recorder)
+
+            entry = cache.entry(given.key, given, traced)
+            if isinstance(entry, Entry):
                 return self._replayed(entry, given)
-            if watch is None:
-                return cache.interpreted(given.key, given)
-            recorder = Recorder(cache.exact)
-            try:
-                parts, build = traced_parts(self.fun, given, recorder)
-            except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                return cache.run_again(recorder, given.key, given, error)
-            cache.compile(given.key, recorder, parts, build, watch)
-            # Results of a trace may be views of arguments and of each other, and are therefore copied.
-            return build([own(leaf) for leaf in parts[0]])
+            if entry is not None and cache.asks(given, entry):
+                return self(*args, **kwargs)
+            retrace = lambda watch, notes: cache.compiled(given.key, watch, traced, notes)  # noqa: E731
+            return cache.interpreted(given.key, given, entry, retrace)
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
         """Return the program for these arguments, in printable form: its operations and loops.

@@ -24,11 +24,11 @@ from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation, recorded_call
 from mpiad.programs.array_program import COMPUTED, Node, Slot, described, operation_of, parts_of, strides_of
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
+from mpiad.programs.interpretation import logged
 from mpiad.programs.loops import NAME, LoopText
 from mpiad.programs.memory_plan import SMALL, Scratch, allocate, overwrite, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
-from mpiad.programs.playback import logged
 from mpiad.programs.tiling import tiled
 from mpiad.programs.traced_array import Step, mapped
 from mpiad.transport.core import calls

@@ -52,7 +52,7 @@ class ScalarRecorder:
         """Do nothing: the arrays have no values that could be used after the trace."""
 
     # The methods of `ProgramRecorder` that a function reaches: it runs traced in functions of this library, too.
-    ended = True
+    ended = is_abstract = open = True
 
     def looked_up(self, call: str) -> NoReturn:
         """Refuse a communication."""

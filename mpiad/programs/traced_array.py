@@ -1,9 +1,8 @@
-"""`TracedArray`: the arrays in the first call of a compiled function. Their operations are run and recorded.
+"""`TracedArray`: the arrays in a trace of a function, whose operations are recorded.
 
-A traced array has a value, computed by NumPy, and a number in the trace. So the first call has the same shapes, dtypes,
-errors and communications as the interpreted function. If the function branches on a value, or passes it to code that
-doesn't use NumPy's protocols, the trace fails, and the function runs again on plain arrays. The rest of the library handles
-traced arrays like arrays on devices.
+A traced array has a number in the trace, and a value with the shape and dtype of the array in a run. If the function
+branches on a value, or passes it to code that doesn't use NumPy's protocols, the trace fails, and the function is
+interpreted. The rest of the library handles traced arrays like arrays on devices.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from dis import opmap
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import autograd.numpy.numpy_wrapper
@@ -68,6 +67,10 @@ class Abandoned(BaseException):
         super().__init__(f"{line}: {reason}")
 
 
+class KnownInRun(Abandoned):
+    """Raised to leave a trace at a call whose result only a run can tell; the function may be traced after a run."""
+
+
 def plain(x: Any) -> Any:
     """Return arguments with traced arrays replaced by their values."""
     return mapped(x, lambda x: x if not isinstance(x, TracedArray) else x.value.item() if x.weak else x.value)
@@ -85,17 +88,31 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(x)
 
 
-def hides_traced(x: Any, depth: int = 4) -> bool:
-    """Return whether an object, or the closure of a function, holds traced arrays that `plain` doesn't replace."""
-    if isinstance(x, (TracedArray, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type)) or not depth:
-        return False
-    nest = isinstance(x, (tuple, list, dict))
-    if nest:
-        parts: Any = x.values() if isinstance(x, dict) else x
-    else:
-        parts = [*getattr(x, "__dict__", {}).values(), *map(content_of, getattr(x, "__closure__", None) or ())]
-        parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
-    return any(isinstance(part, TracedArray) and not nest or hides_traced(part, depth - 1) for part in map(getval, parts))
+_ATOMS = (np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, ModuleType)
+_MOST_OBJECTS = 10_000
+
+
+def hides_traced(x: Any) -> bool:
+    """Return whether an object or the closure of a function refers to arrays of a trace that `plain` doesn't replace."""
+    objects, seen = [(x, True)], set[int]()  # each with whether `plain` replaces arrays in it
+    while objects and len(seen) < _MOST_OBJECTS:
+        x, is_argument = objects.pop()
+        x = getval(x)
+        if isinstance(x, TracedArray) and not is_argument and x.recorder.open:
+            return True
+        if isinstance(x, (TracedArray, *_ATOMS)) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        nest = isinstance(x, (tuple, list, dict))
+        if nest:
+            parts: Any = dict.values(x) if isinstance(x, dict) else x
+        else:
+            attributes = getattr(x, "__dict__", None)
+            parts = list(attributes.values()) if isinstance(attributes, dict) else []
+            parts += map(content_of, getattr(x, "__closure__", None) or ())
+            parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
+        objects += [(part, is_argument and nest) for part in parts]
+    return False
 
 
 def on_host(params: Any) -> Any:
@@ -147,7 +164,6 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
             return self.recorder.call(ufunc, given, {})
         if ufunc is np.power:
             _ask_for_integers(given)
-        self.recorder.check_numbers(ufunc, given)
         return self.recorder.weaken(self.recorder.call(ufunc, given, {}))
 
     return method

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from mpiad.differentiation.in_place import keeping_arguments, note_sharing, note
 from mpiad.differentiation.tape import OrderedNode, OrderedTape
 from mpiad.primitives.cotangents import conformed, spec_like
 from mpiad.primitives.operation import Recorded, VectorizedVjp, apply, recorded_call, suspended
+from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.signature import Arguments
@@ -107,7 +109,8 @@ class ProgramTape(OrderedTape):
         pairs = [(k, parent.index) for k, parent in zip(argnums, parents) if getattr(parent, "tape", None) is self]
         own, steps = [k for k, _ in pairs], self.recorder.steps
         args = tuple([None if k in own else self._argument(x) for k, x in enumerate(args)])
-        params = self._argument(params) if type(params) is dict else on_host(params)
+        # The parameter of a wait is a request, the result of an earlier call.
+        params = self._argument(params) if isinstance(params, (dict, Request)) else on_host(params)
         node.tape, node.like, node.index = self, self.referenced(value), len(self.record)
         node.inputs, node.pull = [index for _, index in pairs], Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
@@ -190,6 +193,7 @@ class Evaluation:
         self._program, self._recorder, self.numbers = program, recorder, numbers or MessageNumbers()
         self._results: list[Any] = [None] * program.size
         self._known: dict[int, Any] = {}  # the new values, without boxes, by their numbers in the old trace
+        self._lane = 0  # the current lane in `run_lanes`
         self._steps = {out: step for step in program.recorder.steps for out in step.outs}
 
     def inputs(self) -> list[Array]:
@@ -247,7 +251,11 @@ class Evaluation:
                     return _Lanes([made[k] for k in numbers])
             elif not any(type(x) is _Lanes for x in inputs):
                 return self.called(of_node, inputs)
-            return _Lanes([self.called(of_node, [_of_lane(x, k) for x in inputs]) for k in numbers])
+            return _Lanes(map(in_lane, numbers, repeat(of_node), repeat(inputs)))
+
+        def in_lane(lane: int, of_node: Call, inputs: Sequence[Any]) -> Any:
+            self._lane = lane
+            return self.called(of_node, [_of_lane(x, lane) for x in inputs])
 
         made = self.run([*inputs, *map(_Lanes, zip(*lanes))], call)
         return [[_of_lane(x, k) for x in made] for k in numbers]
@@ -256,7 +264,9 @@ class Evaluation:
         """Remember the new value for a reference, or for each reference in nested results."""
         olds, news = list[Any](), list[Any]()
         mapped(old, olds.append)
-        mapped(_innermost(_of_lane(new, 0)), news.append)
+        # A wait gets the request of its lane.
+        is_request = type(new) is _Lanes and isinstance(new[0], Request)
+        mapped(new, news.append) if is_request else mapped(_innermost(_of_lane(new, 0)), news.append)
         for reference, value in zip(olds, map(_innermost, news)):
             if type(reference) is Ref:
                 self._known.setdefault(reference.number, value)
@@ -267,7 +277,7 @@ class Evaluation:
         """Return an argument that isn't an input of its node."""
         old = self._program.recorder
         if type(x) is Ref:
-            return self._value(x.number)
+            return _of_lane(self._value(x.number), self._lane)
         if type(x) is Constant:
             return old.constants[x.number]
         if isinstance(x, VSpace) and getattr(getattr(x, "arrays", None), "recorder", None) is old:
