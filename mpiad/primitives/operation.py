@@ -51,11 +51,13 @@ class Tape(Protocol):
     # "together": several, which run together, by the library. "kept": any number, by the user, with any cotangents.
     # "recorded": like "kept", and a pass may be recorded.
     passes: str
+    # Whether it also records communications whose results have no derivatives.
+    records_constants: bool
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Node]
     ) -> Node | None:
-        """Record a communication and return its node, or None if the result isn't an array."""
+        """Record a communication; return its node, or None if the result isn't an array or has no derivatives."""
 
 
 class VectorizedVjp(partial):
@@ -332,7 +334,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: object) ->
     if tape is None or level > number:
         return _apply_above(operator, tape, tuple(inner), params, argnums, parents, level)
     ans = apply(operator, tape.outer, tuple(inner), params)
-    if not differentiable(ans):
+    if not (differentiable(ans) or tape.records_constants):
         return ans
     node = tape.communicated(operator, ans, tuple(inner), params, argnums, parents)
     return ans if node is None else new_box(ans, number, node)

@@ -28,7 +28,7 @@ from mpiad.programs.interpretation import Interpretation, message_counts
 from mpiad.programs.operation import CompiledOperation
 from mpiad.programs.program_cache import Entry, FailedTrace, ProgramCache, Recorded, count, in_program
 from mpiad.programs.recorder import Recorder, like
-from mpiad.programs.replay import Changed, Replays
+from mpiad.programs.replay import Changed
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.traced_array import TracedArray
 from mpiad.programs.transforms import vjp
@@ -115,17 +115,6 @@ def _traced_on_tape(
     return [run.values, cotangents], run.build
 
 
-class Lease:
-    """Keeps a replay in use as long as its reverse pass may run."""
-
-    def __init__(self, replays: Replays):
-        self.replays, self.replay = replays, replays.take()
-
-    def __del__(self) -> None:
-        if hasattr(self, "replay"):  # an interrupt may have prevented the assignment
-            self.replays.give_back(self.replay)
-
-
 def is_simple(tape: Any, boxes: Sequence[Box]) -> bool:
     """Return whether exactly one derivative encloses a call, and this library computes it; `boxes`: its variables."""
     if type(tape) not in (OrderedTape, TangentTape) or not tape.is_only_trace_of(boxes):
@@ -158,7 +147,7 @@ def _seeds(run: TracedRun, inside: Sequence[bool], gs: Sequence[Array]) -> Itera
 def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, variables: list[int]) -> Tree:
     """Run the first part of a program, record a node that runs the second part, and return the function's result."""
     inside = entry.inside
-    lease, inputs = Lease(entry.replays), [getval(given.leaves[k]) for k in given.traced]
+    lease, inputs = entry.replays.lease(), [getval(given.leaves[k]) for k in given.traced]
     counts = message_counts() if entry.replays.last_check >= 0 else None
     count(entry.communications)
     note_channels(entry.channels)

@@ -111,15 +111,13 @@ class CompiledOperation:
         entry = None if tracing.recorder is not None else self.entry
         if entry is None:
             return self._evaluated(inputs, numbers)
-        replay = entry.replays.take()
+        lease = entry.replays.lease()
+        replay = lease.replay
         count(entry.communications)
         note_channels(entry.channels)
-        replay.numbers.known, replay.is_leased = numbers, False
+        replay.numbers.known = numbers
         values = replay.first(*inputs)
-        made = Made(entry.leaves(values), replay.numbers.all() if replay.is_numbered else numbers)
-        if not replay.is_leased:
-            entry.replays.give_back(replay)
-        return made
+        return Made(entry.leaves(values), replay.numbers.all() if replay.is_numbered else numbers)
 
     def _evaluated(self, inputs: Sequence[Any], numbers: Numbers) -> Made:
         """Call the functions of the program one by one, so that the tapes record each of them."""

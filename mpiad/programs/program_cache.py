@@ -35,7 +35,7 @@ from mpiad.programs.traced_array import PYTHON_OPERATORS, Abandoned, KnownInRun,
 from mpiad.programs.transforms import Program, recorded
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import Channel, Counts, communications, is_watched
+from mpiad.transport.core.channels import Channel, Counts, communications
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.world import level_of_repeats
 
@@ -174,11 +174,6 @@ def traced_parts(fun: Function, given: Arguments, recorder: Recorder) -> tuple[l
         args, kwargs = given.build(recorder.arguments(given))
         leaves, build = flatten(fun(*args, **kwargs))
     return [leaves], build
-
-
-def is_shown() -> bool:
-    """Return whether the library records calls for a report, or watches them for deadlocks."""
-    return calls.is_noting() or is_watched()
 
 
 def in_program(leaves: Sequence[Any]) -> list[bool]:

@@ -8,6 +8,7 @@ into and out of buffers, which is faster than looking up their addresses. Large 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -79,6 +80,13 @@ class Replays:
             return self.free[prepared].pop()
         except IndexError:
             return Replay(self, prepared)
+
+    def lease(self) -> Lease:
+        """Take a replay, which is given back when no array refers to its memory any more."""
+        replay = self.take()
+        lease: Any = replay.memory.view(_Memory).view(Lease)
+        lease.replay, replay.lease = replay, weakref.ref(lease)
+        return lease
 
     def give_back(self, replay: Replay) -> None:
         """Mark a replay as unused."""
@@ -229,15 +237,15 @@ class Replay:
         self._actions = replays.actions[prepared]
         self._blocks = _KernelBlocks(replays, self._actions)
         self.numbers = MessageNumbers()
-        self.is_leased = False  # whether results of the last run are in this replay's memory
+        self.lease: Callable[[], Any] = lambda: None  # returns the `Lease`, if there is one
         self.log: list[Any] = []  # the results of communications, as long as a later result may differ from the trace
         # The global variables of the generated functions.
         self.names: dict[str, Any] = {"empty": np.empty, "ndarray": np.ndarray, "address": _address_of}
         self.names |= {"begin": self.numbers.begin, "addressed": self.numbers.addressed, "t": self._blocks.words}
         self.names |= {"as_array": _as_argument, "own": _own, "together": run_together, "Changed": Changed}
-        self.names |= {"lease": self._lease, "take_known": self.numbers.take_known}
+        self.names |= {"lease": lambda: self.lease(), "take_known": self.numbers.take_known}
         self.names |= {"log": self.log, "logged": logged}
-        self._memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
+        self.memory = aligned(replays.own_bytes, np.dtype(np.uint8), np.empty)
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
         # Arrays that kernels read, or that are read through views, are contiguous.
@@ -336,7 +344,7 @@ class Replay:
             if self.replays.allocations[b].is_scratch:
                 self._arrays[b] = f"b{b}"
                 return
-            array = self._in_memory(b, self._memory)
+            array = self._in_memory(b, self.memory)
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
@@ -401,12 +409,7 @@ class Replay:
         return name if found.kind == "output" and self._is_large(b) else f"{name}.copy()"
 
     # A result that only other programs read is an array in the replay's memory. As long as one of these arrays exists, the
-    # replay is in use: their base holds the lease.
-
-    def _lease(self) -> Array:
-        memory = self._memory.view(_Memory).view(_Leased)
-        memory.replay, self.is_leased = self, True
-        return memory
+    # replay is in use: their base is the lease.
 
     def _is_leased(self, b: int) -> bool:
         return root_of(self.schedule.buffers, b) in self.replays.allocations and self._is_large(b)
@@ -573,11 +576,11 @@ class _Text(str):
 
 
 class _Memory(np.ndarray):
-    """The base of `_Leased`: NumPy would replace a base by the base's base if that had the type of the new array."""
+    """The base of a `Lease`: NumPy would replace a base by the base's base if that had the type of the new array."""
 
 
-class _Leased(np.ndarray):
-    """A view of a replay's memory, which gives back the replay when no array refers to it any more."""
+class Lease(np.ndarray):
+    """A view of a replay's memory, which gives back the replay when nothing refers to it any more."""
 
     replay: Replay
 

@@ -83,6 +83,8 @@ notrace_primitives[CallNode] = notrace_primitives[OrderedNode]
 class ProgramTape(OrderedTape):
     """The tape that records a program, whose steps are in the trace `recorder`."""
 
+    records_constants = True
+
     def __init__(self, recorder: Recorder):
         super().__init__()
         self.recorder = recorder
@@ -118,11 +120,11 @@ class ProgramTape(OrderedTape):
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
-        """Record a communication; return its node, or None if its result isn't an array."""
+        """Record a communication; return its node, or None if the result isn't an array or has no derivatives."""
         node = CallNode.__new__(CallNode)
         note_sharing(node, ans, args, argnums, parents)
         self.add(node, ans, operator, args, params, argnums, parents)
-        return None if getattr(ans, "dtype", None) is None else node
+        return node if is_variable(ans) else None
 
 
 class Program(NamedTuple):
@@ -178,6 +180,9 @@ def recorded(
         values, build = flatten(keeping_arguments(fun)(*args, **kwargs))
         outputs = tape.with_indices(values)
     nodes = tape.close().nodes
+    communications = [node for node in nodes if node.pull is not None and isinstance(node.pull.fun, Recorded)]
+    if len(communications) != recorder.communications or any(step.kind in ("opaque", "settle") for step in recorder.steps):
+        recorder.refuse("it communicates in a way that derivatives can't repeat")
     return Program(recorder, nodes, inputs, outputs, len(nodes)), build
 
 

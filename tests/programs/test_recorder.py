@@ -335,3 +335,25 @@ def test_effects_of_python_happen_in_traces_and_interpreted_calls(capsys, rank):
         for call in range(3):
             np.testing.assert_array_equal(jitted(np.ones(3), gathers), expected)
             assert capsys.readouterr().out.split() == (printed.split() if call == 0 else [])
+
+
+def test_integers_that_ranks_exchange_in_derivatives_of_all_orders(rank, size):
+    """Programs of derivatives repeat communications whose results have no derivatives."""
+
+    def fun(x):
+        count = mpiad.mpi_allreduce(np.ones(3, int) * x.shape[0])
+        others = mpiad.mpi_exchange(count * (rank + 1), (rank + 1) % size, (rank - 1) % size)
+        coming = mpiad.mpi_irecv(count, (rank - 1) % size, tag=4)
+        mpiad.mpi_send(others, (rank + 1) % size, tag=4)
+        return anp.sum(anp.sin(x) ** 2 * others) * mpiad.mpi_wait(coming)[0]
+
+    x, v = np.linspace(0.2, 0.9, 3) + rank, np.cos(np.arange(3.0))
+    jitted = mpiad.jit(fun, strict=True)
+    nested = [lambda f: mpiad.grad(lambda x: anp.sum(mpiad.grad(f, objective="sum")(x) ** 2), objective="sum")]
+    for form in (
+        lambda f: mpiad.grad(f, objective="sum"),
+        lambda f: lambda x: mpiad.hvp(f, objective="sum")(x, v),
+        *nested,
+    ):
+        for _ in range(3):
+            assert_same(form(jitted)(x), form(fun)(x), 1e-11)
