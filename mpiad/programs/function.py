@@ -182,7 +182,7 @@ def jit(fun: Function | None = None, *, strict: bool = False, exact: bool = Fals
     -------
     Jitted
         A function with the same arguments, results, derivatives and communications. Results never share memory with
-        arguments.
+        arguments. Other effects of Python code, such as prints, happen only while the function is traced or interpreted.
 
     Raises
     ------

@@ -97,6 +97,14 @@ class ProgramTape(OrderedTape):
         """Return nested arguments, with references to the values that the arrays have at this time."""
         return self.recorder.referenced(mapped(x, _innermost))
 
+    def nodes(self) -> list[Any]:
+        """Close the tape and return its nodes; they contain all communications, or the trace fails."""
+        nodes, recorder = self.close().nodes, self.recorder
+        count = sum(node.pull is not None and isinstance(node.pull.fun, Recorded) for node in nodes)
+        if count != recorder.communications or any(step.kind in ("opaque", "settle") for step in recorder.steps):
+            recorder.refuse("it communicates in a way that derivatives can't repeat")
+        return nodes
+
     def with_indices(self, values: Sequence[Array]) -> list[tuple[Ref, int]]:
         """Return references to values, each with the index of its node, -1 for a constant."""
         return [(self.referenced(x), index) for x, index in map(self.value_and_place, values)]
@@ -179,10 +187,7 @@ def recorded(
         args, kwargs = given.build(leaves)
         values, build = flatten(keeping_arguments(fun)(*args, **kwargs))
         outputs = tape.with_indices(values)
-    nodes = tape.close().nodes
-    communications = [node for node in nodes if node.pull is not None and isinstance(node.pull.fun, Recorded)]
-    if len(communications) != recorder.communications or any(step.kind in ("opaque", "settle") for step in recorder.steps):
-        recorder.refuse("it communicates in a way that derivatives can't repeat")
+    nodes = tape.nodes()
     return Program(recorder, nodes, inputs, outputs, len(nodes)), build
 
 
@@ -368,7 +373,7 @@ def jvp(program: Program, chosen: Sequence[int], recorder: Recorder) -> tuple[Pr
         tape.close()
         with_tangents = [k for k, (x, _) in enumerate(pairs) if isinstance(_innermost(x), TracedArray) and is_variable(x)]
         outputs = outer.with_indices([x for x, _ in pairs] + [pairs[k][1] for k in with_tangents])
-    nodes = outer.close().nodes
+    nodes = outer.nodes()
     kept = {place for place, k in enumerate([*range(len(pairs)), *with_tangents]) if k in program.kept}
     return Program(recorder, nodes, inputs, outputs, len(nodes), frozenset(kept)), with_tangents
 
@@ -388,7 +393,7 @@ def linearized(program: Program, inner: Sequence[int], recorder: Recorder) -> tu
             return gs
 
         results, cotangents = map(outer.with_indices, _with_reverse_pass(recorder, evaluation, given, inner, seeded))
-    nodes = outer.close().nodes
+    nodes = outer.nodes()
     residuals = _residuals(recorder, nodes, middle, first_seed, [*seeds, *cotangents])
     kept = program.kept.union(range(len(results), len(results) + len(residuals)))
     forward = Program(recorder, nodes[:middle], inputs, [*results, *residuals], len(nodes), kept)

@@ -357,3 +357,24 @@ def test_integers_that_ranks_exchange_in_derivatives_of_all_orders(rank, size):
     ):
         for _ in range(3):
             assert_same(form(jitted)(x), form(fun)(x), 1e-11)
+
+
+def test_extrema_over_ranks_in_derivatives_of_all_orders(rank, size):
+    """The adjoint of a maximum counts the ranks that have it, in a sum that no derivative differentiates."""
+
+    def fun(x):
+        y = anp.sin(x)
+        return anp.sum(mpiad.mpi_allreduce(y**2, MPI.MAX) * y) + anp.sum(mpiad.mpi_allreduce(y, MPI.MIN) ** 3)
+
+    x, v = np.linspace(0.2, 0.9, 3) + rank / 3, np.cos(np.arange(3.0))
+
+    def product(f):
+        return lambda x: mpiad.hvp(f, objective="sum")(x, v)
+
+    def third(f):
+        return mpiad.grad(lambda x: anp.sum(mpiad.grad(f, objective="sum")(x) ** 2), objective="sum")
+
+    jitted = mpiad.jit(fun, strict=True)
+    for form in (product, third, lambda f: product(lambda x: anp.sum(mpiad.grad(f, objective="sum")(x) ** 2))):
+        for _ in range(2):
+            assert_same(form(jitted)(x), form(fun)(x), 1e-10)
