@@ -39,72 +39,72 @@ _boxes = Box.types
 _Derived: TypeAlias = Callable[[Hashable, Callable[[], Function]], Function]  # the method `Jitted.derived`
 
 
-def called_on_tape(cache: ProgramCache, given: Arguments, derived: _Derived) -> Any:
+def called_on_tape(cache: ProgramCache, arguments: Arguments, derived: _Derived) -> Any:
     """Call a compiled function within a derivative; `derived`: the method of `Jitted`."""
     tape: Any = tracing.tape
-    boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
-    boxes = [given.leaves[k] for k in boxed]
+    boxed = [k for k in arguments.traced if type(arguments.leaves[k]) in _boxes]
+    boxes = [arguments.leaves[k] for k in boxed]
     simple = is_simple(tape, boxes)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
-        key = "tangent", given.key
+        key = "tangent", arguments.key
         if key in cache.entries:
-            return cache.interpreted(key, given)
-        if not cache.is_followed(key, given):  # values in the function's closure may have tangents, too
-            return cache.run(given)
-        return _called_with_tangents(cache, given, boxed, derived)
+            return cache.interpreted(key, arguments)
+        if not cache.is_followed(key, arguments):  # values in the function's closure may have tangents, too
+            return cache.run(arguments)
+        return _called_with_tangents(cache, arguments, boxed, derived)
     if simple and tape.passes in ("one", "several"):
-        key = "reverse", tuple(boxed), given.key
+        key = "reverse", tuple(boxed), arguments.key
         # A `Program` can't contain steps that only a run can describe, or objects that hold traced arrays.
-        ways = [partial(trace, cache, given, boxed) for trace in (_with_two_parts, _traced_on_tape)]
-        entry = cache.entry(key, given, *ways)
+        ways = [partial(trace, cache, arguments, boxed) for trace in (_with_two_parts, _traced_on_tape)]
+        entry = cache.entry(key, arguments, *ways)
         if isinstance(entry, Entry):
-            return _run(cache, key, entry, given, boxed)
+            return _run(cache, key, entry, arguments, boxed)
         failure, retrace = entry, None
         if failure is not None and failure.needs_run:
-            return _noted(cache, key, given, boxed, failure)
+            return _noted(cache, key, arguments, boxed, failure)
     else:
-        key = "program", tuple(boxed), given.key
+        key = "program", tuple(boxed), arguments.key
         if not all(isinstance(getval(box), (np.ndarray, np.generic)) for box in boxes) or key in cache.entries:
-            return cache.run(given)
+            return cache.run(arguments)
         try:
-            return _called_as_operation(cache, given, cache.program(given, boxed))
+            return _called_as_operation(cache, arguments, cache.program(arguments, boxed))
         except FailedTrace as error:
             failure = error
-        retrace = lambda watch, notes: cache.program(given, boxed, watch)  # noqa: E731
-    if failure is not None and cache.asks(given, failure):
-        return called_on_tape(cache, arguments_of(given.args, given.kwargs, cache.asked), derived)
-    return cache.interpreted(key, given, failure, retrace, optional=key[0] == "program")
+        retrace = lambda watch, notes: cache.program(arguments, boxed, watch)  # noqa: E731
+    if failure is not None and cache.asks(arguments, failure):
+        return called_on_tape(cache, arguments_of(arguments.args, arguments.kwargs, cache.asked), derived)
+    return cache.interpreted(key, arguments, failure, retrace, optional=key[0] == "program")
 
 
-def _called_as_operation(cache: ProgramCache, given: Arguments, recorded: Recorded | None) -> Tree:
+def _called_as_operation(cache: ProgramCache, arguments: Arguments, recorded: Recorded | None) -> Tree:
     """Call a function as a `CompiledOperation`; interpret it if that is impossible."""
     if recorded is None or not recorded.program.is_derivable:
-        return cache.run(given)
+        return cache.run(arguments)
     # An exception may have left messages in flight on a channel, which has a fault then.
     if any(channel.fault for channel, _ in recorded.program.recorder.channels):
-        return cache.run(given)
-    if recorded.admits is not None and not recorded.admits([getval(given.leaves[k]) for k in given.traced]):
-        return cache.run(given)
+        return cache.run(arguments)
+    if recorded.admits is not None and not recorded.admits([getval(arguments.leaves[k]) for k in arguments.traced]):
+        return cache.run(arguments)
     if not recorded.operations:
         recorded.operations.append(CompiledOperation(recorded.program))
-    return recorded.build(recorded.operations[0]([given.leaves[k] for k in given.traced]).values)
+    return recorded.build(recorded.operations[0]([arguments.leaves[k] for k in arguments.traced]).values)
 
 
 def _with_two_parts(
-    cache: ProgramCache, given: Arguments, boxed: list[int], recorder: Recorder, watch: Watch
+    cache: ProgramCache, arguments: Arguments, boxed: list[int], recorder: Recorder, watch: Watch
 ) -> tuple[list[list[Array]], Any]:
     """Return the function's program and its reverse pass, as two parts of a program."""
-    recorded: Any = cache.program(given, boxed, watch)
-    return vjp(recorded.program, recorder, [given.traced.index(k) for k in boxed]), recorded.build
+    recorded: Any = cache.program(arguments, boxed, watch)
+    return vjp(recorded.program, recorder, [arguments.traced.index(k) for k in boxed]), recorded.build
 
 
 def _traced_on_tape(
-    cache: ProgramCache, given: Arguments, boxed: list[int], recorder: Recorder, watch: Watch
+    cache: ProgramCache, arguments: Arguments, boxed: list[int], recorder: Recorder, watch: Watch
 ) -> tuple[list[list[Array]], Any]:
     """Trace the function on a tape, and its reverse pass as a second part of the program."""
-    specs = [spec_like(getval(given.leaves[k])) for k in boxed]
+    specs = [spec_like(getval(arguments.leaves[k])) for k in boxed]
     with recorder, suspended(body=False):
-        variables = Variables(recorder.arguments(given), boxed, given.build)
+        variables = Variables(recorder.arguments(arguments), boxed, arguments.build)
         run = trace_backwards(lambda call: keeping_arguments(cache.fun)(*call[0], **call[1]), variables)
         if run.problem is not None:
             recorder.refuse(run.problem.text)
@@ -144,10 +144,10 @@ def _seeds(run: TracedRun, inside: Sequence[bool], gs: Sequence[Array]) -> Itera
     return zip([place for place, is_in in zip(run.places, inside) if is_in], gs)
 
 
-def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, variables: list[int]) -> Tree:
+def _run(cache: ProgramCache, key: Hashable, entry: Entry, arguments: Arguments, variables: list[int]) -> Tree:
     """Run the first part of a program, record a node that runs the second part, and return the function's result."""
     inside = entry.inside
-    lease, inputs = entry.replays.lease(), [getval(given.leaves[k]) for k in given.traced]
+    lease, inputs = entry.replays.lease(), [getval(arguments.leaves[k]) for k in arguments.traced]
     counts = message_counts() if entry.replays.last_check >= 0 else None
     count(entry.communications)
     note_channels(entry.channels)
@@ -155,11 +155,11 @@ def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, var
         values = entry.leaves(lease.replay.first(*inputs))
     except Changed as change:
         with cache.changed(key, change, counts):
-            return cache.run(given)
-    specs = [spec_like(getval(given.leaves[k])) for k in variables]
+            return cache.run(arguments)
+    specs = [spec_like(getval(arguments.leaves[k])) for k in variables]
     # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
     kept_inputs = [x if k in entry.replays.read_later else None for k, x in enumerate(inputs)]
-    all_arguments = given if entry.may_change else None
+    all_arguments = arguments if entry.may_change else None
 
     def pull(gs: list[Array]) -> list[Array]:
         require_plain(gs, cache.name)
@@ -175,24 +175,24 @@ def _run(cache: ProgramCache, key: Hashable, entry: Entry, given: Arguments, var
                 return cotangents_of(run.recording, _seeds(run, inside, gs), specs)
         return [conform(g, *spec) for g, spec in zip(cotangents, specs)]
 
-    places = [given.leaves[k]._node.index for k in variables]
+    places = [arguments.leaves[k]._node.index for k in variables]
     tape: Any = tracing.tape
     return entry.build(tape.record_call(entry.channels, values, inside, places, pull, entry.communicates))
 
 
-def _called_with_tangents(cache: ProgramCache, given: Arguments, boxed: list[int], derived: _Derived) -> Tree:
+def _called_with_tangents(cache: ProgramCache, arguments: Arguments, boxed: list[int], derived: _Derived) -> Tree:
     """Call a separate compiled function, which computes the value and its tangent."""
     tape: Any = tracing.tape
-    boxed = [k for k in boxed if given.leaves[k]._trace == tape.number]
-    both = derived((given.form, tuple(boxed)), lambda: _value_and_tangent_of(cache.fun, given.build, boxed))
-    leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
+    boxed = [k for k in boxed if arguments.leaves[k]._trace == tape.number]
+    both = derived((arguments.form, tuple(boxed)), lambda: _value_and_tangent_of(cache.fun, arguments.build, boxed))
+    leaves = [x._value if k in boxed else x for k, x in enumerate(arguments.leaves)]
     # An enclosing derivative differentiates both the value and the tangent.
     with suspended(tape.outer, body=False):
-        made = both(leaves, [given.leaves[k]._node.g for k in boxed])
+        made = both(leaves, [arguments.leaves[k]._node.g for k in boxed])
     (values, build), (tangents, _) = map(flatten, made)
     result, changes = build([tape.variable(x, tangent) for x, tangent in zip(values, tangents, strict=True)])
     for k, new in changes.items():
-        assign(given.leaves[k], new)
+        assign(arguments.leaves[k], new)
     return result
 
 
@@ -201,10 +201,10 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
     # `called` returns the result of `fun`, and those arguments that it has changed in place, by the index of the leaf.
 
     def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
-        def called(given: tuple) -> tuple[Tree, dict[int, Array]]:
-            arguments = flatten(given)[0]
+        def called(call: tuple) -> tuple[Tree, dict[int, Array]]:
+            arguments = flatten(call)[0]
             nodes = {k: arguments[k]._node for k in places}
-            made = fun(*given[0], **given[1])
+            made = fun(*call[0], **call[1])
             return made, {k: arguments[k] for k, node in nodes.items() if arguments[k]._node is not node}
 
         return trace_forwards(called, Variables(leaves, list(places), build), tangents)
@@ -213,10 +213,10 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
     return both
 
 
-def _noted(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], failure: FailedTrace) -> Tree:
+def _noted(cache: ProgramCache, key: Hashable, arguments: Arguments, boxed: list[int], failure: FailedTrace) -> Tree:
     """Interpret the function, and trace it with the notes of this run, and if necessary with those of its reverse pass."""
     tape, forward, backward = tracing.tape, Interpretation(), Interpretation()
-    trace = partial(cache.compiled, key, failure.watch, partial(_traced_on_tape, cache, given, boxed))
+    trace = partial(cache.compiled, key, failure.watch, partial(_traced_on_tape, cache, arguments, boxed))
 
     def begin(gs: list[Array]) -> list[Array]:
         if cache.pending.pop(key, None) is backward:
@@ -226,13 +226,13 @@ def _noted(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int
     def end(gs: list[Array]) -> list[Array]:
         if tracing.recorder is backward:
             backward.__exit__(None, None, None)
-            cache.traced_again(key, given, partial(trace, [*forward.notes, *backward.notes]))
+            cache.traced_again(key, arguments, partial(trace, [*forward.notes, *backward.notes]))
         return []
 
     # The reverse pass runs `end` after the adjoints of the function's operations, and `begin` before them.
     tape.record_call(set(), [], [], (), end, True)
     with forward:
-        made = cache.run(given)
+        made = cache.run(arguments)
     try:
         trace(forward.notes)
     except FailedTrace as error:
@@ -243,5 +243,5 @@ def _noted(cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int
         cache.pending[key] = backward
         tape.record_call(set(), [], [], (), begin, True)
     else:
-        cache.fail(key, given, failure)
+        cache.fail(key, arguments, failure)
     return made

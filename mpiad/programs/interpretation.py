@@ -46,9 +46,9 @@ def message_counts() -> list[tuple[Channel, Counts]]:
     return [(channel, channel.counts()) for channel in live_channels()]
 
 
-def logged(made: Any, params: Any = None) -> Any:
+def logged(result: Any, params: Any = None) -> Any:
     """Return the log entry of an operation's result; `params`: the parameters of a communication."""
-    kept = made.copy() if isinstance(made, np.ndarray) else made
+    kept = result.copy() if isinstance(result, np.ndarray) else result
     envelopes = envelopes_of(params)
     senders = [(envelope.peer, envelope.tag) for envelope in envelopes if min(envelope.asked) < 0]
     if senders:
@@ -174,7 +174,7 @@ class Interpretation:
         return False
 
 
-def _described(made: Any) -> Any:
+def _described(result: Any) -> Any:
     """Return the spec of an array, and other results unchanged."""
-    is_array = isinstance(made, (np.ndarray, np.generic)) and made.dtype.kind in "fciub"
-    return Spec(made.shape, made.dtype) if is_array else made
+    is_array = isinstance(result, (np.ndarray, np.generic)) and result.dtype.kind in "fciub"
+    return Spec(result.shape, result.dtype) if is_array else result

@@ -65,8 +65,8 @@ class _Call:
         communicates = next(communications) > start + 1
         return *map(as_array, made.values), Outcome(made.build, made, made.recording.channels, communicates)
 
-    def _called(self, given: tuple[tuple, dict]) -> Tree:
-        return self._fun(*given[0], **given[1])
+    def _called(self, call: tuple[tuple, dict]) -> Tree:
+        return self._fun(*call[0], **call[1])
 
 
 def as_array(x: Any) -> Any:

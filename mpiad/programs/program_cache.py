@@ -81,11 +81,11 @@ class Entry:
         self.replays.give_back(replay)
         return self.build(made if len(made) == len(self.inside) else self.leaves(made))
 
-    def leaves(self, made: Sequence[Array]) -> list[Any]:
+    def leaves(self, outputs: Sequence[Array]) -> list[Any]:
         """Return the leaves of the function's result, given the outputs of the program."""
-        if len(made) == len(self.inside):
-            return list(made)
-        found = iter(made)
+        if len(outputs) == len(self.inside):
+            return list(outputs)
+        found = iter(outputs)
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
@@ -156,11 +156,11 @@ def entry_of_trace(recorder: Recorder, watch: Watch, traced: Traced, kept: Itera
         return Entry(recorder, *traced(recorder, watch), watch, kept)
 
 
-def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) -> Entry | None:
+def optional_program(fun: Function, arguments: Arguments, objects: Sequence[Any]) -> Entry | None:
     """Return a function's program without running it; None if it can't or needn't be compiled, or changes `objects`."""
     try:
         watch = watch_of(lambda: None, (), objects)
-        entry = entry_of_trace(Recorder(), watch, lambda recorder, _: traced_parts(fun, given, recorder))
+        entry = entry_of_trace(Recorder(), watch, lambda recorder, _: traced_parts(fun, arguments, recorder))
     except Exception:  # noqa: BLE001
         return None
     if entry.admits is not None or entry.replays.last_check >= 0:
@@ -168,10 +168,10 @@ def optional_program(fun: Function, given: Arguments, objects: Sequence[Any]) ->
     return entry if all(entry.inside) and entry.is_current() else None
 
 
-def traced_parts(fun: Function, given: Arguments, recorder: Recorder) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def traced_parts(fun: Function, arguments: Arguments, recorder: Recorder) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Trace a function, and return the arguments `parts` and `build` of `Entry`."""
     with recorder:
-        args, kwargs = given.build(recorder.arguments(given))
+        args, kwargs = arguments.build(recorder.arguments(arguments))
         leaves, build = flatten(fun(*args, **kwargs))
     return [leaves], build
 
@@ -225,7 +225,7 @@ class ProgramCache:
         self.pending: WeakValueDictionary[Any, Interpretation] = WeakValueDictionary()  # runs before their reverse pass
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
-    def entry(self, key: Hashable, given: Arguments, *ways: Traced) -> Entry | FailedTrace | None:
+    def entry(self, key: Hashable, arguments: Arguments, *ways: Traced) -> Entry | FailedTrace | None:
         """Return the program of a signature, compiled at its first call, or the failure of its trace.
 
         None if the function must be interpreted. Failures, which occur once per signature, are passed to `interpreted`.
@@ -234,7 +234,7 @@ class ProgramCache:
         entry = self.entries.get(key, UNKNOWN)
         if entry is UNKNOWN or entry is not None and not entry.is_current():
             # If an earlier call waits for its reverse pass, this pass will compile the program.
-            watch = None if key in self.pending else self._watch(key, given)
+            watch = None if key in self.pending else self._watch(key, arguments)
             if watch is None:
                 return None
             failure: FailedTrace | None = None
@@ -249,7 +249,9 @@ class ProgramCache:
             else:
                 return failure
         # Python may compute in another way with the numbers among the arguments of a call.
-        is_admitted = entry is None or entry.admits is None or entry.admits([getval(given.leaves[k]) for k in given.traced])
+        is_admitted = (
+            entry is None or entry.admits is None or entry.admits([getval(arguments.leaves[k]) for k in arguments.traced])
+        )
         return entry if is_admitted else None
 
     def compiled(self, key: Hashable, watch: Watch, traced: Traced, notes: Sequence[Note] | None = None) -> Entry:
@@ -257,27 +259,27 @@ class ProgramCache:
         entry = self.entries[key] = entry_of_trace(Recorder(self.exact, notes), watch, traced)
         return entry
 
-    def program(self, given: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
+    def program(self, arguments: Arguments, variables: Sequence[int], watch: Watch | None = None) -> Recorded | None:
         """Return the function's program, recorded once for each signature and choice of `variables`.
 
         `variables` are positions of leaves; `watch`: that of this call, if there is one. Return None if the closure can't
         be watched; raise a FailedTrace if the trace fails.
         """
-        key = "program", tuple(sorted(set(variables))), given.key
+        key = "program", tuple(sorted(set(variables))), arguments.key
         valid, known = self._programs.get(key, (None, None))
         if valid is not None and valid.is_the_same():
             return known
-        watch = watch or self._watch(key, given, optional=True)
+        watch = watch or self._watch(key, arguments, optional=True)
         if watch is None:
             return None
         recorder = Recorder(self.exact)
         with raising_failures(recorder, watch):
-            made = Recorded(*recorded(self.fun, given, variables, recorder), admits_of(recorder), [])
+            made = Recorded(*recorded(self.fun, arguments, variables, recorder), admits_of(recorder), [])
         self._programs[key] = watch, made
         return made
 
-    def _watch(self, key: Hashable, given: Arguments, optional: bool = False) -> Watch | None:
-        watch = self._read(key, given, given.constants(), optional)
+    def _watch(self, key: Hashable, arguments: Arguments, optional: bool = False) -> Watch | None:
+        watch = self._read(key, arguments, arguments.constants(), optional)
         self.traces += watch is not None
         if watch is None or self.traces <= MAX_TRACES:
             return watch
@@ -285,24 +287,26 @@ class ProgramCache:
         self.give_up(key, reason, optional)
         return None
 
-    def _read(self, key: Hashable, given: Arguments, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
+    def _read(
+        self, key: Hashable, arguments: Arguments, objects: Sequence[Any] = (), optional: bool = False
+    ) -> Watch | None:
         try:
-            return watch_of(self.fun, given.args, objects)
+            return watch_of(self.fun, arguments.args, objects)
         except HoldsTraced:  # other calls may be compiled
             return None
         except Unknown as error:
             self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
             return None
 
-    def asks(self, given: Arguments, failure: FailedTrace) -> bool:
+    def asks(self, arguments: Arguments, failure: FailedTrace) -> bool:
         """Return whether a trace has failed since the function branches on an integer argument: then it is a constant."""
         recorder = failure.recorder
-        integers = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
+        integers = [k for k in arguments.traced if isinstance(arguments.leaves[k], (int, np.integer))]
         if recorder.asked is None or not integers:
             return False
         # If the integer isn't an argument, it may depend on any integer argument.
-        asked = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
-        self.asked.update((given.form, k) for k in asked or integers)
+        asked = [k for k, number in zip(arguments.traced, recorder.inputs) if number == recorder.asked]
+        self.asked.update((arguments.form, k) for k in asked or integers)
         return True
 
     def changed(self, key: Hashable, change: Changed, counts: Sequence[tuple[Channel, Counts]] | None) -> Interpretation:
@@ -336,12 +340,12 @@ class ProgramCache:
             self.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
-    def run(self, given: Arguments) -> Tree:
+    def run(self, arguments: Arguments) -> Tree:
         """Call the function itself, and return new arrays."""
-        return fresh(self.fun(*given.args, **given.kwargs))
+        return fresh(self.fun(*arguments.args, **arguments.kwargs))
 
     def interpreted(
-        self, key: Hashable, given: Arguments, failure: FailedTrace | None = None, retrace: Retrace | None = None,
+        self, key: Hashable, arguments: Arguments, failure: FailedTrace | None = None, retrace: Retrace | None = None,
         optional: bool = False,
     ) -> Tree:  # fmt: skip
         """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages.
@@ -349,7 +353,7 @@ class ProgramCache:
         `failure`: that of the trace in this call. If the trace needs a run, ``retrace(watch, notes)`` traces again.
         """
         if failure is None:
-            made = self.run(given)
+            made = self.run(arguments)
             if self.strict and key in self.reasons:
                 raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
             return made
@@ -357,14 +361,16 @@ class ProgramCache:
             raise failure.error
         interpretation = Interpretation()
         with interpretation if failure.needs_run else nullcontext():
-            made = self.run(given)
+            made = self.run(arguments)
         if not failure.needs_run or retrace is None:
-            self.fail(key, given, failure, optional)
+            self.fail(key, arguments, failure, optional)
         else:
-            self.traced_again(key, given, partial(retrace, failure.watch, interpretation.notes), optional)
+            self.traced_again(key, arguments, partial(retrace, failure.watch, interpretation.notes), optional)
         return made
 
-    def traced_again(self, key: Hashable, given: Arguments, trace: Callable[[], object], optional: bool = False) -> None:
+    def traced_again(
+        self, key: Hashable, arguments: Arguments, trace: Callable[[], object], optional: bool = False
+    ) -> None:
         """Trace the function after a run."""
         try:
             trace()
@@ -372,17 +378,17 @@ class ProgramCache:
             failure = error
         else:
             return
-        self.fail(key, given, failure, optional)
+        self.fail(key, arguments, failure, optional)
 
-    def fail(self, key: Hashable, given: Arguments, failure: FailedTrace, optional: bool = False) -> None:
+    def fail(self, key: Hashable, arguments: Arguments, failure: FailedTrace, optional: bool = False) -> None:
         """Handle the failure of a trace after the function has run: later calls are interpreted, or traced otherwise."""
         if failure.is_raised_by_user:
             raise failure.error
-        if not self.asks(given, failure):
+        if not self.asks(arguments, failure):
             self.give_up(key, failure.error, optional)
 
-    def is_followed(self, key: Hashable, given: Arguments) -> bool:
+    def is_followed(self, key: Hashable, arguments: Arguments) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
-            self._plain_closure = self._read(key, given)
+            self._plain_closure = self._read(key, arguments)
         return self._plain_closure is not None

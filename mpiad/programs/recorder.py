@@ -224,10 +224,10 @@ class Recorder:
     # A traced array that is written to gets the number of the result. Other traced arrays with the same memory become
     # stale: reading them ends the trace.
 
-    def arguments(self, given: Arguments) -> list[Any]:
+    def arguments(self, call: Arguments) -> list[Any]:
         """Return the leaves of a call's arguments, with traced arrays in place of those that are traced."""
-        leaves = list(given.leaves)
-        for place in given.traced:
+        leaves = list(call.leaves)
+        for place in call.traced:
             value = getval(leaves[place])
             number = value if isinstance(value, (np.ndarray, np.generic)) else np.asarray(value)[()]
             leaves[place] = self.input(number, type(value) in PYTHON_NUMBERS)
@@ -244,21 +244,21 @@ class Recorder:
             self._inputs[id(root)] = root
         return made
 
-    def weaken(self, made: Any) -> Any:
+    def weaken(self, value: Any) -> Any:
         """Mark a value as a Python scalar, and return it."""
-        if isinstance(made, TracedArray) and self.is_noting():
-            made.weak = True
-            self.weak.add(made.number)
-        return made
+        if isinstance(value, TracedArray) and self.is_noting():
+            value.weak = True
+            self.weak.add(value.number)
+        return value
 
     def _number(self, value: Any) -> int:
         self.specs.append((value.shape, value.dtype))
         return len(self.specs) - 1
 
-    def _number_of_object(self, found: Any) -> int:
+    def _number_of_object(self, value: Any) -> int:
         self.specs.append(((), _OBJECT))
-        if found is not None:
-            self._objects[id(found)] = found, len(self.specs) - 1
+        if value is not None:
+            self._objects[id(value)] = value, len(self.specs) - 1
         return len(self.specs) - 1
 
     def _wrapped(self, value: Any) -> Any:
@@ -463,19 +463,19 @@ class Recorder:
                 "update it. Return the value from the jitted function, y, kept = f(x), and keep it in the caller of f."
             )
 
-    def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
-        if made is None and kind != "call":
+    def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, result: Any) -> Any:
+        if result is None and kind != "call":
             self._step(kind, fun, args, (), kwargs)
             return None
-        if isinstance(made, (tuple, list)) and all(_is_array(part) for part in made):
-            results = [self._wrapped(part) for part in made]
-            out: Any = type(made)(results) if type(made) in (tuple, list) else tuple(results)
-        elif _is_array(made):
-            results = [self._wrapped(made)]
+        if isinstance(result, (tuple, list)) and all(_is_array(part) for part in result):
+            results = [self._wrapped(part) for part in result]
+            out: Any = type(result)(results) if type(result) in (tuple, list) else tuple(results)
+        elif _is_array(result):
+            results = [self._wrapped(result)]
             out = results[0]
         else:
-            is_array = isinstance(made, np.ndarray)
-            what = f"an array of {made.dtype}s" if is_array else f"{type(made).__name__}, which isn't an array"
+            is_array = isinstance(result, np.ndarray)
+            what = f"an array of {result.dtype}s" if is_array else f"{type(result).__name__}, which isn't an array"
             self.refuse(f"{getattr(fun, '__name__', repr(fun))} returns {what} and may depend on traced values")
         self._step(kind, fun, args, tuple([result.number for result in results]), kwargs)
         return out

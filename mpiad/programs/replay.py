@@ -96,10 +96,10 @@ class Replays:
 class Changed(TypeError):
     """Raised by a replay if a result's shape or dtype differs from the trace; `log`: this run's communications, or None."""
 
-    def __init__(self, made: Any, node: Node, log: list[Any] | None):
+    def __init__(self, result: Any, node: Node, log: list[Any] | None):
         line = "" if node.site is None else f"{node.site.text}: "
         super().__init__(
-            f"{line}{operation_of(node)} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} "
+            f"{line}{operation_of(node)} has returned an array of shape {np.shape(result)}, but one of shape {node.shape} "
             "when the function was compiled for arguments of the same shapes. Call it outside of the jitted function"
         )
         self.log = log
@@ -202,15 +202,15 @@ def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = 
     return FunctionType(code, {}, name)
 
 
-def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
+def _in_rule(function: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
     """Return a function that makes a call, and records it, on request, at the line of the derivative's call."""
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
         if not calls.is_noting():
-            return made(operation, x, *rest)
+            return function(operation, x, *rest)
         first = (x[0] if x else None) if isinstance(x, tuple) else x
         arguments = *rule, first, None if isinstance(x, tuple) or not rest else rest[0]
-        return recorded_call(calls.begin_rule, arguments, made, operation, x, *rest)
+        return recorded_call(calls.begin_rule, arguments, function, operation, x, *rest)
 
     return call
 
@@ -589,9 +589,9 @@ class Lease(np.ndarray):
             self.replay.replays.give_back(self.replay)
 
 
-def _own(made: Any, *given: Array) -> Any:
-    """Return the results of a call, copied if they are views of its arguments `given`, whose memory is reused."""
-    if type(made) is np.ndarray:
-        shares = any(made is x if made.base is None else np.may_share_memory(made, x) for x in given)
-        return made.copy() if shares else made
-    return [_own(x, *given) for x in made] if type(made) in (list, tuple) else made
+def _own(result: Any, *arguments: Array) -> Any:
+    """Return the results of a call, copied if they are views of its `arguments`, whose memory is reused."""
+    if type(result) is np.ndarray:
+        shares = any(result is x if result.base is None else np.may_share_memory(result, x) for x in arguments)
+        return result.copy() if shares else result
+    return [_own(x, *arguments) for x in result] if type(result) in (list, tuple) else result

@@ -142,10 +142,10 @@ class ScalarRecorder:
         except TypeError as error:  # the rule doesn't have a parameter, and Python's message names it
             self.refuse(f"it calls {name}, whose rule {str(error).partition('() ')[2] or error}")
 
-    def _wrapped(self, found: Any, made: Any) -> Any:
-        if isinstance(found, (list, tuple)):
-            return [self._wrapped(*pair) for pair in zip(found, made)]
-        return TracedArray(self, self.symbols(found), made)
+    def _wrapped(self, symbols: Any, value: Any) -> Any:
+        if isinstance(symbols, (list, tuple)):
+            return [self._wrapped(*pair) for pair in zip(symbols, value)]
+        return TracedArray(self, self.symbols(symbols), value)
 
     def write(self, target: TracedArray, fun: Callable, args: Sequence[Array]) -> TracedArray:
         """Call a function that writes into an array, whose views change, too."""

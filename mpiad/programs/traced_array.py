@@ -169,10 +169,10 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
     return method
 
 
-def _ask_for_integers(given: tuple[Any, Any]) -> None:
+def _ask_for_integers(numbers: tuple[Any, Any]) -> None:
     """End the trace in failure if both numbers are integers: NumPy's powers of integers overflow, unlike Python's."""
-    if all(np.result_type(x).kind in "iu" for x in plain(given)):
-        mapped(given, ask_for_integer)
+    if all(np.result_type(x).kind in "iu" for x in plain(numbers)):
+        mapped(numbers, ask_for_integer)
 
 
 def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:

@@ -173,18 +173,18 @@ def _spec(x: Array) -> Spec:
 
 
 def recorded(
-    fun: Function, given: Arguments, variables: Iterable[int], recorder: Recorder
+    fun: Function, arguments: Arguments, variables: Iterable[int], recorder: Recorder
 ) -> tuple[Program, Callable[[list[Any]], Any]]:
     """Record the program of a function, and return it with the builder of the function's result.
 
     `variables`: positions of the leaves with respect to which it is differentiated.
     """
     with np.errstate(all="ignore"), recorder, suspended(body=False), ProgramTape(recorder) as tape:
-        leaves = recorder.arguments(given)
+        leaves = recorder.arguments(arguments)
         for k in set(variables):
             leaves[k] = tape.variable(leaves[k])
-        inputs = tape.with_indices([leaves[k] for k in given.traced])
-        args, kwargs = given.build(leaves)
+        inputs = tape.with_indices([leaves[k] for k in arguments.traced])
+        args, kwargs = arguments.build(leaves)
         values, build = flatten(keeping_arguments(fun)(*args, **kwargs))
         outputs = tape.with_indices(values)
     nodes = tape.nodes()
@@ -338,14 +338,14 @@ def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list
 
 
 def _with_reverse_pass(
-    recorder: Recorder, evaluation: Evaluation, given: list[Array], inner: Sequence[int], seeded: Callable[[list], list]
+    recorder: Recorder, evaluation: Evaluation, inputs: list[Array], inner: Sequence[int], seeded: Callable[[list], list]
 ) -> list[list[Array]]:
     """Record an evaluation and its reverse pass; `seeded` is called between them, with the cotangents of the results."""
-    specs = [_spec(given[k]) for k in inner]
+    specs = [_spec(inputs[k]) for k in inner]
     with OrderedTape() as tape:
         for k in inner:
-            given[k] = tape.variable(given[k])
-        pairs = [tape.value_and_place(x) for x in evaluation.run(given)]
+            inputs[k] = tape.variable(inputs[k])
+        pairs = [tape.value_and_place(x) for x in evaluation.run(inputs)]
     nodes = tape.close().nodes
     results = [x for x, _ in pairs]
     recorder.part = 1
