@@ -110,7 +110,8 @@ def hides_traced(x: Any) -> bool:
             attributes = getattr(x, "__dict__", None)
             parts = list(attributes.values()) if isinstance(attributes, dict) else []
             parts += map(content_of, getattr(x, "__closure__", None) or ())
-            parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
+            names = *getattr(type(x), "__slots__", ()), "__self__", "func", "args", "keywords"  # methods, and partial
+            parts += [getattr(x, name, None) for name in names]
         objects += [(part, is_argument and nest) for part in parts]
     return False
 
