@@ -215,8 +215,7 @@ class ProgramCache:
     def __init__(self, fun: Function, name: str, strict: bool, exact: bool):
         self.fun, self.name, self.strict, self.exact = fun, name, strict, exact
         self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
-        # Programs for derivatives with the watches of their traces; None if they can't be traced.
-        self._programs: dict[Any, tuple[Watch, Recorded | None]] = {}
+        self._programs: dict[Any, tuple[Watch, Recorded]] = {}  # programs for derivatives, with the watches of their traces
         self.reasons: dict[Any, str] = {}
         self.warned = False
         self.traces = 0
@@ -266,9 +265,9 @@ class ProgramCache:
         be watched; raise a FailedTrace if the trace fails.
         """
         key = "program", tuple(sorted(set(variables))), arguments.key
-        valid, known = self._programs.get(key, (None, None))
-        if valid is not None and valid.is_the_same():
-            return known
+        known = self._programs.get(key)
+        if known is not None and known[0].is_the_same():
+            return known[1]
         watch = watch or self._watch(key, arguments, optional=True)
         if watch is None:
             return None

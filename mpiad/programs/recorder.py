@@ -204,13 +204,12 @@ class Recorder:
             self.asked = next(iter(numbers), None)
         self.refuse(f"{reason}, or leave this part out of the jitted function" if reason is CONTROL_FLOW else reason)
 
-    def plain_array(self, x: Any, dtype: DTypeLike | None) -> Array:
-        """Return a traced array as a plain array; in a trace, raise Abandoned."""
-        if self.is_noting():
-            reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
-            found = reason_of_conversion(sys._getframe(2))
-            self.ask(x, found or f"{reason} np.concatenate or np.stack of autograd.numpy")
-        return np.asarray(x.value, dtype)
+    def plain_array(self, x: Any, dtype: DTypeLike | None) -> NoReturn:
+        """End the trace in failure: a traced array has no plain array."""
+        self.require_open()
+        reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
+        by_assignment = reason_of_conversion(sys._getframe(2))
+        self.ask(x, by_assignment or f"{reason} np.concatenate or np.stack of autograd.numpy")
 
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
@@ -246,7 +245,7 @@ class Recorder:
 
     def weaken(self, value: Any) -> Any:
         """Mark a value as a Python scalar, and return it."""
-        if isinstance(value, TracedArray) and self.is_noting():
+        if isinstance(value, TracedArray):
             value.weak = True
             self.weak.add(value.number)
         return value
@@ -273,8 +272,8 @@ class Recorder:
             return mapped(x, self.referenced)
         if isinstance(x, TracedArray):
             if x.recorder is not self:
-                x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # belongs to another trace
+                x.recorder.require_open()
+                self.refuse("it uses a value of another trace")
             if x.stale is not None:
                 self.refuse("it reads an array whose memory has been changed in place through another name (a view)")
             return Ref(x.number)
@@ -313,8 +312,7 @@ class Recorder:
 
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a NumPy function, and record it."""
-        if not self.is_noting():
-            return fun(*plain(tuple(args)), **plain(kwargs))
+        self.require_open()
         if fun in _SHAPED_BY_INTEGERS:
             mapped((args[1:], kwargs), ask_for_integer)
         reason = reason_against(fun, args, kwargs)
@@ -448,11 +446,6 @@ class Recorder:
         """Return True: nothing has been sent, so that an exception leaves no messages."""
         return True
 
-    def is_noting(self) -> bool:
-        """Return True in the trace; raise a RuntimeError after its end."""
-        self.require_open()
-        return True
-
     def require_open(self) -> None:
         """Raise a RuntimeError for arrays that are used after the end of their trace."""
         # These arrays would give wrong results: later calls don't update them, and outer derivatives ignore them.
@@ -486,9 +479,7 @@ class Recorder:
 
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
         """Call a function that writes into an array; the array gets the number of the result."""
-        if not self.is_noting():
-            fun(*plain(tuple(args)), out=target.value)
-            return target
+        self.require_open()
         fun, args = self._as_product(fun, args)
         references = self.referenced(tuple(args))
         self._check_writing(target)
@@ -503,10 +494,8 @@ class Recorder:
 
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
         """Set entries of an array; the array gets the number of the result."""
+        self.require_open()
         place, new = plain(key), plain(value)
-        if not self.is_noting():
-            target.value[place] = new
-            return
         # For total[key] += values, Python first changes the view total[key] in place, and then assigns the view to
         # total[key].
         is_written = target.stale is not None and value is target.stale and isinstance(new, np.ndarray)

@@ -44,10 +44,6 @@ class ScalarRecorder:
         """Refuse an operation that needs the value of x."""
         self.refuse(reason)
 
-    def is_noting(self) -> bool:
-        """Return True: every operation on traced arrays is translated."""
-        return True
-
     def require_open(self) -> None:
         """Do nothing: the arrays have no values that could be used after the trace."""
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dis import opmap
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import autograd.numpy.numpy_wrapper
 import numpy as np
@@ -198,10 +198,6 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
     return method
 
 
-def _of_value(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self._required_value(), name)(*args)
-
-
 _STORES = {opmap.get("STORE_SUBSCR"), opmap.get("STORE_SLICE")}
 
 
@@ -218,12 +214,8 @@ def reason_of_conversion(frame: FrameType) -> str:
     return ""
 
 
-def _as_number(name: str) -> Callable[[TracedArray], complex]:
-    def method(self: TracedArray) -> complex:
-        reason = reason_of_conversion(sys._getframe(1)) or CONTROL_FLOW
-        return getattr(self._required_value(reason), name)()
-
-    return method
+def _as_number(self: TracedArray) -> NoReturn:
+    self.ask_for_value(reason_of_conversion(sys._getframe(1)) or CONTROL_FLOW)
 
 
 class TracedArray:
@@ -256,7 +248,7 @@ class TracedArray:
 
     def __hash__(self) -> int:
         # Dicts and sets distinguish numbers by their values.
-        return hash(self._required_value()) if isinstance(self.value, np.generic) else object.__hash__(self)
+        return self.ask_for_value() if isinstance(self.value, np.generic) else object.__hash__(self)
 
     def __repr__(self) -> str:
         return f"<traced array of {self.dtype}, shape {self.shape}>"
@@ -271,8 +263,7 @@ class TracedArray:
         fun = ufunc if method == "__call__" else getattr(ufunc, method)
         if out is None:
             return self.recorder.call(fun, inputs, kwargs)
-        if not self.recorder.is_noting():
-            return fun(*plain(inputs), out=plain(out), **plain(kwargs))
+        self.recorder.require_open()
         self.recorder.refuse(f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)")
 
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
@@ -289,7 +280,7 @@ class TracedArray:
             return self
         parts = key if type(key) is tuple else (key,)
         if any(isinstance(part, TracedArray) and part.dtype == bool for part in parts):
-            self._required_value("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
+            self.ask_for_value("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
         for part in parts:  # x[k : k + 3] has the same shape for all k
             if type(part) is slice and (part.step is not None or not isinstance(part.start, type(part.stop))):
                 mapped(part, ask_for_integer)
@@ -320,7 +311,7 @@ class TracedArray:
 
     def view(self, kind: Any = None) -> Any:
         """Return the array itself; autograd calls this method of results."""
-        return self if kind in (None, np.ndarray) else self._required_value(f"it views traced values as {kind}").view(kind)
+        return self if kind in (None, np.ndarray) else self.ask_for_value(f"it views traced values as {kind}")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("ndim", "size", "itemsize", "nbytes", "strides", "flags", "device"):
@@ -335,14 +326,17 @@ class TracedArray:
 
     # Operations that need the values, and therefore end the trace in failure.
 
-    def _required_value(self, reason: str = CONTROL_FLOW) -> Any:
-        if self.recorder.is_noting():
-            self.recorder.ask(self, reason)
-        return self.value
+    def ask_for_value(self, reason: str = CONTROL_FLOW) -> Any:
+        """End the trace in failure."""
+        self.recorder.require_open()
+        self.recorder.ask(self, reason)
 
-    __float__, __int__, __complex__ = map(_as_number, ("__float__", "__int__", "__complex__"))
-    __bool__, __index__ = map(_of_value, ("__bool__", "__index__"))
-    __round__, item, tolist = map(_of_value, ("__round__", "item", "tolist"))
+    def item(self, *args: Any) -> NoReturn:
+        """End the trace in failure: an entry is a value."""
+        self.ask_for_value()
+
+    __float__ = __int__ = __complex__ = _as_number
+    __bool__ = __index__ = __round__ = tolist = item
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -353,7 +347,7 @@ class TracedArray:
     def __format__(self, spec: str) -> str:
         if not spec and (self.shape or self.dtype.kind not in "iu"):
             return repr(self)
-        return format(self._required_value("it formats a traced value as text"), spec)
+        self.ask_for_value("it formats a traced value as text")
 
     def __str__(self) -> str:
         return format(self)
@@ -494,10 +488,8 @@ class _NumPy:
 
     @staticmethod
     def array(x: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _traced(x)
-        if found is None or not found.recorder.is_noting():
-            return np.array(x, *args, **kwargs)
-        return found.recorder.call(array_of, (x, *args), kwargs)
+        traced = _traced(x)
+        return np.array(x, *args, **kwargs) if traced is None else traced.recorder.call(array_of, (x, *args), kwargs)
 
 
 def _traced(x: Any) -> Any:
