@@ -257,6 +257,8 @@ class Evaluation:
         def call(of_node: Call, inputs: Sequence[Any]) -> Any:
             if isinstance(of_node.fun, Recorded):
                 if of_node.is_combined:
+                    if not inputs:  # a constant cotangent
+                        inputs, of_node = [mapped(of_node.args[0], self._constant)], of_node._replace(argnums=[0])
                     made = self.called(of_node, [stack([_of_lane(x, k) for k in numbers]) for x in inputs])
                     return _Lanes([made[k] for k in numbers])
             elif not any(type(x) is _Lanes for x in inputs):
