@@ -378,3 +378,21 @@ def test_extrema_over_ranks_in_derivatives_of_all_orders(rank, size):
     for form in (product, third, lambda f: product(lambda x: anp.sum(mpiad.grad(f, objective="sum")(x) ** 2))):
         for _ in range(2):
             assert_same(form(jitted)(x), form(fun)(x), 1e-10)
+
+
+def test_sums_of_a_constant_cotangent_and_others(rank, size):
+    """Only the first rank's objective depends on the variables; the others' cotangents begin with zeros of a message."""
+
+    def fun(x):
+        y = anp.tanh(x)
+        total = mpiad.mpi_allreduce(y)
+        for k in range(3):
+            mpiad.mpi_send(y[k] * 2, None)
+        return anp.sum(total**3) if rank == 0 else 0.75
+
+    jitted = mpiad.jit(fun, strict=True)
+    for x in (np.linspace(0.2, 0.9, 4) + rank / 3, np.ones(4)):
+        v = np.cos(x)
+        assert_same(mpiad.hvp(jitted, objective="sum")(x, v), mpiad.hvp(fun, objective="sum")(x, v), 1e-11)
+        products = [mpiad.make_hvp(f, objective="sum")(x)[2](v) for f in (jitted, fun)]
+        assert_same(*products, 1e-11)
