@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from dis import opmap
 from types import FrameType, ModuleType
@@ -89,14 +90,14 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 _ATOMS = (np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, ModuleType)
-_MOST_OBJECTS = 10_000
+_MOST_OBJECTS = 500
 
 
 def hides_traced(x: Any) -> bool:
     """Return whether an object or the closure of a function refers to arrays of a trace that `plain` doesn't replace."""
-    objects, seen = [(x, True)], set[int]()  # each with whether `plain` replaces arrays in it
+    objects, seen = deque([(x, True)]), set[int]()  # each with whether `plain` replaces arrays in it
     while objects and len(seen) < _MOST_OBJECTS:
-        x, is_argument = objects.pop()
+        x, is_argument = objects.popleft()  # the nearest first
         x = getval(x)
         if isinstance(x, TracedArray) and not is_argument and x.recorder.open:
             return True
