@@ -34,7 +34,7 @@ class Note(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """A logged result with data that its playback restores."""
+    """A logged result, with data that an interpretation restores when it returns the result."""
 
     value: Any
     senders: Sequence[tuple[int, int]] = ()  # ranks and tags of messages that were received from any rank or with any tag
